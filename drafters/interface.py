@@ -1,0 +1,78 @@
+"""What a drafter is to the engine and to the trainer. Shapes: B rows, K draft positions, V target vocabulary, T ragged tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from draftsmith.kernels.filters import SamplingRows
+from draftsmith.kernels.paged_attention import PagedPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftInputs:
+    """One propose call for B requests, ragged: row b owns `lengths[b]` consecutive tokens.
+
+    Row b's draft cache already covers positions `0 .. starts[b]-1`. `tokens` are the committed tokens from position
+    `starts[b]` to the last one, `n_b = starts[b] + lengths[b] - 1`, whose successor is to be drafted. The target has not
+    yet run on the last token, so its taps exist for one position less.
+    """
+
+    tokens: torch.Tensor  # [T] int64
+    starts: torch.Tensor  # [B] int64
+    lengths: torch.Tensor  # [B] int64, >= 1
+    taps: (
+        torch.Tensor | None
+    )  # [T - B, taps * hidden]: positions starts[b] .. n_b - 1 of each row; None when the drafter wants none
+    num_draft: torch.Tensor  # [B] int64, k of each row, 0 <= k; rows with 0 only catch up
+    sampling: SamplingRows  # the law the request asked for, row by row
+    seeds: torch.Tensor  # [B] int64; draws use (seed, absolute position of the drawn token, Purpose.DRAFT)
+    pool: PagedPool | None  # this drafter's own keys and values; block ids are shared with the target's pool
+    block_tables: torch.Tensor  # [B, max_blocks] int64
+    histories: list[list[int]]  # all committed tokens of each row (prompt included), for drafters that match text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Drafted tokens and the law they were really sampled from."""
+
+    tokens: torch.Tensor  # [B, K] int64, -1 beyond lengths
+    lengths: torch.Tensor  # [B] int64, <= num_draft
+    logits: torch.Tensor | None  # [B, K, V] float32, processed (filtered, tempered) as sampled; None = deterministic, one-hot q
+
+
+class ServingDrafter(Protocol):
+    """The engine's whole view of a drafter."""
+
+    family: str
+    taps: tuple[int, ...]  # raw layer ids wanted from the target; () for none
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None: ...
+
+    def propose(self, inputs: DraftInputs) -> Proposal: ...
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        """How many positions of the draft cache are right once `accepted` of `drafted` tokens after position `last` were kept."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrollBatch:
+    """Teacher-forced training inputs: L tokens a row, right padded."""
+
+    input_ids: torch.Tensor  # [B, L] int64
+    attention_mask: torch.Tensor  # [B, L] 1 for real tokens
+    taps: torch.Tensor | None  # [B, L, taps * hidden]
+    num_steps: int  # unrolled draft positions wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrolledStep:
+    """Step s (from 0) of the unroll. `hidden[:, t]` is the draft's state that predicts the token at position t + 2 for a head
+    (t + 1 for a language model, see `offset`), drafted at depth s of a round."""
+
+    hidden: torch.Tensor  # [B, L, H], what the draft head multiplies
+    valid: torch.Tensor  # [B, L] bool: enough real context for this depth
+    offset: int  # the predicted token is at position t + offset; the target's law for it comes from its state at t + offset - 1

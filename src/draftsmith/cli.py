@@ -1,0 +1,169 @@
+"""The `draftsmith` command. Torch-free until a command runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from draftsmith import config as configuration
+from draftsmith.errors import UserError
+from draftsmith.version import __version__
+
+
+class Command(NamedTuple):
+    config: str
+    run: str
+    summary: str
+
+
+COMMANDS = {
+    "generate": Command(
+        "draftsmith.distill.config:GenerateConfig",
+        "draftsmith.distill.generate:run",
+        "let the target answer prompts; a dataset to train on",
+    ),
+    "train": Command(
+        "draftsmith.train.config:TrainConfig",
+        "draftsmith.train.run:run",
+        "train a drafter (eagle3, mtp, draft-lm) by distillation",
+    ),
+    "eval": Command(
+        "draftsmith.train.config:EvalConfig",
+        "draftsmith.train.evaluate:run",
+        "alpha_i and tau of a draft, with confidence intervals",
+    ),
+    "serve": Command(
+        "draftsmith.serve.config:ServeConfig", "draftsmith.serve.run:run", "an OpenAI-compatible server with lossless speculation"
+    ),
+    "distill": Command(
+        "draftsmith.distill.config:DistillConfig",
+        "draftsmith.distill.daemon:run",
+        "the online daemon: learn from served traffic, publish gated versions",
+    ),
+    "export": Command(
+        "draftsmith.train.config:ExportConfig",
+        "draftsmith.train.export:run",
+        "write a draft in the layout vLLM, SGLang or transformers load",
+    ),
+    "bench": Command(
+        "draftsmith.serve.config:BenchConfig",
+        "draftsmith.serve.bench:run",
+        "tok/s, TTFT, TPOT and tau, speculation off against on",
+    ),
+    "audit": Command(
+        "draftsmith.serve.config:AuditConfig", "draftsmith.serve.audit:run", "is it lossless? statistics with negative controls"
+    ),
+    "doctor": Command(
+        "draftsmith.train.config:DoctorConfig",
+        "draftsmith.train.doctor:run",
+        "what would go wrong with this target, draft and data",
+    ),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status. A `UserError` is printed as one sentence and gives 2."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"draftsmith: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("draftsmith: interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
+        return 130
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"draftsmith {__version__}")
+        return 0
+    name = argv[0]
+    if name not in COMMANDS:
+        raise UserError(configuration.unknown_key(name, list(COMMANDS)).replace("option", "command"))
+    cls = load(COMMANDS[name].config)
+    parser = parser_for(name, cls)
+    arguments = parser.parse_intermixed_args(argv[1:])
+    config = configuration.build(cls, collect(cls, arguments))
+    return int(load(COMMANDS[name].run)(config) or 0)
+
+
+def overview() -> str:
+    lines = ["usage: draftsmith COMMAND [options] [recipe.yaml] [key=value ...]", ""]
+    lines += [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "draftsmith COMMAND --help lists the options of one command."])
+
+
+def load(reference: str) -> Any:
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def parser_for(name: str, cls: type) -> Parser:
+    """Flags from the top-level fields of the config dataclass; nested ones are reached by recipe or `a.b=c`."""
+    parser = Parser(prog=f"draftsmith {name}", description=COMMANDS[name].summary, allow_abbrev=False)
+    types_by_name = configuration.field_types(cls)
+    for field in dataclasses.fields(cls):
+        wanted = _plain(types_by_name[field.name])
+        if field.metadata.get("positional"):
+            parser.add_argument(field.name, help=_help(field), choices=field.metadata.get("choices"))
+        elif not dataclasses.is_dataclass(wanted):
+            _add_flag(parser, field, wanted)
+    parser.add_argument(
+        "extra", nargs="*", metavar="recipe.yaml | key=value", help="a recipe, then overrides such as optim.lr=1e-4"
+    )
+    return parser
+
+
+def _add_flag(parser: Parser, field: dataclasses.Field, wanted: Any) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    if wanted is bool:
+        parser.add_argument(flag, default=None, help=_help(field), action=argparse.BooleanOptionalAction)
+    elif typing.get_origin(wanted) in (list, tuple):
+        parser.add_argument(flag, default=None, help=_help(field), nargs="+", metavar="X")
+    else:
+        parser.add_argument(flag, default=None, help=_help(field), metavar=field.name.upper())
+
+
+def _plain(wanted: Any) -> Any:
+    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
+        return next(option for option in typing.get_args(wanted) if option is not type(None))
+    return wanted
+
+
+def _help(field: dataclasses.Field) -> str:
+    text = field.metadata.get("help", "")
+    if choices := field.metadata.get("choices"):
+        text += f" ({', '.join(choices)})"
+    shown = field.default not in (dataclasses.MISSING, None, "", False)
+    return (text + (f" [default: {field.default}]" if shown else "")).replace("%", "%%")
+
+
+def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Recipe, then overrides, then flags."""
+    values: dict[str, Any] = {}
+    recipes = [text for text in arguments.extra if text.endswith((".yaml", ".yml")) and "=" not in text]
+    for recipe in recipes:
+        values = configuration.merge(values, configuration.read_yaml(recipe))
+    for text in arguments.extra:
+        if text not in recipes:
+            values = configuration.merge(values, configuration.parse_override(text))
+    flags = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(cls)}
+    return configuration.merge(values, {name: value for name, value in flags.items() if value is not None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Typed configuration: dataclass defaults, then a YAML file, then `a.b=c` overrides, then flags. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from draftsmith.errors import UserError
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    choices: Sequence[str] | None = None,
+    factory: Any = None,
+    positional: bool = False,
+) -> Any:
+    """A dataclass field with the text `--help` shows. Give `factory` instead of `default` for mutable values."""
+    metadata = {"help": help, "choices": choices, "positional": positional}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"recipe {str(path)!r} does not exist; give the path of a YAML file")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {str(path)!r} is not valid YAML ({str(error).splitlines()[0]}); mend that line") from error
+    if not isinstance(values, dict):
+        raise UserError(f"recipe {str(path)!r} holds a {type(values).__name__}; it must be a mapping of options")
+    return values
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`"a.b=c"` -> `{"a": {"b": <c read as YAML>}}`."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise UserError(f"override {text!r} is not of the form key=value; write for example train.steps=200")
+    nested: Any = yaml.safe_load(value) if value else ""
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` wins; nested mappings are merged, neither input is changed."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
+    """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError` that names the mend."""
+    types_by_name = field_types(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise UserError(unknown_key(prefix + key, [prefix + name for name in fields]))
+    missing = [name for name, field in fields.items() if _required(field) and name not in values]
+    if missing:
+        raise UserError(f"option {prefix + missing[0]!r} is required; give --{missing[0].replace('_', '-')}")
+    converted = {}
+    for key, value in values.items():
+        converted[key] = convert(value, types_by_name[key], prefix + key)
+        choices = fields[key].metadata.get("choices")
+        if choices and converted[key] is not None and converted[key] not in choices:
+            raise UserError(f"option {prefix + key!r} is {value!r}; it must be one of {', '.join(choices)}")
+    return cls(**converted)
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    mend = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(sorted(known))}"
+    return f"unknown option {key!r}; {mend}"
+
+
+def convert(value: Any, wanted: Any, name: str) -> Any:
+    """`value` as the annotated type: bool, int, float, str, lists, optional values and nested dataclasses."""
+    origin = typing.get_origin(wanted)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(wanted)
+        if value is None and type(None) in options:
+            return None
+        return convert(value, next(o for o in options if o is not type(None)), name)
+    if dataclasses.is_dataclass(wanted):
+        if dataclasses.is_dataclass(value):
+            return value
+        if not isinstance(value, dict):
+            raise UserError(f"option {name!r} is {value!r}; it must be a mapping, for example {name}.KEY=VALUE")
+        return build(wanted, value, prefix=name + ".")  # type: ignore[arg-type]
+    if origin in (list, tuple):
+        items = value if isinstance(value, (list, tuple)) else [value]
+        inner = typing.get_args(wanted)[0]
+        return origin(convert(item, inner, name) for item in items)
+    return _scalar(value, wanted, name)
+
+
+def _scalar(value: Any, wanted: Any, name: str) -> Any:
+    if wanted is Any or (isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))):
+        return value
+    try:
+        if wanted is bool and isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
+            return value.lower() in ("true", "yes", "1")
+        if wanted is float and not isinstance(value, bool):
+            return float(value)
+        if wanted is int and not isinstance(value, bool) and float(value) == int(float(value)):
+            return int(float(value))
+        if wanted is str and not isinstance(value, (dict, list)):
+            return str(value)
+    except (TypeError, ValueError):
+        pass
+    raise UserError(f"option {name!r} is {value!r}; it must be a {wanted.__name__}")
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config)
