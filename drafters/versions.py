@@ -1,0 +1,210 @@
+"""Published drafts on disk: `VERSIONS/v000007/` folders, `current` naming the live one, `decisions.jsonl`. Torch-free.
+
+One process publishes, any number read. A version is there whole or not at all: its folder appears by one rename, and
+readers look only at the version named by `current`, which is replaced afterwards. A kill at any point therefore leaves
+the last version readable; a folder that never became current is ignored and its number is not used again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from draftsmith import files
+from draftsmith.errors import UserError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+CURRENT = "current"
+DECISIONS = "decisions.jsonl"
+FOLDER = re.compile(r"v(\d{6,})")
+LEFTOVER = re.compile(r"\.(v\d{6,}|current)\.[0-9a-f]{8}\.(tmp|old)")
+
+
+def folder_of(root: str | Path, version: int) -> Path:
+    return Path(root) / f"v{version:06d}"
+
+
+def versions(root: str | Path) -> list[int]:
+    """Every version with a manifest, ascending; live or not."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    found = [FOLDER.fullmatch(entry.name) for entry in root.iterdir()]
+    return sorted(int(match[1]) for match in found if match and (root / match[0] / MANIFEST).is_file())
+
+
+def latest(root: str | Path) -> int | None:
+    """The version that servers should run (not the highest one after a rollback); None before the first."""
+    path = Path(root) / CURRENT
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(
+            f"{str(path)!r} holds {text[:40]!r} instead of a version number; write the number of a good version into it"
+        )
+    return int(text)
+
+
+def publish(
+    root: str | Path,
+    save: Callable[[Path], None],
+    *,
+    family: str,
+    target: Mapping[str, Any],
+    parent: int | None,
+    data_range: Mapping[str, Any],
+    gate: Mapping[str, Any],
+) -> int:
+    """`save` writes the draft checkpoint into the folder it is given. Returns the new version, which is then the live one.
+
+    `parent` is the version the draft was trained from, `data_range` the records it learned from, `gate` the numbers that
+    earned its promotion. The caller holds the folder's lock: publishing has one writer.
+    """
+    root = Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(root)
+    version = _next_version(root)
+    with files.atomic_folder(folder_of(root, version)) as temporary:
+        save(temporary)
+        manifest = {
+            "schema": SCHEMA_VERSION,
+            "version": version,
+            "parent": parent,
+            "family": family,
+            "target": target,
+            "data_range": data_range,
+            "gate": gate,
+            "hashes": _hashes(temporary),
+            "created_s": time.time(),
+        }
+        files.write_json(temporary / MANIFEST, _plain(manifest))
+    files.write_text(root / CURRENT, f"{version}\n")
+    return version
+
+
+def read_manifest(root: str | Path, version: int) -> dict[str, Any]:
+    manifest = files.read_json(folder_of(root, version) / MANIFEST, f"manifest of version {version}")
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA_VERSION:
+        raise UserError(f"version {version} in {str(root)!r} has no manifest of schema {SCHEMA_VERSION}; publish it again")
+    return manifest
+
+
+def open_version(root: str | Path, version: int) -> Path:
+    """The folder of a version whose files are what was published, byte for byte."""
+    folder = folder_of(root, version)
+    manifest = read_manifest(root, version)
+    for name, digest in manifest["hashes"].items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"version {version} lacks {str(path)!r}; restore the file or roll back to another version")
+        if _sha256(path) != digest:
+            raise UserError(
+                f"version {version} is corrupt: {str(path)!r} is not what was published; roll back to another version"
+            )
+    return folder
+
+
+def rollback(root: str | Path, version: int, reason: str) -> None:
+    """Makes an older, intact version the live one again and logs why."""
+    left = latest(root)
+    open_version(root, version)
+    files.write_text(Path(root) / CURRENT, f"{version}\n")
+    record_decision(root, {"decision": "rollback", "version": version, "left": left, "reason": reason})
+
+
+def prune(root: str | Path, *, keep: int) -> list[int]:
+    """Deletes all but the newest `keep` versions, the live one, its parent, and the first; returns the deleted ones."""
+    present = versions(root)
+    live = latest(root)
+    kept = {*present[:1], *present[-keep:]} if keep > 0 else set(present)
+    if live in present:
+        kept |= {live, read_manifest(root, live)["parent"]}
+    doomed = [version for version in present if version not in kept]
+    for version in doomed:
+        folder = folder_of(root, version)
+        hidden = folder.with_name(f".{folder.name}.00000000.old")
+        os.replace(folder, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+    return doomed
+
+
+def record_decision(root: str | Path, decision: Mapping[str, Any]) -> None:
+    """Appends one synced JSON line. A line torn by an earlier kill is closed first, so it spoils only itself."""
+    path = Path(root) / DECISIONS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(_plain({"time_s": time.time(), **decision}), ensure_ascii=True) + "\n"
+    with open(path, "ab+") as handle:
+        size = handle.seek(0, os.SEEK_END)
+        if size:
+            handle.seek(size - 1)
+            line = line if handle.read(1) == b"\n" else "\n" + line
+        handle.write(line.encode())
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def read_decisions(root: str | Path) -> list[dict[str, Any]]:
+    """Every whole line, oldest first."""
+    path = Path(root) / DECISIONS
+    if not path.is_file():
+        return []
+    decisions = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            decision = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(decision, dict):
+            decisions.append(decision)
+    return decisions
+
+
+def _next_version(root: Path) -> int:
+    """One more than any folder, whole or broken, and than `current`: a number never means two things."""
+    taken = [int(match[1]) for entry in root.iterdir() if (match := FOLDER.fullmatch(entry.name))]
+    return max([*taken, latest(root) or 0], default=0) + 1
+
+
+def _remove_leftovers(root: Path) -> None:
+    for entry in root.iterdir():
+        if not LEFTOVER.fullmatch(entry.name):
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become text, so that other readers can parse the line."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
