@@ -1,13 +1,18 @@
 """The sampling law of a request: temperature, then top-k, top-p and min-p, in transformers' order (sequential).
 
-Placeholder of the data type only; the functions follow in this file.
+Sequential means that each filter sees the law the filter before it left, renormalised. N rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+# Below this, logits / temperature of ordinary models nears the float32 range and the law is greedy anyway.
+MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -16,8 +21,130 @@ class SamplingRows:
 
     temperature: torch.Tensor  # [N] float32
     top_k: torch.Tensor  # [N] int64
-    top_p: torch.Tensor  # [N] float32
+    top_p: torch.Tensor  # [N] float64: 1 - top_p must round as it does for a Python number
     min_p: torch.Tensor  # [N] float32
+
+    @classmethod
+    def of(
+        cls,
+        temperature: Sequence[float],
+        *,
+        top_k: Sequence[int] | None = None,
+        top_p: Sequence[float] | None = None,
+        min_p: Sequence[float] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> SamplingRows:
+        """From one Python value a row; a filter left out is off. A value outside its range raises `ValueError`."""
+        num_rows = len(temperature)
+        top_k = [0] * num_rows if top_k is None else top_k
+        top_p = [1.0] * num_rows if top_p is None else top_p
+        min_p = [0.0] * num_rows if min_p is None else min_p
+        for value in temperature:
+            if not (value == 0 or MIN_TEMPERATURE <= value < math.inf):
+                raise ValueError(f"temperature is {value}; it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        _check("top_k", top_k, 0, math.inf)
+        _check("top_p", top_p, 0, 1)
+        _check("min_p", min_p, 0, 1)
+        return cls(
+            torch.tensor(temperature, dtype=torch.float32, device=device),
+            torch.tensor(top_k, dtype=torch.int64, device=device),
+            torch.tensor(top_p, dtype=torch.float64, device=device),
+            torch.tensor(min_p, dtype=torch.float32, device=device),
+        )
 
     def select(self, rows: torch.Tensor) -> SamplingRows:
         return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+    def repeat(self, counts: torch.Tensor) -> SamplingRows:
+        """Row b becomes `counts[b]` consecutive rows."""
+        return self.select(torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts))
+
+
+def _check(name: str, values: Sequence[float], low: float, high: float) -> None:
+    for value in values:
+        if not low <= value <= high:
+            raise ValueError(f"{name} is {value}; it must be between {low} and {high}")
+
+
+def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Raw logits [N, V] -> processed float32 logits [N, V], a new tensor: divided by temperature, filtered tokens at -inf.
+
+    A greedy row becomes 0 at its argmax (the lowest id on a tie) and -inf elsewhere. NaN counts as -inf, +inf as the largest
+    float. No filter removes the likeliest token, so a row is all -inf only when its input is.
+    """
+    processed = clean(logits.float())
+    greedy = rows.temperature == 0
+    # One device-to-host copy decides for the whole batch which passes are needed.
+    needs = torch.stack(
+        [
+            greedy.any(),
+            greedy.all(),
+            (rows.temperature != 1).any(),
+            (rows.top_k > 0).any(),
+            (rows.top_p < 1).any(),
+            (rows.min_p > 0).any(),
+        ]
+    )
+    any_greedy, all_greedy, any_tempered, any_top_k, any_top_p, any_min_p = needs.tolist()
+    if all_greedy:
+        return greedy_logits(processed)
+    source = processed
+    if any_tempered:
+        processed = processed / torch.where(greedy, 1.0, rows.temperature)[:, None]
+        processed = processed.clamp(max=torch.finfo(torch.float32).max)
+    if any_top_k:
+        processed = _filter(keep_top_k, processed, rows.top_k, (rows.top_k > 0) & ~greedy)
+    if any_top_p:
+        processed = _filter(keep_top_p, processed, rows.top_p, (rows.top_p < 1) & ~greedy)
+    if any_min_p:
+        processed = _filter(keep_min_p, processed, rows.min_p, (rows.min_p > 0) & ~greedy)
+    if any_greedy:
+        processed[greedy] = greedy_logits(source[greedy])
+    return processed
+
+
+def clean(logits: torch.Tensor) -> torch.Tensor:
+    """A copy with NaN as -inf and +inf as the largest float."""
+    return torch.nan_to_num(logits, nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+
+
+def greedy_logits(logits: torch.Tensor) -> torch.Tensor:
+    """[N, V] without NaN -> 0 at the argmax (lowest id on a tie), -inf elsewhere; an all -inf row stays so."""
+    best = logits.max(dim=-1, keepdim=True).values
+    # torch.argmax promises no order among ties; the first True of a comparison does.
+    chosen = (logits == best).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    one_hot = torch.full_like(logits, -math.inf)
+    return one_hot.scatter_(-1, chosen, torch.where(best == -math.inf, best, 0.0))
+
+
+def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Keeps the `top_k` [N] likeliest tokens of a row, and all that tie with the last of them."""
+    size = logits.shape[-1]
+    counts = top_k.clamp(1, size)
+    largest = torch.topk(logits, int(counts.max()), dim=-1).values
+    return logits.masked_fill(logits < largest.gather(-1, counts[:, None] - 1), -math.inf)
+
+
+def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keeps the smallest set of likeliest tokens of a row whose probabilities reach `top_p` [N]; at least one."""
+    ascending, order = torch.sort(logits, dim=-1, stable=True)
+    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p.double()).to(logits.dtype)[:, None]
+    removed[:, -1] = False
+    return logits.masked_fill(removed.scatter(-1, order, removed), -math.inf)
+
+
+def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Keeps the tokens at least `min_p` [N] times as likely as the likeliest of their row."""
+    probs = logits.softmax(dim=-1)
+    return logits.masked_fill(probs < min_p.to(probs.dtype)[:, None] * probs.amax(dim=-1, keepdim=True), -math.inf)
+
+
+def _filter(
+    keep: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], logits: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """Applies `keep` to the wanted rows only."""
+    if bool(wanted.all()):
+        return keep(logits, values)
+    filtered = logits.clone()
+    filtered[wanted] = keep(logits[wanted], values[wanted])
+    return filtered

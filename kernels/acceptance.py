@@ -1,0 +1,170 @@
+"""The only definition of alpha and tau in the project, for the trainer, the evaluator, the server and the gate.
+
+alpha = sum_v min(p_v, q_v) is the chance that a drafted token stands; tau is committed tokens per target forward, the bonus
+token included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+Z_95 = 1.959963984540054
+
+
+def overlap(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """alpha of laws given as processed logits [..., V] -> [...]. A row that is all -inf or holds NaN is no law and gives 0."""
+    return torch.minimum(_probs(p_logits), _probs(q_logits)).sum(dim=-1)
+
+
+def keep_probability(p_logits: torch.Tensor, q_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """min(1, q(x) / p(x)) for tokens x [...] of laws [..., V]: the chance that x was accepted given that it was emitted."""
+    log_p, log_q = _token_logprob(p_logits, tokens), _token_logprob(q_logits, tokens)
+    # A token the target gives no mass is never emitted; q / p then only says whether the draft would have offered it.
+    ratio = torch.where(log_q == -math.inf, -math.inf, log_q - log_p)
+    return ratio.clamp(max=0).exp().nan_to_num(nan=0.0)
+
+
+def expected_rounds(keep: torch.Tensor) -> float:
+    """The expected number of rounds that emit a given text of n tokens, exactly; tau = n / expected_rounds.
+
+    `keep[i, s]` [n, K] is the chance that the token at i + s is kept at depth s of a round that starts at i, given that it was
+    emitted (`keep_probability`, or 0 and 1 for greedy). R(i) = 1 + sum_a P(a kept at i) R(i + a + 1), R = 0 past the end; the
+    last round may run past the text. K = 0 is one round a token.
+    """
+    num_tokens, depth = keep.shape
+    reach = torch.cat([torch.ones(num_tokens, 1, dtype=torch.float64), keep.double().cpu().cumprod(dim=1)], dim=1)
+    # P(exactly a kept): reached a and failed there; the last depth cannot fail.
+    exactly = reach.clone()
+    exactly[:, :-1] -= reach[:, 1:]
+    rounds = [0.0] * (num_tokens + depth + 1)
+    for start, weights in zip(range(num_tokens - 1, -1, -1), reversed(exactly.tolist())):
+        rounds[start] = 1.0 + sum(weight * rounds[start + kept + 1] for kept, weight in enumerate(weights))
+    return rounds[0]
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+def wilson(successes: int, trials: int, z: float = Z_95) -> Interval:
+    """Wilson's score interval of a proportion; (0, 1) without trials."""
+    if trials == 0:
+        return Interval(0.0, 1.0)
+    rate, shrink = successes / trials, 1 + z * z / trials
+    middle = (rate + z * z / (2 * trials)) / shrink
+    half = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials)) / shrink
+    return Interval(max(0.0, middle - half), min(1.0, middle + half))
+
+
+def bootstrap_ratio(
+    numerators: Sequence[float], denominators: Sequence[float], *, resamples: int = 2000, level: float = 0.95, seed: int = 0
+) -> Interval:
+    """Interval of sum(numerators) / sum(denominators) by resampling whole units (texts, requests), which may depend within."""
+    if not numerators or len(numerators) != len(denominators):
+        raise ValueError(f"{len(numerators)} numerators and {len(denominators)} denominators; give one pair a unit, at least one")
+    top, bottom = torch.tensor(numerators, dtype=torch.float64), torch.tensor(denominators, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    ratios = torch.empty(resamples, dtype=torch.float64)
+    for index in range(resamples):
+        chosen = torch.randint(len(top), (len(top),), generator=generator)
+        ratios[index] = top[chosen].sum() / bottom[chosen].sum()
+    outside = (1 - level) / 2
+    low, high = torch.quantile(ratios, torch.tensor([outside, 1 - outside], dtype=torch.float64)).tolist()
+    return Interval(low, high)
+
+
+@dataclass
+class AcceptanceCounts:
+    """What happened in rounds, summed. Position i counts as offered only where every position before it was kept."""
+
+    offered: list[int] = field(default_factory=list)  # [K] rounds whose position i was before the target with its prefix kept
+    accepted: list[int] = field(default_factory=list)  # [K] of those, rounds that kept it
+    committed: dict[int, int] = field(default_factory=dict)  # committed tokens of a round -> number of such rounds
+
+    def add(self, offered: Sequence[int], accepted: Sequence[int], committed: Sequence[int]) -> None:
+        """One entry a round: tokens offered, tokens kept, tokens committed after stop and EOS trimming."""
+        for num_offered, num_accepted, num_committed in zip(offered, accepted, committed, strict=True):
+            if not 0 <= num_accepted <= num_offered:
+                raise ValueError(f"a round accepted {num_accepted} of {num_offered} offered tokens; it cannot")
+            self._reserve(num_offered)
+            for position in range(min(num_offered, num_accepted + 1)):
+                self.offered[position] += 1
+                self.accepted[position] += position < num_accepted
+            self.committed[num_committed] = self.committed.get(num_committed, 0) + 1
+
+    def merge(self, other: AcceptanceCounts) -> None:
+        self._reserve(len(other.offered))
+        for position, (num_offered, num_accepted) in enumerate(zip(other.offered, other.accepted)):
+            self.offered[position] += num_offered
+            self.accepted[position] += num_accepted
+        for num_committed, count in other.committed.items():
+            self.committed[num_committed] = self.committed.get(num_committed, 0) + count
+
+    def _reserve(self, depth: int) -> None:
+        missing = depth - len(self.offered)
+        if missing > 0:
+            self.offered += [0] * missing
+            self.accepted += [0] * missing
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.committed.values())
+
+    @property
+    def num_committed(self) -> int:
+        return sum(size * count for size, count in self.committed.items())
+
+    @property
+    def alpha(self) -> list[float | None]:
+        """alpha_i; None where position i was never offered."""
+        return [kept / tried if tried else None for kept, tried in zip(self.accepted, self.offered)]
+
+    @property
+    def alpha_intervals(self) -> list[Interval]:
+        return [wilson(kept, tried) for kept, tried in zip(self.accepted, self.offered)]
+
+    @property
+    def tau(self) -> float | None:
+        return self.num_committed / self.rounds if self.rounds else None
+
+    @property
+    def tau_interval(self) -> Interval | None:
+        """Normal interval of the mean over rounds; None below two rounds. Rounds of one text depend: see `bootstrap_ratio`."""
+        if self.rounds < 2:
+            return None
+        mean = self.num_committed / self.rounds
+        variance = sum(count * (size - mean) ** 2 for size, count in self.committed.items()) / (self.rounds - 1)
+        half = Z_95 * math.sqrt(variance / self.rounds)
+        return Interval(mean - half, mean + half)
+
+    def to_dict(self) -> dict[str, Any]:
+        interval = self.tau_interval
+        return {
+            "rounds": self.rounds,
+            "committed": self.num_committed,
+            "offered": list(self.offered),
+            "accepted": list(self.accepted),
+            "alpha": self.alpha,
+            "alpha_95": [list(bounds) for bounds in self.alpha_intervals],
+            "tau": self.tau,
+            "tau_95": None if interval is None else list(interval),
+        }
+
+
+def _probs(logits: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(_widen(logits), dim=-1).nan_to_num(nan=0.0)
+
+
+def _token_logprob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    logits = _widen(logits)
+    return logits.gather(-1, tokens[..., None])[..., 0] - torch.logsumexp(logits, dim=-1)
+
+
+def _widen(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

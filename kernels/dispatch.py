@@ -1,0 +1,40 @@
+"""The one place where an implementation is chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+
+Impl = Literal["auto", "triton", "torch"]
+IMPLS = ("auto", "triton", "torch")
+
+
+def choose(impl: str, device: torch.device) -> Literal["triton", "torch"]:
+    """`"auto"` is Triton on CUDA and torch elsewhere. Asking for Triton where it cannot run raises `ValueError`."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLS)}")
+    if impl == "torch":
+        return "torch"
+    obstacle = _obstacle(device)
+    if impl == "triton" and obstacle:
+        raise ValueError(f"impl 'triton' cannot run on {device}: {obstacle}")
+    if impl == "auto" and (obstacle or device.type != "cuda"):
+        return "torch"
+    return "triton"
+
+
+def interpreted() -> bool:
+    """Triton reads this variable when it is imported; its interpreter runs kernels on the CPU, slowly, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _obstacle(device: torch.device) -> str:
+    """Why Triton cannot run there; empty when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; install it or use impl 'torch'"
+    if device.type != "cuda" and not interpreted():
+        return "it needs a CUDA tensor, or TRITON_INTERPRET=1 set before the start"
+    return ""

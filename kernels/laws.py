@@ -1,0 +1,42 @@
+"""Sparse laws: the likeliest tokens of a categorical law and the mass outside them. N rows, V vocabulary, k kept tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+TOP = 64
+
+
+class TopLaw(NamedTuple):
+    """Never renormalised: exp(logprobs).sum(-1) + tail == 1."""
+
+    ids: torch.Tensor  # [N, k] int64, likeliest first
+    logprobs: torch.Tensor  # [N, k] float32 (float64 for float64 logits)
+    tail: torch.Tensor  # [N] probability outside `ids`
+
+
+class Overlap(NamedTuple):
+    """Bounds of alpha = sum_v min(p_v, q_v)."""
+
+    low: torch.Tensor  # [N]
+    high: torch.Tensor  # [N]
+
+
+def top_law(logits: torch.Tensor, k: int = TOP) -> TopLaw:
+    """The `k` likeliest tokens of each row of logits [N, V]; all V of them when V < k."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+    largest = torch.topk(logits, min(k, logits.shape[-1]), dim=-1)
+    logprobs = largest.values - normaliser
+    tail = (1 - logprobs.exp().sum(dim=-1)).clamp(min=0)
+    return TopLaw(largest.indices, logprobs, tail)
+
+
+def top_overlap(law: TopLaw, q_logits: torch.Tensor) -> Overlap:
+    """Bounds of alpha between a sparse p and draft logits [N, V]: what the kept tokens prove, and what the tail could add."""
+    log_q = torch.log_softmax(q_logits.to(law.logprobs.dtype), dim=-1).gather(-1, law.ids)
+    low = torch.minimum(law.logprobs, log_q).exp().sum(dim=-1)
+    q_tail = (1 - log_q.exp().sum(dim=-1)).clamp(min=0)
+    return Overlap(low, low + torch.minimum(law.tail, q_tail))

@@ -1,0 +1,87 @@
+"""Counter-based random streams: every draw is a pure function of (request seed, absolute position, purpose, token id).
+
+The hash is SplitMix64's finaliser over int64, so CPU, CUDA and Triton give the same bits, and a request draws the same
+numbers in any batch row, after preemption and with any chunking.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import lru_cache
+
+import torch
+
+# SplitMix64's odd constants, written as the signed integers torch holds.
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+UNIT = 2.0**-52
+
+
+class Purpose(IntEnum):
+    """What a draw decides. One stream for two purposes would bias the output: an accept draw would know the draft draw."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+    BONUS = 3
+
+
+NUM_PURPOSES = 8  # room for more purposes without changing the streams of these
+
+
+def stream_keys(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose | torch.Tensor) -> torch.Tensor:
+    """The 64-bit key [N] of each row's stream. `purpose` may be one for all or [N] int64."""
+    counters = positions * NUM_PURPOSES + purpose
+    return _mix_(_mix_(seeds + GOLDEN) + counters * GOLDEN)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    """One draw per row, seeds [N] and positions [N] int64 -> [N] float64, strictly inside (0, 1)."""
+    return _unit_interval(_mix_(stream_keys(seeds, positions, purpose)), torch.float64)
+
+
+def sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    """Draws one token a row from processed logits [N, V] -> ids [N] int64. A token at -inf is never drawn.
+
+    An all -inf row is no law and gives -1.
+    """
+    return race(logits, stream_keys(seeds, positions, purpose))
+
+
+def race(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The exponential race: token v arrives at time E_v / exp(logit_v), E_v ~ Exp(1); the first one wins. Computed in logs."""
+    scores = logits - token_noise(keys, logits.shape[-1], logits.dtype)
+    best, ids = scores.max(dim=-1)
+    return torch.where(best == -float("inf"), -1, ids)
+
+
+def token_noise(keys: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """log E of every token, keys [N] -> [N, num_tokens], E ~ Exp(1)."""
+    bits = _mix_(keys[:, None] + _token_offsets(num_tokens, keys.device))
+    uniforms = _unit_interval(bits, dtype)
+    # The winner has a small E. E = -log1p(-u) keeps all the relative precision of a small u; -log(u) would lose it near u = 1.
+    return uniforms.neg_().log1p_().neg_().log_()
+
+
+@lru_cache(maxsize=16)
+def _token_offsets(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Offset 0 belongs to `uniform`."""
+    return torch.arange(1, num_tokens + 1, device=device) * GOLDEN
+
+
+def _unit_interval(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The top 52 bits as (n + 1/2) / 2^52; in float32 the values that would round to 1 stop just below it."""
+    values = ((bits >> 12) & ((1 << 52) - 1)).to(dtype)
+    values.add_(0.5).mul_(UNIT)
+    return values if dtype == torch.float64 else values.clamp_(max=1 - 2.0**-24)
+
+
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser, in place on a fresh tensor. Masks make torch's arithmetic shift a logical one."""
+    x ^= (x >> 30) & ((1 << 34) - 1)
+    x *= MIX_1
+    x ^= (x >> 27) & ((1 << 37) - 1)
+    x *= MIX_2
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    return x
