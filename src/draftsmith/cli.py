@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
 import sys
 import types
 import typing
@@ -47,7 +48,7 @@ COMMANDS = {
         "the online daemon: learn from served traffic, publish gated versions",
     ),
     "export": Command(
-        "draftsmith.train.config:ExportConfig",
+        "draftsmith.train.export_config:ExportConfig",
         "draftsmith.train.export:run",
         "write a draft in the layout vLLM, SGLang or transformers load",
     ),
@@ -60,22 +61,33 @@ COMMANDS = {
         "draftsmith.serve.config:AuditConfig", "draftsmith.serve.audit:run", "is it lossless? statistics with negative controls"
     ),
     "doctor": Command(
-        "draftsmith.train.config:DoctorConfig",
+        "draftsmith.train.doctor_config:DoctorConfig",
         "draftsmith.train.doctor:run",
         "what would go wrong with this target, draft and data",
     ),
 }
 
 
+EXTRA = "recipe.yaml | key=value"
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+        # argparse lists the optional extra among what is missing.
+        raise UserError(f"{message.replace(f', {EXTRA}', '')}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. A `UserError` is printed as one sentence and gives 2."""
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        try:
+            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output left, as `| head` does. Python would complain once more while flushing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except UserError as error:
         print(f"draftsmith: error: {error}", file=sys.stderr)
         return 2
@@ -96,7 +108,7 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(configuration.unknown_key(name, list(COMMANDS)).replace("option", "command"))
     cls = load(COMMANDS[name].config)
     parser = parser_for(name, cls)
-    arguments = parser.parse_intermixed_args(argv[1:])
+    arguments = parse(parser, argv[1:])
     config = configuration.build(cls, collect(cls, arguments))
     return int(load(COMMANDS[name].run)(config) or 0)
 
@@ -122,10 +134,16 @@ def parser_for(name: str, cls: type) -> Parser:
             parser.add_argument(field.name, help=_help(field), choices=field.metadata.get("choices"))
         elif not dataclasses.is_dataclass(wanted):
             _add_flag(parser, field, wanted)
-    parser.add_argument(
-        "extra", nargs="*", metavar="recipe.yaml | key=value", help="a recipe, then overrides such as optim.lr=1e-4"
-    )
+    parser.add_argument("extra", nargs="*", metavar=EXTRA, help="a recipe, then overrides such as optim.lr=1e-4")
     return parser
+
+
+def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+        raise UserError(configuration.unknown_key(unknown[0].split("=")[0], flags))
+    return arguments
 
 
 def _add_flag(parser: Parser, field: dataclasses.Field, wanted: Any) -> None:

@@ -15,6 +15,7 @@ import yaml
 from draftsmith.errors import UserError
 
 T = TypeVar("T")
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def option(
@@ -54,7 +55,10 @@ def parse_override(text: str) -> dict[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise UserError(f"override {text!r} is not of the form key=value; write for example train.steps=200")
-    nested: Any = yaml.safe_load(value) if value else ""
+    try:
+        nested: Any = yaml.safe_load(value) if value else ""
+    except yaml.YAMLError as error:
+        raise UserError(f"override {text!r} has a value that is not valid YAML; quote it, for example {key}='text'") from error
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
@@ -75,7 +79,7 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            raise UserError(unknown_key(prefix + key, [prefix + name for name in fields]))
+            raise UserError(unknown_key(f"{prefix}{key}", [prefix + name for name in fields]))
     missing = [name for name, field in fields.items() if _required(field) and name not in values]
     if missing:
         raise UserError(f"option {prefix + missing[0]!r} is required; give --{missing[0].replace('_', '-')}")
@@ -127,9 +131,9 @@ def _scalar(value: Any, wanted: Any, name: str) -> Any:
             return int(float(value))
         if wanted is str and not isinstance(value, (dict, list)):
             return str(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
-    raise UserError(f"option {name!r} is {value!r}; it must be a {wanted.__name__}")
+    raise UserError(f"option {name!r} is {value!r}; it must be {KINDS[wanted]}")
 
 
 def _required(field: dataclasses.Field) -> bool:

@@ -1,0 +1,85 @@
+# Sourced by scripts/test and scripts/quickstart: `make_environment` gives a `.venv` that fits pyproject.toml and constraints.txt.
+# shellcheck shell=bash
+
+# with_clock LABEL EXPECTED_S LOG COMMAND...: runs COMMAND into LOG and shows how long it has taken and is expected to take.
+with_clock() {
+    local label=$1 expected_s=$2 log=$3 every_s=15
+    shift 3
+    [ -t 1 ] && every_s=1
+    local begun_s=$SECONDS
+    echo "$label: about $(minutes "$expected_s")"
+    "$@" >>"$log" 2>&1 </dev/null &
+    local job=$! shown_s=0 taken_s
+    while kill -0 "$job" 2>/dev/null; do
+        sleep 0.5
+        taken_s=$((SECONDS - begun_s))
+        if [ $((taken_s - shown_s)) -ge "$every_s" ]; then
+            shown_s=$taken_s
+            clock_line "$label" "$taken_s" "$expected_s"
+        fi
+    done
+    local status=0
+    wait "$job" || status=$?
+    [ -t 1 ] && [ "$shown_s" -gt 0 ] && echo
+    if [ "$status" -ne 0 ]; then
+        echo "$label: failed with status $status; the end of $log:" >&2
+        grep -v '^WARNING' "$log" | tail -n 20 >&2
+        return "$status"
+    fi
+    echo "$label: done in $((SECONDS - begun_s)) s"
+}
+
+clock_line() {
+    local left_s=$(($3 - $2)) text
+    text="$1: $2 s, about $left_s s left"
+    [ "$left_s" -gt 0 ] || text="$1: $2 s, longer than expected, still going"
+    if [ -t 1 ]; then printf '\r\033[K%s' "$text"; else echo "$text"; fi
+}
+
+minutes() {
+    if [ "$1" -lt 90 ]; then echo "$1 s"; else echo "$((($1 + 30) / 60)) min"; fi
+}
+
+# The first Python >= 3.10 with a working venv module.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$candidate"
+            return 0
+        fi
+    done
+    echo "no Python >= 3.10 with the venv module was found; install one (Debian: apt install python3-venv) or set PYTHON" >&2
+    return 1
+}
+
+# install_torch PYTHON: the CPU build, unless a CUDA device answers.
+install_torch() {
+    local index=(--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
+    if nvidia-smi >/dev/null 2>&1 || [ "$(uname -s)" != Linux ]; then index=(); fi
+    "$1" -m pip install --progress-bar off -c constraints.txt ${index[@]+"${index[@]}"} torch
+}
+
+install_project() {
+    "$1" -m pip install --progress-bar off -c constraints.txt -e '.[dev]'
+}
+
+# make_environment: creates or repairs .venv, activates it. A second call with unchanged requirements costs nothing.
+make_environment() {
+    local python stamp
+    if [ ! -x .venv/bin/python ]; then
+        python=$(find_python) || return 1
+        echo "environment: making .venv with $("$python" --version)"
+        "$python" -m venv .venv || return 1
+    fi
+    stamp=$(cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+    if [ "$(cat .venv/requirements.stamp 2>/dev/null)" != "$stamp" ]; then
+        : >.venv/install.log
+        with_clock "environment: installing torch" 60 .venv/install.log install_torch .venv/bin/python || return 1
+        with_clock "environment: installing draftsmith and its other requirements" 150 .venv/install.log \
+            install_project .venv/bin/python || return 1
+        echo "$stamp" >.venv/requirements.stamp
+    fi
+    # shellcheck disable=SC1091
+    source .venv/bin/activate
+}

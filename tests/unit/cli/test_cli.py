@@ -1,0 +1,76 @@
+"""The command table and the frozen list of flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from draftsmith import config as configuration
+from draftsmith.cli import COMMANDS, load, main, overview, parser_for
+from draftsmith.version import __version__
+
+FLAGS = Path(__file__).with_name("flags.txt")
+
+
+def flag_list() -> str:
+    """One line a flag or positional, with nested recipe keys as `command a.b`."""
+    lines = []
+    for name, command in COMMANDS.items():
+        cls = load(command.config)
+        parser = parser_for(name, cls)
+        for action in parser._actions:
+            lines += [f"{name} {option}" for option in action.option_strings or [action.dest] if option not in ("-h", "--help")]
+        lines += [f"{name} {key}" for key in nested_keys(cls)]
+    return "\n".join(lines) + "\n"
+
+
+def nested_keys(cls: type, prefix: str = "") -> list[str]:
+    keys = []
+    for name, wanted in configuration.field_types(cls).items():
+        inner = next((part for part in (wanted, *getattr(wanted, "__args__", ())) if dataclasses.is_dataclass(part)), None)
+        if inner is not None:
+            keys += nested_keys(inner, f"{prefix}{name}.")
+        elif prefix:
+            keys.append(prefix + name)
+    return keys
+
+
+def test_the_flag_list_is_frozen() -> None:
+    """A new or renamed flag is a decision: change tests/unit/cli/flags.txt in the same commit."""
+    assert flag_list() == FLAGS.read_text(), f"if this is meant, write to {FLAGS.name}:\n{flag_list()}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_explains_itself(name: str) -> None:
+    for field in dataclasses.fields(load(COMMANDS[name].config)):
+        if not dataclasses.is_dataclass(configuration.field_types(load(COMMANDS[name].config))[field.name]):
+            assert field.metadata.get("help"), f"{name} {field.name} has no help text"
+
+
+def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.strip() == overview()
+    assert all(f"\n  {name}" in shown for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"draftsmith {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["exprt"], "unknown command 'exprt'; did you mean 'export'?"),
+        (["export", "d", "--to", "vllm", "--uot", "x"], "unknown option '--uot'; did you mean '--out'?"),
+        (["export", "d", "--to", "tensorrt", "--out", "x"], "it must be one of vllm, sglang, speculators, hf"),
+        (["doctor"], "option 'target' is required; give --target"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_status_2(argv: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("draftsmith: error: ") and wanted in shown.err and shown.err.count("\n") == 1

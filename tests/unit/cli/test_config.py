@@ -1,0 +1,109 @@
+"""Typed configuration: conversion, precedence, and errors that name the mend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from draftsmith import config as configuration
+from draftsmith.cli import collect, parse, parser_for
+from draftsmith.config import option
+from draftsmith.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    lr: float = option(1e-3)
+    schedule: str = option("cosine", choices=("cosine", "constant"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    family: str = option(help="which", positional=True, choices=("a", "b"))
+    target: str = option(help="a folder")
+    steps: int = option(10)
+    minutes: float | None = option(None)
+    learn: bool = option(False)
+    taps: list[int] = option(factory=list)
+    optim: Optim = option(factory=Optim)
+
+
+def resolve(*argv: str) -> Sample:
+    """What `draftsmith export ARGV` would build were `Sample` its configuration."""
+    return configuration.build(Sample, collect(Sample, parse(parser_for("export", Sample), argv)))
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(*argv)
+    return str(caught.value)
+
+
+def recipe(folder: Path, text: str) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_and_conversions() -> None:
+    built = resolve("a", "optim.lr=1e-4", "--target", "t", "--steps", "1e2", "--minutes", "3", "--learn", "--taps", "2", "5")
+    assert built == Sample(family="a", target="t", steps=100, minutes=3.0, learn=True, taps=[2, 5], optim=Optim(lr=1e-4))
+    assert resolve("b", "--target", "t", "--no-learn").optim == Optim()
+    assert resolve("b", "--target=t", "minutes=null").minutes is None
+
+
+def test_flags_win_over_overrides_and_overrides_over_the_recipe(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "target: from-recipe\nsteps: 1\nminutes: 1\noptim: {lr: 0.5, schedule: constant}\n")
+    built = resolve("a", path, "steps=2", "minutes=2", "optim.lr=0.25", "--minutes", "3")
+    assert (built.target, built.steps, built.minutes) == ("from-recipe", 2, 3.0)
+    assert built.optim == Optim(lr=0.25, schedule="constant")
+
+
+def test_later_overrides_win_and_order_on_the_line_does_not_matter(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "steps: 1")
+    assert resolve("a", "steps=2", "steps=3", path, "--target", "t").steps == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (("a", "--target", "t", "--stpes", "3"), "'--stpes'; did you mean '--steps'"),
+        (("a", "--target", "t", "--stpes=3"), "'--stpes'; did you mean '--steps'"),
+        (("a", "--target", "t", "stpes=3"), "'stpes'; did you mean 'steps'"),
+        (("a", "--target", "t", "optim.schedul=x"), "'optim.schedul'; did you mean 'optim.schedule'"),
+        (("a", "--target", "t", "zzzzzz=3"), "known options are"),
+        (("a",), "'target' is required; give --target"),
+        (("--target", "t"), "required: family; see"),
+        (("c", "--target", "t"), "'c'"),
+        (("a", "--target"), "--target: expected one argument"),
+        (("a", "--target", "t", "--steps", "many"), "'steps' is 'many'; it must be a whole number"),
+        (("a", "--target", "t", "--steps", "1.5"), "'steps' is '1.5'; it must be a whole number"),
+        (("a", "--target", "t", "--steps", "inf"), "'steps' is 'inf'; it must be a whole number"),
+        (("a", "--target", "t", "steps=true"), "'steps' is True; it must be a whole number"),
+        (("a", "--target", "t", "learn=maybe"), "'learn' is 'maybe'; it must be true or false"),
+        (("a", "--target", "t", "--taps", "1", "x"), "'taps' is 'x'; it must be a whole number"),
+        (("a", "--target", "t", "optim=3"), "'optim' is 3; it must be a mapping"),
+        (("a", "--target", "t", "optim.schedule=linear"), "one of cosine, constant"),
+        (("a", "--target", "t", "loose"), "override 'loose' is not of the form key=value"),
+        (("a", "--target", "t", "steps=[1"), "'steps=[1' has a value that is not valid YAML"),
+        (("a", "--target", "t", "absent.yaml"), "recipe 'absent.yaml' does not exist"),
+    ],
+)
+def test_errors_name_the_value_and_the_mend(argv: tuple[str, ...], wanted: str) -> None:
+    message = refusal(*argv)
+    assert wanted in message
+    assert "\n" not in message and not message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("steps: [1", "not valid YAML"), ("- 1\n- 2\n", "must be a mapping"), ("7: 1\n", "'7'")]
+)
+def test_a_broken_recipe_is_one_sentence(tmp_path: Path, text: str, wanted: str) -> None:
+    assert wanted in refusal("a", "--target", "t", recipe(tmp_path, text))
+
+
+def test_merge_changes_neither_input() -> None:
+    base, over = {"optim": {"lr": 1, "schedule": "cosine"}}, {"optim": {"lr": 2}}
+    assert configuration.merge(base, over) == {"optim": {"lr": 2, "schedule": "cosine"}}
+    assert base == {"optim": {"lr": 1, "schedule": "cosine"}} and over == {"optim": {"lr": 2}}

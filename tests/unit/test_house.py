@@ -1,0 +1,167 @@
+"""The rules of docs/architecture.md that a reader relies on: layers, packaging, torch-free start."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from draftsmith.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+BELOW = {
+    "kernels": set(),
+    "drafters": {"kernels"},
+    "train": {"kernels", "drafters"},
+    "serve": {"kernels", "drafters"},
+    "distill": {"kernels", "drafters", "train", "serve"},
+}
+CODE_FOLDERS = tuple(BELOW)
+TORCH_FREE = (
+    "drafters/options.py",
+    "serve/record.py",
+    *(str(path.relative_to(ROOT)) for folder in CODE_FOLDERS for path in sorted((ROOT / folder).rglob("*config.py"))),
+    *(str(path.relative_to(ROOT / "src" / "draftsmith")) for path in sorted((ROOT / "src" / "draftsmith").glob("*.py"))),
+)
+HEAVY = ("torch", "transformers", "datasets", "deepspeed", "peft", "triton", "pyarrow", "fastapi", "matplotlib")
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imported_modules(source: str) -> list[str]:
+    """Every module that the source names in an import statement, inside functions too."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def upward_imports(folder: str, source: str) -> list[str]:
+    """Imports of a draftsmith code folder that `folder` may not know, and of the command line above it."""
+    known = BELOW[folder] | {folder}
+    wrong = []
+    for name in imported_modules(source):
+        parts = name.split(".")
+        if parts[0] == "draftsmith" and len(parts) > 1 and (parts[1] == "cli" or (parts[1] in BELOW and parts[1] not in known)):
+            wrong.append(name)
+    return wrong
+
+
+def bare_imports(source: str) -> list[str]:
+    return [name for name in imported_modules(source) if name.split(".")[0] in BELOW]
+
+
+@pytest.mark.parametrize("folder", CODE_FOLDERS)
+def test_imports_run_downward(folder: str) -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): found for path in sources(folder) if (found := upward_imports(folder, path.read_text()))
+    }
+    assert not wrong
+
+
+def test_base_modules_import_no_code_folder() -> None:
+    for path in sorted((ROOT / "src" / "draftsmith").glob("*.py")):
+        names = [name for name in imported_modules(path.read_text()) if name.startswith("draftsmith.")]
+        assert not [name for name in names if name.split(".")[1] in BELOW], path.name
+
+
+def test_no_bare_imports_of_our_folders() -> None:
+    paths = [path for folder in (*CODE_FOLDERS, "tests", "scripts", "src/draftsmith") for path in sources(folder)]
+    assert len(paths) > 10
+    wrong = {str(path): found for path in paths if (found := bare_imports(path.read_text()))}
+    assert not wrong
+
+
+def test_the_import_walk_sees_violations() -> None:
+    assert upward_imports("kernels", "def f():\n    from draftsmith.drafters.target import Target")
+    assert upward_imports("train", "from draftsmith.serve import record")
+    assert upward_imports("serve", "from draftsmith import cli")
+    assert upward_imports("distill", "import draftsmith.cli")
+    assert not upward_imports("distill", "from draftsmith.serve.record import RoundRecord\nimport torch")
+    assert bare_imports("from kernels.filters import process") and bare_imports("import serve")
+
+
+def test_code_folders_are_namespace_folders_behind_relative_links() -> None:
+    for folder in CODE_FOLDERS:
+        assert not list((ROOT / folder).rglob("__init__.py"))
+        link = ROOT / "src" / "draftsmith" / folder
+        assert link.is_symlink() and os.readlink(link) == f"../../{folder}"
+
+
+def python(code: str, cwd: Path = ROOT) -> str:
+    """Output of `python -c code` run in the repository root, where a folder could shadow a package."""
+    finished = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_our_kernels_folder_does_not_pose_as_the_kernels_package() -> None:
+    code = """
+import importlib.util
+from transformers.utils.import_utils import is_kernels_available
+spec = importlib.util.find_spec("kernels")
+print(spec is None or spec.origin is None or "site-packages" in spec.origin)
+try:
+    from importlib.metadata import version
+    version("kernels")
+    installed = True
+except ImportError:
+    installed = False
+print(bool(is_kernels_available()) <= installed)
+"""
+    assert python(code).split() == ["True", "True"]
+
+
+def test_torch_free_modules_load_nothing_heavy() -> None:
+    modules = ["draftsmith." + path.removesuffix(".py").replace("/", ".") for path in TORCH_FREE if "__init__" not in path]
+    assert len(modules) >= 8
+    code = f"""
+import importlib, sys
+for module in {modules!r}:
+    importlib.import_module(module)
+    for name in {HEAVY!r}:
+        if name in sys.modules:
+            sys.exit(f"{{module}} imports {{name}}")
+"""
+    python(code)
+
+
+def test_help_of_every_command_answers_at_once_without_torch() -> None:
+    seconds = {}
+    for arguments in ([], *([name] for name in COMMANDS)):
+        code = f"""
+import sys
+from draftsmith.cli import main
+try:
+    status = main({[*arguments, "--help"]!r})
+except SystemExit as stop:
+    status = stop.code
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+sys.exit(f"imports {{heavy}}" if heavy else status)
+"""
+        begun_s = time.monotonic()
+        assert "usage: draftsmith" in python(code)
+        seconds[" ".join(arguments)] = time.monotonic() - begun_s
+    # One command takes about 0.15 s; the median tells a heavy import from a machine that was busy for a moment.
+    assert sorted(seconds.values())[len(seconds) // 2] < 1.0, seconds
+
+
+def test_console_script_is_quiet_when_its_reader_leaves() -> None:
+    script = Path(sys.executable).with_name("draftsmith")
+    finished = subprocess.run(["bash", "-c", f"'{script}' serve --help | head -n 0"], capture_output=True, text=True, timeout=60)
+    assert finished.stderr == ""
+
+
+def test_no_tracked_file_names_a_machine_path() -> None:
+    finished = subprocess.run(["git", "grep", "-nIF", f"{ROOT.parent}/"], cwd=ROOT, capture_output=True, text=True)
+    assert finished.stdout == ""

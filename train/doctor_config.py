@@ -1,0 +1,18 @@
+"""Options of `draftsmith doctor`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.config import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    target: str = option(help="folder or Hub id of the target")
+    draft: str | None = option(None, "draft checkpoint to check against the target")
+    data: str | None = option(None, "generated dataset to check against both")
+    rows: int = option(256, "rows of the data to read, spread over all of it")
+    max_length: int = option(2048, "training length in tokens beyond which a row is cut")
+    sequences: int = option(8, "concurrent sequences that the memory estimate assumes")
+    json: bool = option(False, "print the findings as JSON")
