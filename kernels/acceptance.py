@@ -47,6 +47,35 @@ def expected_rounds(keep: torch.Tensor) -> float:
     return rounds[0]
 
 
+class ExpectedCounts(NamedTuple):
+    """What the rounds that emit a text do on average: `AcceptanceCounts`, in expectation."""
+
+    rounds: float
+    offered: torch.Tensor  # [K] float64
+    accepted: torch.Tensor  # [K] float64; accepted / offered is alpha_i
+
+
+def expected_counts(keep: torch.Tensor) -> ExpectedCounts:
+    """Rounds, and tokens offered and accepted at each position, for the `keep` [n, K] of `expected_rounds`.
+
+    A forward walk: a round that starts at i keeps exactly a tokens and the next one starts at i + a + 1. Position s of a round is
+    offered where its prefix was kept and the text goes on so far.
+    """
+    num_tokens, depth = keep.shape
+    keep = keep.double().cpu()
+    reach = torch.cat([torch.ones(num_tokens, 1, dtype=torch.float64), keep.cumprod(dim=1)], dim=1)
+    exactly = reach.clone()
+    exactly[:, :-1] -= reach[:, 1:]
+    starts = [1.0] + [0.0] * (num_tokens + depth)
+    for start, weights in enumerate(exactly.tolist()):
+        for kept, weight in enumerate(weights):
+            starts[start + kept + 1] += starts[start] * weight
+    visited = torch.tensor(starts[:num_tokens], dtype=torch.float64)[:, None]
+    inside = torch.arange(num_tokens)[:, None] + torch.arange(depth) < num_tokens
+    offered = visited * reach[:, :-1] * inside
+    return ExpectedCounts(float(visited.sum()), offered.sum(dim=0), (offered * keep).sum(dim=0))
+
+
 class Interval(NamedTuple):
     low: float
     high: float
