@@ -1,0 +1,81 @@
+"""Which blocks of the paged pool belong to whom. Torch-free; the target's and the draft's pool share the ids."""
+
+from __future__ import annotations
+
+NULL_BLOCK = 0  # padding of block tables; never handed out, so a padded read meets finite zeros
+_PROBES = 64
+_GOLDEN = 0.6180339887498949
+
+
+class BlockManager:
+    """Reference-counted blocks `1 .. num_blocks - 1`.
+
+    A request grows into neighbouring blocks while it can, and requests start far apart: attention reads a contiguous run
+    as a slice instead of gathering it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, one of them is the null block")
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; it must be at least 1")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._free = set(range(1, num_blocks))
+        self._references: dict[int, int] = {}
+        self._start = 0.0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks in use."""
+        return 1.0 - self.num_free / self.num_usable
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def grow(self, blocks: list[int], num_tokens: int) -> bool:
+        """Extends `blocks` in place until it covers `num_tokens` positions; all or nothing."""
+        missing = self.blocks_for(num_tokens) - len(blocks)
+        if missing > self.num_free:
+            return False
+        for _ in range(missing):
+            block = self._next(blocks[-1] if blocks else None)
+            self._free.remove(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return True
+
+    def share(self, blocks: list[int]) -> list[int]:
+        """The same blocks for one more owner."""
+        for block in blocks:
+            self._references[block] += 1
+        return list(blocks)
+
+    def release(self, blocks: list[int]) -> None:
+        """Gives up one owner's hold and empties its list; a block without owners is free again."""
+        for block in blocks:
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                del self._references[block]
+                self._free.add(block)
+        blocks.clear()
+
+    def references(self, block: int) -> int:
+        return self._references.get(block, 0)
+
+    def _next(self, last: int | None) -> int:
+        if last is not None and last + 1 in self._free:
+            return last + 1
+        self._start = (self._start + _GOLDEN) % 1.0
+        start = 1 + int(self._start * self.num_usable)
+        for block in range(start, min(start + _PROBES, self.num_blocks)):
+            if block in self._free:
+                return block
+        return next(iter(self._free))

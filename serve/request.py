@@ -1,0 +1,171 @@
+"""A request on its way through the engine. Torch-free but for the tap tensors it carries."""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from draftsmith.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from draftsmith.serve.detokenizer import TextStream
+
+MAX_LOGPROBS = 20
+
+
+class FinishReason(str, enum.Enum):
+    STOP = "stop"  # end-of-sequence, stop token or stop string
+    LENGTH = "length"
+    ABORT = "abort"  # cancelled by the client or by the server going down
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What the request asked for; every field is honoured exactly or refused here."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 switches the filter off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = None  # None: as many as the context holds
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report besides the emitted token; None reports nothing
+    k: int | None = None  # draft tokens a round; None: the server's
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("top_k", self.top_k, 0, math.inf)
+        _within("max_tokens", self.max_tokens, 1, math.inf)
+        _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _within("speculation.k", self.k, 0, 64)
+        if "" in self.stop:
+            raise UserError("stop holds an empty string; give the text to stop at")
+
+
+def _within(name: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
+    if value is None:
+        return
+    if not (low <= value <= high) or (open_low and value == low):
+        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+        raise UserError(f"{name} is {value}; it must be {bounds}")
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of an emitted token under the target at temperature 1 without filters."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # likeliest first
+
+
+class Update(NamedTuple):
+    """What one round gave a request."""
+
+    tokens: list[int]
+    text: str
+    logprobs: list[TokenLogprob]
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Rounds of one request that offered at least one draft token, and all its rounds that emitted."""
+
+    offered: list[int] = field(default_factory=list)  # per speculating round
+    accepted: list[int] = field(default_factory=list)
+    rounds: int = 0  # target passes that emitted a token
+    committed: int = 0
+
+
+OnUpdate = Callable[["Request", Update], None]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Positions `0 .. computed-1` of `tokens` are in the target's cache, `0 .. draft_cached-1` in the draft's."""
+
+    id: str
+    tokens: list[int]  # prompt, then everything committed
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    k: int
+    max_tokens: int
+    on_update: OnUpdate | None = None
+    request_class: str = ""
+    learn: bool = True  # may its rounds be recorded
+    text_stream: TextStream | None = None
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+    blocks: list[int] = field(default_factory=list)
+    slot: int = -1  # row of the block-table tensor while running
+    computed: int = 0
+    draft_cached: int = 0
+    taps: list[torch.Tensor] = field(default_factory=list)  # of positions draft_cached .. computed-1, in order
+
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_records: int = 0
+    recorded: int = 0  # tokens[:recorded] are in records already
+    num_preemptions: int = 0
+    arrival_s: float = field(default_factory=time.monotonic)
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def remaining(self) -> int:
+        return self.max_tokens - self.num_output
+
+    @property
+    def prefilling(self) -> bool:
+        """More than the newest token still has to go through the target."""
+        return self.computed < len(self.tokens) - 1 or self.num_output == 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def forget_caches(self) -> None:
+        """Its blocks were taken: both models start again from the first token."""
+        self.computed = self.draft_cached = 0
+        self.taps.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A finished request as the Python API returns it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob]
+    speculation: SpeculationStats

@@ -1,0 +1,146 @@
+"""Who takes part in the next round, with how many tokens. Torch-free."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from draftsmith.errors import UserError
+from draftsmith.serve.blocks import BlockManager
+from draftsmith.serve.request import Request
+
+
+class QueueFull(UserError):
+    """The server holds as many waiting requests as it may; the client should come back later."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's share of a target pass: `count` known tokens from position `begin`, then `k` drafted ones."""
+
+    request: Request
+    begin: int
+    count: int
+    k: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether the pass reaches the newest token, so that its successor can be decided."""
+        return self.begin + self.count == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Rows in the order of the pass: those that draft, those that only sample, prompt pieces that do neither."""
+
+    drafting: list[Row] = field(default_factory=list)
+    sampling: list[Row] = field(default_factory=list)
+    filling: list[Row] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.drafting + self.sampling + self.filling
+
+
+class Scheduler:
+    """First come, first served. Admission needs a batch slot and blocks for the whole prompt; decoding rows always run,
+    prompts are fed in pieces within `max_round_tokens`; when blocks run out the latest arrival is put back to wait and
+    recomputed later.
+    """
+
+    def __init__(self, blocks: BlockManager, *, max_batch: int, max_round_tokens: int, max_queue: int):
+        self.blocks = blocks
+        self.max_batch, self.max_round_tokens, self.max_queue = max_batch, max_round_tokens, max_queue
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of arrival
+        self.num_preemptions = 0
+        self._slots = list(range(max_batch - 1, -1, -1))
+
+    def add(self, request: Request) -> None:
+        if len(self.waiting) >= self.max_queue:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a finished or cancelled request out and frees what it held; safe for one that is not there."""
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> Schedule:
+        schedule = Schedule()
+        self._decode(schedule)
+        decode_tokens = sum(row.count + row.k for row in schedule.drafting + schedule.sampling)
+        # A full decode batch must not starve prompts, so a block of prompt tokens always fits.
+        budget = max(self.max_round_tokens - decode_tokens, self.blocks.block_size)
+        budget = self._fill(schedule, budget)
+        self._admit(schedule, budget)
+        return schedule
+
+    def _decode(self, schedule: Schedule) -> None:
+        for request in list(self.running):
+            if request.prefilling or request not in self.running:
+                continue
+            # The bonus token comes on top of the drafted ones, so the last token is never worth drafting.
+            k = min(request.k, request.remaining - 1)
+            if not self._reserve(request, request.num_tokens + k, schedule):
+                continue
+            row = Row(request, request.computed, request.num_tokens - request.computed, k)
+            (schedule.drafting if k > 0 else schedule.sampling).append(row)
+
+    def _reserve(self, request: Request, num_tokens: int, schedule: Schedule) -> bool:
+        """Blocks for `num_tokens`, taken from later arrivals if need be; False when it had to make room itself."""
+        while not self.blocks.grow(request.blocks, num_tokens):
+            victim = self.running[-1]
+            self._preempt(victim)
+            schedule.preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        self.running.remove(victim)
+        self._release(victim)
+        victim.forget_caches()
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        # Victims leave from the latest arrival on, so the queue stays in order of arrival.
+        self.waiting.appendleft(victim)
+
+    def _release(self, request: Request) -> None:
+        self.blocks.release(request.blocks)
+        self._slots.append(request.slot)
+        request.slot = -1
+
+    def _fill(self, schedule: Schedule, budget: int) -> int:
+        for request in self.running:
+            if request.prefilling and budget > 0:
+                budget -= self._piece(schedule, request, budget)
+        return budget
+
+    def _piece(self, schedule: Schedule, request: Request, budget: int) -> int:
+        count = min(budget, request.num_tokens - request.computed)
+        row = Row(request, request.computed, count)
+        (schedule.sampling if row.samples else schedule.filling).append(row)
+        return count
+
+    def _admit(self, schedule: Schedule, budget: int) -> None:
+        while self.waiting and budget > 0 and self._slots and not schedule.preempted:
+            request = self.waiting[0]
+            needed = self.blocks.blocks_for(request.num_tokens + 1)
+            # One spare block for each running request keeps a newcomer from being preempted at once.
+            if self.running and needed + len(self.running) > self.blocks.num_free:
+                return
+            if not self.blocks.grow(request.blocks, request.num_tokens + 1):
+                return
+            self.waiting.popleft()
+            request.slot = self._slots.pop()
+            self.running.append(request)
+            budget -= self._piece(schedule, request, budget)
