@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.distill.corpus import held_out, stdlib_code, stdlib_prose
+from draftsmith.corpus import held_out, stdlib_code, stdlib_prose
 from draftsmith.progress import Progress
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|mask|>"]
