@@ -1,0 +1,163 @@
+"""The traffic buffer, between the servers that write round records and the learner that reads them.
+
+Parquet shards under one folder or fsspec URL, each whole or absent: many writers, and every reader keeps its own cursor.
+`datasets.load_dataset("parquet", data_files=...)` opens the folder as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
+
+from draftsmith.distill import record_table
+from draftsmith.distill.folder import Cursor, Folder, is_unread, retain
+from draftsmith.serve.record import RoundRecord
+
+logger = logging.getLogger("draftsmith.buffer")
+
+
+class BufferWriter:
+    """A `serve.record.Sink`. `put` only appends to a bounded queue; a thread writes a shard a second or every `flush_records`.
+
+    A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk refuses, records wait in
+    the queue and the newest beyond its bound are dropped; `dropped` counts them.
+    """
+
+    def __init__(
+        self, url: str, *, flush_s: float = 1.0, flush_records: int = 512, queue_records: int = 16384, max_bytes: int = 8 << 30
+    ):
+        self.folder = Folder(url)
+        self.flush_s, self.flush_records, self.queue_records, self.max_bytes = flush_s, flush_records, queue_records, max_bytes
+        self.writer = uuid.uuid4().hex[:12]
+        self.written = self.dropped = self.deleted = 0
+        self._number = 0
+        self._queue: deque[RoundRecord] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._failing = False
+        if isinstance(self.folder.fs, LocalFileSystem):
+            Path(self.folder.root).mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._run, name="buffer-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, record: RoundRecord) -> None:
+        if len(self._queue) >= self.queue_records or self._closing:
+            self.dropped += 1
+            return
+        self._queue.append(record)
+        if len(self._queue) >= self.flush_records:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Flushes what is queued; tries once if the disk refuses."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(self.flush_s)
+            self._wake.clear()
+            self._flush()
+        self._flush()
+        self.dropped += len(self._queue)
+
+    def _flush(self) -> None:
+        while self._queue:
+            records = [self._queue[index] for index in range(min(len(self._queue), self.flush_records))]
+            table, kept = tabulate(records)
+            if kept and not self._write(table):
+                return
+            for _ in records:
+                self._queue.popleft()
+            self.written += kept
+            self.dropped += len(records) - kept
+
+    def _write(self, table: pa.Table) -> bool:
+        """False when the disk refused: the records stay queued."""
+        data = io.BytesIO()
+        pq.write_table(table, data, compression="zstd")
+        try:
+            self.folder.write(f"{int(time.time() * 1000):013d}-{self.writer}-{self._number:08d}.parquet", data.getvalue())
+        except OSError as error:
+            if not self._failing:
+                logger.error("buffer %s cannot be written (%s); records wait and the newest are dropped", self.folder.url, error)
+            self._failing = True
+            return False
+        if self._failing:
+            logger.warning("buffer %s can be written again", self.folder.url)
+        self._failing = False
+        self._number += 1
+        if self._number % 64 == 0:
+            self._bound()
+        return True
+
+    def _bound(self) -> None:
+        """Without a learner nobody else keeps the buffer from filling the disk."""
+        try:
+            self.deleted += len(retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf")).deleted)
+        except OSError as error:
+            logger.warning("buffer %s cannot be cleaned (%s)", self.folder.url, error)
+
+
+def tabulate(records: list[RoundRecord]) -> tuple[pa.Table, int]:
+    """The table and how many records it holds: one that Arrow refuses (an id beyond 32 bits, say) must not cost its neighbours."""
+    try:
+        return record_table.to_table(records), len(records)
+    except (ValueError, TypeError, OverflowError) as error:
+        if len(records) == 1:
+            logger.error("a round record cannot be stored (%s); it is dropped", error)
+            return record_table.to_table([]), 0
+    parts = [tabulate([record]) for record in records]
+    return pa.concat_tables([table for table, _ in parts]), sum(kept for _, kept in parts)
+
+
+@dataclass(frozen=True)
+class Reading:
+    records: list[RoundRecord]
+    cursor: Cursor  # what to save together with what was made of the records
+    more: bool  # whether shards are left
+    damaged: int
+
+
+class BufferReader:
+    """Reads each shard once. The cursor is the caller's to save: with the state that the records led to, by one rename."""
+
+    def __init__(self, url: str, cursor: Cursor | None = None):
+        self.folder = Folder(url)
+        self.cursor: Cursor = dict(cursor or {})
+
+    def read(self, *, max_records: int = 4096) -> Reading:
+        """New records in the order of their shards, whole shards until `max_records` is passed."""
+        unread = [shard for shard in self.folder.shards() if is_unread(shard, self.cursor)]
+        records: list[RoundRecord] = []
+        damaged = done = 0
+        for shard in unread:
+            if len(records) >= max_records:
+                break
+            try:
+                records += self.folder.read(shard)
+            except FileNotFoundError:
+                logger.info("shard %s was deleted before it was read", shard.path)
+            except (OSError, ValueError) as error:
+                logger.warning("shard %s is damaged and skipped (%s)", shard.path, str(error).splitlines()[0])
+                damaged += 1
+            self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
+            done += 1
+        return Reading(records, dict(self.cursor), done < len(unread), damaged)
+
+    def forget_gone_writers(self) -> None:
+        """Every server start is a new writer; those whose shards are deleted never write again under that name."""
+        present = {shard.writer for shard in self.folder.shards()}
+        newest = {writer: number for writer, number in self.cursor.items() if writer in present}
+        self.cursor = newest

@@ -1,0 +1,90 @@
+"""Options of `draftsmith generate` and `draftsmith distill`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.config import option
+
+POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    target: str = option(help="folder or Hub id of the target")
+    prompts: str = option(
+        help="JSONL of prompt or messages, a text file (one prompt a line), a dataset folder or Hub id, stdlib:code, stdlib:prose"
+    )
+    out: str = option(help="folder to write; a started one is resumed")
+    count: int | None = option(None, "how many prompts; without it all of them (one a document for stdlib)")
+    prompt_tokens: int = option(64, "length of the prompts cut from documents (stdlib)")
+    max_tokens: int = option(128, "longest answer")
+    temperature: float = option(1.0, "0 is greedy")
+    top_k: int = option(0, "0 is off")
+    top_p: float = option(1.0, "1 is off")
+    seed: int = option(0, "of the prompts and of the answers")
+    split: str = option("all", "which part of the documents", choices=("all", "train", "held-out"))
+    held_out: float = option(0.1, "share of the documents in the held-out part, decided by their names")
+    chat: str = option("auto", "wrap plain prompts in the chat template", choices=("auto", "always", "never"))
+    prompts_split: str = option("train", "split of a prompts dataset")
+    top_logprobs: int = option(0, "store the target's law as this many likeliest tokens and the tail; 64 is a good number")
+    batch: int = option(16, "answers written at once")
+    shard: int = option(64, "answers a file; the most that a kill can lose")
+    dtype: str = option("auto", "of the target's weights", choices=DTYPES)
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnConfig:
+    lr: float = option(2e-4, "learning rate, constant after the first warm-up steps")
+    warmup: int = option(10, "steps over which the learning rate rises")
+    weight_decay: float = option(0.0, "AdamW's")
+    clip: float = option(1.0, "gradient norm limit")
+    batch: int = option(8, "sequences a step")
+    steps: int = option(4, "optimizer steps an update")
+    fresh: int = option(8, "new sequences that start an update")
+    replay: float = option(0.3, "share of each batch drawn from the reservoir of older traffic")
+    reservoir: int = option(512, "sequences kept for replay")
+    positions: tuple[str, ...] = option(("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS))
+    branches: int = option(16, "rejected continuations a step, when later-rejected is on")
+    unroll: int = option(4, "draft depths trained")
+    step_decay: float = option(0.9, "weight of depth s is this to the power s")
+    max_length: int = option(1024, "longest sequence; longer ones are cut at the end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    every: int = option(4, "updates between two gate decisions")
+    requests: int = option(16, "fewest held-out requests to decide on")
+    window: int = option(128, "newest held-out requests that are scored")
+    held_out: float = option(0.2, "share of the requests that is never trained on, by hash of the prompt")
+    error: float = option(0.05, "chance of publishing any candidate that is no better, between two promotions")
+    gain: float = option(0.002, "least gain in alpha worth a swap")
+    drop: float = option(0.03, "loss of live alpha that calls for a rollback, if the evidence holds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionConfig:
+    bytes: int = option(2 << 30, "size of the buffer; what was learned from goes first")
+    age_s: float = option(7 * 86400.0, "age at which records are deleted")
+    versions: int = option(20, "versions kept beside the live one, its parent and the first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    target: str = option(help="folder or Hub id of the target, the one the servers run")
+    draft: str = option(help="draft checkpoint to start from; published as the first version")
+    buffer: str = option(help="folder or fsspec URL the servers write records to (serve --learn)")
+    versions: str = option(help="folder to publish versions in (serve --versions)")
+    learn: LearnConfig = option(factory=LearnConfig)
+    gate: GateConfig = option(factory=GateConfig)
+    retention: RetentionConfig = option(factory=RetentionConfig)
+    poll_s: float = option(1.0, "pause when there is nothing new")
+    idle_s: float = option(2.0, "a request without a new record for so long is taken as finished")
+    until_idle_s: float | None = option(None, "stop when the buffer brought nothing for so long; without it run until SIGTERM")
+    max_updates: int | None = option(None, "stop after so many updates in all")
+    threads: int | None = option(None, "CPU threads; few leave the cores to the server")
+    seed: int = option(0, "of the replay")
+    dtype: str = option("auto", "of the target's weights", choices=DTYPES)
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")

@@ -1,0 +1,104 @@
+"""A buffer's folder: shards of round records named by time, writer and number, on any file system that fsspec knows."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+from dataclasses import dataclass, field
+
+import fsspec
+import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
+
+from draftsmith import files
+from draftsmith.distill import record_table
+from draftsmith.errors import UserError
+from draftsmith.serve.record import RoundRecord
+
+logger = logging.getLogger("draftsmith.buffer")
+
+Cursor = dict[str, int]  # writer -> number of its last shard that was read
+NAME = re.compile(r"(?P<time_ms>\d{13,})-(?P<writer>[0-9a-z]+)-(?P<number>\d{8})\.parquet")
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    time_ms: int
+    writer: str
+    number: int
+    path: str = field(compare=False)
+    bytes: int = field(compare=False)
+
+
+class Folder:
+    """A buffer's root on any file system that fsspec knows."""
+
+    def __init__(self, url: str):
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"buffer {url!r} cannot be opened ({error}); give a folder or an fsspec URL") from error
+        self.url = url
+
+    def shards(self) -> list[Shard]:
+        """In order of time; other files are not looked at."""
+        if not self.fs.isdir(self.root):
+            return []
+        self.fs.invalidate_cache(self.root)
+        found = []
+        for entry in self.fs.ls(self.root, detail=True):
+            if match := NAME.fullmatch(entry["name"].rsplit("/", 1)[-1]):
+                size = int(entry.get("size") or 0)
+                found.append(Shard(int(match["time_ms"]), match["writer"], int(match["number"]), entry["name"], size))
+        return sorted(found)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Whole or not at all: a rename where there is one, a single put on an object store."""
+        path = f"{self.root}/{name}"
+        if isinstance(self.fs, LocalFileSystem):
+            with files.atomic_path(path) as temporary:
+                temporary.write_bytes(data)
+        else:
+            self.fs.pipe_file(path, data)
+
+    def read(self, shard: Shard) -> list[RoundRecord]:
+        """A `ValueError` or `OSError` (Arrow's own are among them) when the shard is damaged."""
+        return record_table.from_table(pq.read_table(io.BytesIO(self.fs.cat_file(shard.path))))
+
+    def delete(self, shard: Shard) -> None:
+        try:
+            self.fs.rm_file(shard.path)
+        except FileNotFoundError:
+            logger.debug("shard %s was deleted by another process", shard.path)
+
+
+def is_unread(shard: Shard, cursor: Cursor) -> bool:
+    return shard.number > cursor.get(shard.writer, -1)
+
+
+@dataclass(frozen=True)
+class Retained:
+    deleted: list[Shard]
+    unread: int  # how many of them nobody had learned from
+
+
+def retain(folder: Folder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
+    """Deletes read shards that are too old, then the oldest until the size fits: read ones first, unread ones only if it must."""
+    present = folder.shards()
+    now_ms = time.time() * 1000
+    doomed = [shard for shard in present if not is_unread(shard, cursor) and now_ms - shard.time_ms > max_age_s * 1000]
+    size = sum(shard.bytes for shard in present) - sum(shard.bytes for shard in doomed)
+    left = sorted((shard for shard in present if shard not in set(doomed)), key=lambda shard: (is_unread(shard, cursor), shard))
+    for shard in left:
+        if size <= max_bytes:
+            break
+        doomed.append(shard)
+        size -= shard.bytes
+    for shard in doomed:
+        folder.delete(shard)
+    unread = sum(is_unread(shard, cursor) for shard in doomed)
+    if unread and cursor:
+        logger.warning("buffer %s passed %d bytes: %d shards were deleted unread", folder.url, max_bytes, unread)
+    return Retained(doomed, unread)

@@ -1,0 +1,256 @@
+"""The traffic buffer: records come back as they were put, once; damage, kills and full disks cost only what they hit."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.distill import buffer as buffer_module
+from draftsmith.distill import record_table
+from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill.folder import Folder, retain
+from draftsmith.errors import UserError
+from draftsmith.serve.record import Law, RoundRecord
+
+
+def law(first: int, width: int = 3) -> Law:
+    share = 0.9 / width
+    return Law(list(range(first, first + width)), [math.log(share)] * width, 0.1)
+
+
+def record(request: str = "r", number: int = 0, **changes: object) -> RoundRecord:
+    values: dict = {
+        "request": request,
+        "round": number,
+        "request_class": "",
+        "target": "t",
+        "target_revision": "",
+        "draft_version": "v000001",
+        "time_s": 100.0 + number,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "position": 2 + 3 * number,
+        "context": [5, 6] if number == 0 else [],
+        "drafted": [7, 8, 9],
+        "accepted": 2,
+        "committed": [7, 8, 4],
+        "emitted": 4,
+        "p": [law(7), law(8), law(9)],
+        "p_log_norm": [0.0, 0.0, 0.0],
+        "q": [law(6), law(7, 2), law(8, 1)],
+    }
+    return RoundRecord(**{**values, **changes})
+
+
+def same(left: RoundRecord, right: RoundRecord) -> bool:
+    """Up to float32."""
+    return rounded(dataclasses.asdict(left)) == rounded(dataclasses.asdict(right))
+
+
+def rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 6)), max_size=12))
+def test_table_round_trip_of_ragged_records(shapes: list[tuple[int, int, int]]) -> None:
+    records = [
+        record(str(index), p=[law(1, width + 1)] * depth, q=[law(2, 1)] * depth, context=list(range(length)), drafted=[3] * depth)
+        for index, (depth, length, width) in enumerate(shapes)
+    ]
+    back = record_table.from_table(record_table.to_table(records))
+    assert len(back) == len(records)
+    assert all(same(left, right) for left, right in zip(records, back))
+
+
+def test_written_records_are_read_once_and_open_as_a_dataset(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=0.05)
+    for number in range(5):
+        writer.put(record(number=number))
+    writer.close()
+    reader = BufferReader(str(tmp_path))
+    reading = reader.read()
+    assert [one.round for one in reading.records] == list(range(5)) and same(record(number=3), reading.records[3])
+    assert reader.read().records == [] and writer.dropped == 0 and writer.written == 5
+    assert BufferReader(str(tmp_path), reading.cursor).read().records == []
+    opened = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert opened.num_rows == 5 and opened[2]["p_ids"][0] == [7, 8, 9]
+
+
+def test_records_are_on_disk_within_the_flush_interval(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=0.2)
+    writer.put(record())
+    deadline_s = time.monotonic() + 5
+    while not Folder(str(tmp_path)).shards() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert len(BufferReader(str(tmp_path)).read().records) == 1
+    writer.close()
+
+
+def test_many_writers_one_reader_and_other_file_systems() -> None:
+    url = "memory://traffic-test"
+    writers = [BufferWriter(url, flush_s=0.05) for _ in range(3)]
+    for number in range(9):
+        writers[number % 3].put(record(number=number))
+    for writer in writers:
+        writer.close()
+    assert sorted(one.round for one in BufferReader(url).read().records) == list(range(9))
+    fsspec.filesystem("memory").rm("/traffic-test", recursive=True)
+
+
+def test_put_never_blocks_and_counts_what_it_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Folder, name: str, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Folder, "write", refuse)
+    writer = BufferWriter(str(tmp_path), flush_s=0.01, queue_records=100)
+    begun_s = time.monotonic()
+    for number in range(250):
+        writer.put(record(number=number))
+    assert time.monotonic() - begun_s < 1.0
+    assert writer.dropped == 150 and writer.written == 0
+    monkeypatch.undo()
+    writer.close()
+    assert [one.round for one in BufferReader(str(tmp_path)).read().records] == list(range(100))
+
+
+def test_full_disk_that_never_frees_loses_records_not_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("draftsmith.files.os.replace", lambda *names: refuse(tmp_path))
+    writer = BufferWriter(str(tmp_path), flush_s=0.01)
+    writer.put(record())
+    writer.close()
+    assert writer.dropped == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_record_that_arrow_refuses_costs_only_itself(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0)
+    writer.put(record(number=0))
+    writer.put(record(number=1, drafted=[2**40]))
+    writer.put(record(number=2))
+    writer.close()
+    assert [one.round for one in BufferReader(str(tmp_path)).read().records] == [0, 2]
+    assert (writer.written, writer.dropped) == (2, 1)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "empty", "other columns"])
+def test_damaged_shard_is_skipped_with_one_line(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(3):
+        writer = BufferWriter(str(tmp_path), flush_s=5.0)
+        writer.put(record(number=number))
+        writer.close()
+        time.sleep(0.002)
+    victim = Path(Folder(str(tmp_path)).shards()[1].path)
+    match damage:
+        case "truncate":
+            victim.write_bytes(victim.read_bytes()[:-200])
+        case "garbage":
+            victim.write_bytes(b"PAR1" + bytes(500) + b"PAR1")
+        case "empty":
+            victim.write_bytes(b"")
+        case "other columns":
+            buffer_module.pq.write_table(buffer_module.pa.table({"x": [1]}), victim)
+    reader = BufferReader(str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        reading = reader.read()
+    assert [one.round for one in reading.records] == [0, 2] and reading.damaged == 1
+    assert len([line for line in caplog.records if "damaged" in line.message]) == 1
+    assert reader.read().damaged == 0
+
+
+def test_limit_reads_whole_shards_and_says_that_more_is_left(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=4)
+    for number in range(12):
+        writer.put(record(number=number))
+    writer.close()
+    reader = BufferReader(str(tmp_path))
+    first = reader.read(max_records=5)
+    assert len(first.records) == 8 and first.more
+    second = reader.read(max_records=5)
+    assert len(second.records) == 4 and not second.more
+
+
+def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=1)
+    for number in range(6):
+        writer.put(record(number=number))
+    writer.close()
+    folder = Folder(str(tmp_path))
+    present = folder.shards()
+    cursor = {writer.writer: 2}
+    assert retain(folder, cursor, max_bytes=1 << 30, max_age_s=3600).deleted == []
+    aged = retain(folder, cursor, max_bytes=1 << 30, max_age_s=-1)
+    assert [shard.number for shard in aged.deleted] == [0, 1, 2] and aged.unread == 0
+    squeezed = retain(folder, cursor, max_bytes=present[-1].bytes + 1, max_age_s=3600)
+    assert [shard.number for shard in squeezed.deleted] == [3, 4] and squeezed.unread == 2
+    reader = BufferReader(str(tmp_path), cursor)
+    assert [one.round for one in reader.read().records] == [5]
+
+
+def test_cursor_forgets_writers_whose_shards_are_gone(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0)
+    writer.put(record())
+    writer.close()
+    reader = BufferReader(str(tmp_path), {"gone": 7})
+    reader.read()
+    reader.forget_gone_writers()
+    assert reader.cursor == {writer.writer: 0}
+
+
+def test_unknown_protocol_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="nowhere://x"):
+        BufferWriter("nowhere://x")
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from test_buffer import record
+from draftsmith.distill.buffer import BufferWriter
+writer = BufferWriter(sys.argv[1], flush_s=0.05, flush_records=20)
+number = 0
+while True:
+    writer.put(record(number=number))
+    number += 1
+    if number % 10 == 0:
+        time.sleep(0.002)
+        print(number, flush=True)
+"""
+
+
+def test_kill_loses_only_the_unflushed_tail(tmp_path: Path) -> None:
+    """Two kills in a row, mid-flush more likely than not: every shard left behind reads, and what is there has no hole."""
+    for attempt in range(2):
+        root = tmp_path / str(attempt)
+        arguments = [sys.executable, "-c", KILLED, str(root), str(Path(__file__).parent)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            for line in server.stdout:
+                if int(line) >= 400:
+                    break
+            server.kill()
+        reading = BufferReader(str(root)).read(max_records=10**6)
+        rounds = [one.round for one in reading.records]
+        assert reading.damaged == 0 and rounds == list(range(len(rounds))) and len(rounds) > 100
