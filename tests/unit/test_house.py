@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from draftsmith.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]

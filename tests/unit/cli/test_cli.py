@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from draftsmith import config as configuration
 from draftsmith.cli import COMMANDS, load, main, overview, parser_for
 from draftsmith.version import __version__

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from draftsmith import config as configuration
 from draftsmith.cli import collect, parse, parser_for
 from draftsmith.config import option
