@@ -1,0 +1,102 @@
+"""Committed tokens in, finished text out: no half character, no part of a stop string ever leaves. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+BROKEN = "\ufffd"  # what a decoder shows for bytes that are not a character yet
+_CONTEXT = 8  # tokens kept as context when the window moves on; a character has at most 4 bytes
+_WINDOW = 48
+
+
+class Tokenizer(Protocol):
+    """The part of transformers' tokenizers that turns ids into text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+class StreamStep(NamedTuple):
+    text: str  # released now
+    num_tokens: int  # how many of the pushed tokens count; fewer than pushed when a stop string ended the text
+    stopped: bool
+
+
+@dataclass
+class _State:
+    window: list[int]
+    sent: int  # characters of the window's text that are released or held
+    held: str  # could be the beginning of a stop string
+
+
+class TextStream:
+    """The text of one request. `context` is the end of the prompt: some tokenizers drop a leading space without it."""
+
+    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), stop: Sequence[str] = ()):
+        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        window = list(context[-_CONTEXT:])
+        self._state = _State(window, len(self._decode(window)) if window else 0, "")
+
+    def push(self, tokens: Sequence[int]) -> StreamStep:
+        before = _State(list(self._state.window), self._state.sent, self._state.held)
+        step = self._advance(tokens)
+        if not step.stopped or len(tokens) == 1:
+            return step
+        # The stop string ended somewhere inside: once more, token by token, to know where.
+        self._state = before
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            step = self._advance([token])
+            text += step.text
+            if step.stopped:
+                return StreamStep(text, count, True)
+        return StreamStep(text, len(tokens), False)
+
+    def finish(self) -> str:
+        """What was held back, once no token follows."""
+        state = self._state
+        rest = state.held + self._decode(state.window)[state.sent :]
+        self._state = _State([], 0, "")
+        return rest
+
+    def _advance(self, tokens: Sequence[int]) -> StreamStep:
+        state = self._state
+        state.window.extend(tokens)
+        text = self._decode(state.window)
+        # A trailing run of broken characters may still become one good character.
+        settled = len(text.rstrip(BROKEN))
+        if len(state.window) > _WINDOW:
+            settled = max(settled, len(text) - 1)
+        fresh = text[state.sent : settled]
+        state.sent = max(state.sent, settled)
+        if len(state.window) > _WINDOW:
+            unsent = len(text) - state.sent
+            state.window = state.window[-_CONTEXT:]
+            state.sent = len(self._decode(state.window)) - unsent
+        return self._release(state, state.held + fresh, len(tokens))
+
+    def _release(self, state: _State, pending: str, num_tokens: int) -> StreamStep:
+        if not self.stop:
+            return StreamStep(pending, num_tokens, False)
+        found = [at for at in (pending.find(stop) for stop in self.stop) if at >= 0]
+        if found:
+            state.held, state.window, state.sent = "", [], 0
+            return StreamStep(pending[: min(found)], num_tokens, True)
+        held = max(_overlap(pending, stop) for stop in self.stop)
+        cut = len(pending) - held
+        state.held = pending[cut:]
+        return StreamStep(pending[:cut], num_tokens, False)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if not tokens:
+            return ""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
