@@ -14,6 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from draftsmith.kernels.paged_attention import reference_attention
+
 IMPLEMENTATION = "draftsmith"
 
 
@@ -50,19 +52,45 @@ def attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature; see `AttentionInterface`."""
-    if attention_context is None:
+    if attention_context is None and softcap is None and s_aux is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_context is None:
+        return _plain(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
     output = attention_context.attend(
         module.layer_idx,
         query,
         key,
         value,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling=scaling,
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
     return output, None
+
+
+def _plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention without a context for the models that SDPA cannot express. `mask` [b, 1, t, n] bool or None."""
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril(key.shape[2] - query.shape[2]).expand(query.shape[0], 1, -1, -1)
+    # A padding row may look nowhere; NaN there would spread through its values, so it looks everywhere instead.
+    mask = mask | ~mask.any(dim=-1, keepdim=True)
+    rows = [
+        reference_attention(q, k, v, m, scaling=scaling, softcap=softcap, sinks=sinks)
+        for q, k, v, m in zip(query, key, value, mask.expand(query.shape[0], -1, -1, -1))
+    ]
+    return torch.stack(rows).transpose(1, 2)
 
 
 def register() -> str:

@@ -1,0 +1,177 @@
+"""Any Hugging Face causal LM, unchanged, as two parts: a body (tokens -> hidden states, taps) and a head (hidden -> logits).
+
+The target and a draft language model are both one of these.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.drafters.attention import AttentionContext, register
+from draftsmith.drafters.probe import Probe, check_model
+from draftsmith.drafters.taps import FINAL, captured, check_taps, decoder_layers
+from draftsmith.errors import UserError
+from draftsmith.kernels.paged_attention import PagedPool
+
+
+@dataclass(frozen=True)
+class States:
+    """What the body gives for [B, T] tokens."""
+
+    final: torch.Tensor  # [B, T, H], what the head multiplies
+    taps: torch.Tensor | None  # [B, T, n * H] in the order asked for; None when none were
+
+
+class CausalLM:
+    """`model` must have been loaded with our attention (`load_model`); its behaviour is checked by a probe here.
+
+    Raises `UserError` for a model that does not honour the attention interface, whose keys and values could then not be
+    kept in our pool.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str):
+        self.model = model
+        self.name = name
+        self.config = model.config.get_text_config()
+        self.layers = decoder_layers(model.base_model, self.config.num_hidden_layers)
+        self._head = _head_alone(model)
+        self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+        self._probe: Probe = check_model(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self._probe.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits, which may exceed the tokenizer's size."""
+        return self._probe.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        generation = self.model.generation_config
+        ids = self.config.eos_token_id if generation is None or generation.eos_token_id is None else generation.eos_token_id
+        if ids is None:
+            return ()
+        return (ids,) if isinstance(ids, int) else tuple(ids)
+
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> PagedPool:
+        """Zeroed keys and values for `num_blocks * block_size` positions of every layer."""
+        slots = num_blocks * block_size
+        place = {"device": device or self.device, "dtype": dtype or self.dtype}
+        keys = [torch.zeros(slots, shape.num_heads, shape.key_dim, **place) for shape in self._probe.layers]
+        values = [torch.zeros(slots, shape.num_heads, shape.value_dim, **place) for shape in self._probe.layers]
+        return PagedPool(keys, values, block_size)
+
+    def paged(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, taps: Sequence[int] = ()
+    ) -> States:
+        """A ragged pass, input_ids and positions [1, T]; `context` owns keys, values and causality."""
+        # A 4-D mask stops transformers from building one of its own; the context ignores it.
+        return self._body(
+            taps, input_ids=input_ids, position_ids=positions, attention_mask=self._unused_mask, attention_context=context
+        )
+
+    def full(self, input_ids: torch.Tensor, taps: Sequence[int] = ()) -> States:
+        """Whole right-padded texts [B, L], causal. What stands at padding is meaningless, and no real token sees it."""
+        return self._body(taps, input_ids=input_ids)
+
+    def _body(self, taps: Sequence[int], **inputs: Any) -> States:
+        check_taps(taps, self.num_layers)
+        with captured(self.layers, taps) as states:
+            final = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        states[FINAL] = final
+        return States(final, torch.cat([states[tap] for tap in taps], dim=-1) if taps else None)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> logits [..., V] in the model's dtype, with the model's own scales and soft caps."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        return self._head(inputs_embeds=rows).logits.view(*hidden.shape[:-1], -1)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model.get_input_embeddings()(ids)
+
+
+class _GivenStates(torch.nn.Module):
+    """Stands where the body was: returns its input embeddings as the last hidden state."""
+
+    @property
+    def decoder(self) -> _GivenStates:
+        return self  # OPT's head model calls `self.model.decoder`
+
+    def forward(self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **unused: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """A body's output in which every optional entry is None, whichever the head model reads."""
+
+    def __init__(self, last_hidden_state: torch.Tensor):
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
+def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model object but for its body, sharing every parameter of the head.
+
+    Running the model's own forward over given states is the only way to its logits that needs no list of the scales,
+    soft caps and biases that families put around their head.
+    """
+    head = copy.copy(model)
+    head._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+    return head
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+    """A causal LM in evaluation mode with our attention."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=register())
+    except KeyError as error:
+        # Families that choose among their own attention classes by name (Falcon) do not know ours.
+        raise UserError(
+            f"model {str(path)!r} cannot be served: it knows no attention named {error}; use another model"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id") from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer can be loaded from {str(path)!r} ({_first_line(error)}); add its files") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

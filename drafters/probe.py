@@ -1,0 +1,116 @@
+"""What a causal LM is asked when it is loaded: are its keys and values ours to keep, and is its head where we think it is?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.kernels.paged_attention import PagedPass, PagedPool, reference_attention
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.causal_lm import CausalLM
+
+NUM_TOKENS = 6
+# Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes near these.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+
+
+class LayerShape(NamedTuple):
+    num_heads: int  # of keys and values
+    key_dim: int
+    value_dim: int
+
+
+class Probe(NamedTuple):
+    hidden_size: int
+    vocab_size: int
+    layers: list[LayerShape]
+
+
+class Recorder:
+    """An `AttentionContext` that attends causally within the pass and notes the shapes every layer asks for."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.windowed = False
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        self.windowed |= sliding_window is not None
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        out = reference_attention(query[0], key[0], value[0], mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        return out.transpose(0, 1).unsqueeze(0)
+
+
+@torch.no_grad()
+def check_model(lm: CausalLM) -> Probe:
+    """Compares three ways to the same logits: the model's own forward, body then head, and the paged pool in two chunks."""
+    upper = lm.model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(upper, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).to(lm.device)
+    positions = torch.arange(NUM_TOKENS, device=lm.device)
+    expected = lm.model(input_ids=ids, use_cache=False).logits
+    recorder = Recorder()
+    try:
+        states = lm.paged(ids, positions[None], recorder)
+    except TypeError as error:
+        raise UserError(refusal(lm, f"it does not pass extra arguments to its attention ({error})")) from error
+    _check_layers(lm, recorder)
+    _compare(lm, lm.head(states.final), expected, "its logits are not its head times its last hidden state")
+    layers = [recorder.shapes[layer] for layer in range(lm.num_layers)]
+    paged = torch.cat([lm.head(chunk) for chunk in _paged_chunks(lm, layers, ids, positions)], dim=1)
+    _compare(lm, paged, expected, "its paged forward differs from its own, so some attention escapes the interface")
+    return Probe(states.final.shape[-1], expected.shape[-1], layers)
+
+
+def _paged_chunks(lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    place = {"device": lm.device, "dtype": lm.dtype}
+    pool = PagedPool(
+        [torch.zeros(NUM_TOKENS, shape.num_heads, shape.key_dim, **place) for shape in layers],
+        [torch.zeros(NUM_TOKENS, shape.num_heads, shape.value_dim, **place) for shape in layers],
+        block_size=NUM_TOKENS,
+    )
+    table = torch.zeros(1, 1, dtype=torch.int64, device=lm.device)
+    chunks = []
+    for part in (slice(0, NUM_TOKENS - 2), slice(NUM_TOKENS - 2, NUM_TOKENS)):
+        lengths = torch.tensor([part.stop - part.start], device=lm.device)
+        context = PagedPass(pool, table, positions[part], lengths)
+        chunks.append(lm.paged(ids[:, part], positions[None, part], context).final)
+    return chunks
+
+
+def _check_layers(lm: CausalLM, recorder: Recorder) -> None:
+    missing = [layer for layer in range(lm.num_layers) if layer not in recorder.shapes]
+    if missing:
+        raise UserError(refusal(lm, f"layer {missing[0]} has no attention that honours transformers' AttentionInterface"))
+    kinds = set(lm.config.to_dict().get("layer_types") or ())
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(refusal(lm, f"attention of type {sorted(unknown)[0]!r} is not supported"))
+    if "sliding_attention" in kinds and not recorder.windowed:
+        raise UserError(refusal(lm, "it hides its sliding window in a mask instead of telling its attention"))
+
+
+def _compare(lm: CausalLM, actual: torch.Tensor, expected: torch.Tensor, reason: str) -> None:
+    if not torch.isfinite(expected).all():
+        raise UserError(
+            f"{lm.name!r} gives logits that are not finite; its weights are corrupt, or {lm.dtype} is too narrow for it"
+        )
+    spread = expected.float().std() + 1e-6
+    if ((actual - expected).abs().max() / spread).item() > TOLERANCE[lm.dtype]:
+        raise UserError(refusal(lm, reason))
+
+
+def refusal(lm: CausalLM, reason: str) -> str:
+    return f"{lm.name!r} ({type(lm.model).__name__}) cannot be served: {reason}; use another model"

@@ -1,0 +1,108 @@
+"""Tiny targets for all tests: random weights, real model classes, a byte-level tokenizer. Made once a session."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 288
+SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|mask|>"]
+TEXT = [
+    "def draft(self, tokens):\n    return [token for token in tokens if token is not None]\n",
+    "The target verifies what the draft proposes, and the draft learns from what the target accepts.\n",
+    "import os\nfor name in sorted(os.listdir(path)):\n    print(name, len(name))\n",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+# What each architecture changes of SHAPE. Windows are small enough to bite within a short text.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "head_dim": 8, "sliding_window": 6},
+    "gemma": {"model_type": "gemma", "head_dim": 16},
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6,
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0,
+    },
+    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None},
+    "qwen3_moe": dict(model_type="qwen3_moe", head_dim=16, **MOE),
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 32, "n_inner": 64, "n_layer": 4, "n_head": 4, "n_positions": 256,
+        "hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None, "num_key_value_heads": None,
+        "intermediate_size": None, "max_position_embeddings": None,
+    },
+    # Shares nothing it should not: another vocabulary, another tokenizer.
+    "other_vocab": {"model_type": "llama", "vocab_size": VOCAB_SIZE - 16},
+}  # fmt: skip
+
+
+def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0], pad_token=SPECIAL_TOKENS[1])
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_model(arch: str, seed: int = 0) -> Any:
+    """Weights far larger than an untrained model's: its laws must differ from token to token for a test to be able to fail."""
+    shape = {key: value for key, value in {**SHAPE, **ARCHITECTURES[arch]}.items() if value is not None}
+    config = AutoConfig.for_model(**copy.deepcopy(shape), bos_token_id=None)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`tiny_target("llama")` is the folder of a tiny random model with its tokenizer (vocabulary 288, 4 layers, hidden 32).
+
+    Architectures are the keys of `ARCHITECTURES`; another `seed` gives other weights.
+    """
+    made: dict[tuple[str, int], str] = {}
+
+    def folder(arch: str, seed: int = 0) -> str:
+        if (arch, seed) not in made:
+            path: Path = tmp_path_factory.mktemp(f"{arch}-{seed}")
+            model = make_model(arch, seed)
+            model.save_pretrained(path)
+            make_tokenizer(model.config.vocab_size).save_pretrained(path)
+            made[arch, seed] = str(path)
+        return made[arch, seed]
+
+    return folder
