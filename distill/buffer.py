@@ -111,7 +111,7 @@ class BufferWriter:
 
 
 def tabulate(records: list[RoundRecord]) -> tuple[pa.Table, int]:
-    """The table and how many records it holds: one that Arrow refuses (an id beyond 32 bits, say) must not cost its neighbours."""
+    """The table and how many records it holds: one that Arrow refuses (an id beyond 32 bits) must not cost its neighbours."""
     try:
         return record_table.to_table(records), len(records)
     except (ValueError, TypeError, OverflowError) as error:

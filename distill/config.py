@@ -29,8 +29,8 @@ class GenerateConfig:
     chat: str = option("auto", "wrap plain prompts in the chat template", choices=("auto", "always", "never"))
     prompts_split: str = option("train", "split of a prompts dataset")
     top_logprobs: int = option(0, "store the target's law as this many likeliest tokens and the tail; 64 is a good number")
-    batch: int = option(16, "answers written at once")
-    shard: int = option(64, "answers a file; the most that a kill can lose")
+    batch: int = option(16, "answers written at once; the most that a kill can cost")
+    shard: int = option(512, "answers a file")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftsmith.distill.config import GenerateConfig
 from draftsmith.corpus import CORPORA, Document, held_out
+from draftsmith.distill.config import GenerateConfig
 from draftsmith.errors import UserError
 
 # Enough text for any tokenizer to fill a window: a token is seldom longer.

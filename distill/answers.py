@@ -1,0 +1,121 @@
+"""The dataset folder that `generate` fills: Parquet shards and a provenance record; a kill loses nothing that was finished.
+
+Shard n holds the prompts `n * size .. (n + 1) * size - 1`. While it is worked on, each batch of answers is a file of its own
+(`.batch-...`); the last one turns them into `part-....parquet` by one rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftsmith import files
+from draftsmith.errors import UserError
+
+SCHEMA_VERSION = 1
+PROVENANCE = "provenance.json"
+COLUMNS = [
+    ("index", pa.int64()),
+    ("name", pa.string()),
+    ("split", pa.string()),
+    ("input_ids", pa.list_(pa.int32())),
+    ("loss_mask", pa.list_(pa.int8())),
+]
+LAW_COLUMNS = [
+    ("top_ids", pa.list_(pa.list_(pa.int32()))),
+    ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
+    ("tail", pa.list_(pa.float32())),
+]
+# What may differ between a run and its continuation.
+UNSETTLED = ("complete", "answers", "tokens", "left_out", "versions")
+
+
+class AnswerFolder:
+    """`total` prompts in shards of `size`; `provenance` says how the answers are made, and must be the same to go on."""
+
+    def __init__(self, path: str | Path, *, total: int, size: int, has_laws: bool, provenance: dict[str, Any]):
+        self.path, self.total, self.size = Path(path), total, size
+        self.schema = pa.schema(COLUMNS + (LAW_COLUMNS if has_laws else []), metadata={"draftsmith.answers": str(SCHEMA_VERSION)})
+        self.provenance = {"schema": SCHEMA_VERSION, **provenance, "complete": False}
+        self._open()
+
+    def _open(self) -> None:
+        record = self.path / PROVENANCE
+        if record.is_file():
+            started = files.read_json(record, "data provenance")
+            settled = [key for key in self.provenance if key not in UNSETTLED]
+            for key in settled:
+                if started.get(key) != self.provenance[key]:
+                    raise UserError(
+                        f"{str(self.path)!r} was started with {key} {started.get(key)!r}, now it is {self.provenance[key]!r}; "
+                        "give the same options or another --out"
+                    )
+            for leftover in self.path.glob(".*.tmp"):
+                leftover.unlink(missing_ok=True)
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise UserError(f"{str(self.path)!r} holds files but no {PROVENANCE}; give an empty or new folder as --out")
+        else:
+            files.write_json(record, self.provenance)
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.total // self.size)
+
+    def prompts_of(self, shard: int) -> range:
+        return range(shard * self.size, min(self.total, (shard + 1) * self.size))
+
+    def part(self, shard: int) -> Path:
+        return self.path / f"part-{shard:05d}.parquet"
+
+    def batches(self, shard: int) -> list[Path]:
+        return sorted(self.path.glob(f".batch-{shard:05d}-*.parquet"))
+
+    def done(self, shard: int) -> set[int]:
+        """Indices of the prompts of this shard that are answered. A damaged file counts as not there."""
+        if _num_rows(self.part(shard)) == len(self.prompts_of(shard)):
+            return set(self.prompts_of(shard))
+        return {index for path in self.batches(shard) for index in _indices(path)}
+
+    def add(self, shard: int, rows: list[dict[str, Any]]) -> None:
+        path = self.path / f".batch-{shard:05d}-{rows[0]['index']:09d}.parquet"
+        with files.atomic_path(path) as temporary:
+            pq.write_table(pa.Table.from_pylist(rows, schema=self.schema), temporary)
+
+    def finish(self, shard: int) -> None:
+        """Joins the batches of a fully answered shard."""
+        if _num_rows(self.part(shard)) != len(self.prompts_of(shard)):
+            batches = [path for path in self.batches(shard) if _indices(path)]
+            table = pa.concat_tables([pq.read_table(path) for path in batches]).sort_by("index")
+            with files.atomic_path(self.part(shard)) as temporary:
+                pq.write_table(table, temporary, compression="zstd")
+        for path in self.batches(shard):
+            path.unlink(missing_ok=True)
+
+    def answers(self) -> Iterator[pa.Table]:
+        for shard in range(self.num_shards):
+            yield pq.read_table(self.part(shard), columns=["input_ids", "loss_mask"])
+
+    def close(self) -> dict[str, Any]:
+        """Counts what is there and marks the folder complete."""
+        tokens = sum(sum(sum(mask) for mask in table["loss_mask"].to_pylist()) for table in self.answers())
+        self.provenance |= {"complete": True, "answers": self.total, "tokens": tokens}
+        files.write_json(self.path / PROVENANCE, self.provenance)
+        return self.provenance
+
+
+def _num_rows(path: Path) -> int:
+    try:
+        return pq.read_metadata(path).num_rows
+    except (OSError, pa.ArrowInvalid):
+        return -1
+
+
+def _indices(path: Path) -> list[int]:
+    try:
+        return pq.read_table(path, columns=["index"])["index"].to_pylist()
+    except (OSError, pa.ArrowInvalid):
+        return []

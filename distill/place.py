@@ -1,0 +1,26 @@
+"""Where and in which precision the target runs, from the words of the options."""
+
+from __future__ import annotations
+
+import torch
+
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device {name!r} is unknown; give auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name!r} is not there ({torch.cuda.device_count()} CUDA devices); give --device cpu")
+    return device
+
+
+def load_target(path: str, *, dtype: str, device: str) -> Target:
+    return Target.load(path, dtype=DTYPES[dtype], device=device_of(device))

@@ -1,0 +1,189 @@
+"""`draftsmith generate` end to end on a tiny target: contents, laws, resumption after kills."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from draftsmith.distill import generate
+from draftsmith.distill.config import GenerateConfig
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+
+
+def config(target: str, out: Path, **changes: object) -> GenerateConfig:
+    values: dict = {
+        "prompts": "stdlib:prose",
+        "count": 22,
+        "prompt_tokens": 12,
+        "max_tokens": 16,
+        "batch": 4,
+        "shard": 8,
+        "seed": 5,
+    }
+    return GenerateConfig(target=target, out=str(out), **{**values, **changes})
+
+
+def rows(folder: Path) -> list[dict]:
+    opened = datasets.load_dataset(
+        "parquet", data_files=str(folder / "part-*.parquet"), split="train", cache_dir=str(folder / ".cache")
+    )
+    return opened.to_list()
+
+
+def test_answers_laws_and_provenance(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+    path = tiny_target("llama")
+    assert generate.run(config(path, tmp_path / "d", top_logprobs=8)) == 0
+    found = rows(tmp_path / "d")
+    assert [row["index"] for row in found] == list(range(22))
+    target = Target.load(path)
+    for row in found[:5]:
+        prompt = len(row["loss_mask"]) - sum(row["loss_mask"])
+        assert row["loss_mask"] == [0] * prompt + [1] * (len(row["input_ids"]) - prompt) and 0 < sum(row["loss_mask"]) <= 16
+        logits = target.model(torch.tensor([row["input_ids"]])).logits[0, prompt - 1 : -1].double()
+        expected = logits.log_softmax(-1).topk(8)
+        torch.testing.assert_close(torch.tensor(row["top_logprobs"]).double(), expected.values, atol=1e-4, rtol=0)
+        mass = torch.tensor(row["top_logprobs"]).exp().sum(-1) + torch.tensor(row["tail"])
+        torch.testing.assert_close(mass, torch.ones_like(mass), atol=1e-5, rtol=0)
+    provenance = json.loads((tmp_path / "d" / "provenance.json").read_text())
+    assert provenance["complete"] and provenance["answers"] == 22 and provenance["temperature"] == 1.0
+    assert provenance["tokens"] == sum(sum(row["loss_mask"]) for row in found)
+    assert provenance["target_revision"] == target.revision
+
+
+def test_sampled_answers_follow_the_law_and_differ_by_prompt(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+    """The first answer token of many equal prompts: chi-square against the target's law, and a wrong law that it rejects."""
+    path = tiny_target("llama")
+    (tmp_path / "p.txt").write_text("The target\n" * 400)
+    generate.run(config(path, tmp_path / "d", prompts=str(tmp_path / "p.txt"), count=400, max_tokens=1, batch=100, chat="never"))
+    target = Target.load(path)
+    ids = target.tokenizer().encode("The target")
+    probs = target.model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
+    drawn = torch.bincount(torch.tensor([row["input_ids"][-1] for row in rows(tmp_path / "d")]), minlength=len(probs))
+    statistic = chi_square(drawn, probs)
+    sharper = chi_square(drawn, (probs.log() * 2).softmax(-1))
+    # 8 cells, 7 degrees of freedom: above 40 with probability 1e-6.
+    assert statistic < 40 < sharper
+
+
+def chi_square(counts: torch.Tensor, probs: torch.Tensor, cells: int = 8) -> float:
+    top = probs.topk(cells - 1).indices
+    observed = torch.cat([counts[top], (counts.sum() - counts[top].sum())[None]]).double()
+    expected = torch.cat([probs[top], (1 - probs[top].sum())[None]]) * counts.sum()
+    return float(((observed - expected) ** 2 / expected).sum())
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from draftsmith.distill import answers, generate
+from draftsmith.distill.config import GenerateConfig
+add, batches = answers.AnswerFolder.add, 0
+def add_then_die(self, shard, rows):
+    global batches
+    if batches == int(sys.argv[3]):
+        print("dying", flush=True)
+        os.kill(os.getpid(), 9)
+    add(self, shard, rows)
+    batches += 1
+answers.AnswerFolder.add = add_then_die
+values = dict(prompts="stdlib:prose", count=22, prompt_tokens=12, max_tokens=16, batch=4, shard=8, seed=5)
+generate.run(GenerateConfig(target=sys.argv[1], out=sys.argv[2], **values))
+"""
+
+
+def test_killed_generation_resumes_to_the_same_answers(
+    tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_target("llama")
+    generate.run(config(path, tmp_path / "whole"))
+    killed = subprocess.run([sys.executable, "-c", KILLED, path, str(tmp_path / "cut"), "3"], capture_output=True, text=True)
+    assert killed.returncode == -9 and "dying" in killed.stdout, killed.stderr
+    assert not json.loads((tmp_path / "cut" / "provenance.json").read_text())["complete"]
+    answered: list[int] = []
+    answer = Target.answer
+    monkeypatch.setattr(
+        Target, "answer", lambda self, prompts, **kw: answered.append(len(prompts)) or answer(self, prompts, **kw)
+    )
+    generate.run(config(path, tmp_path / "cut"))
+    # Three batches of four were on disk: they are neither repeated nor lost.
+    assert sum(answered) == 22 - 12
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
+    generate.run(config(path, tmp_path / "cut"))
+    assert sum(answered) == 22 - 12
+    assert not list((tmp_path / "cut").glob(".batch-*"))
+
+
+@pytest.mark.parametrize("point", ["before the rename", "between the deletions"])
+def test_kill_while_a_shard_is_joined(
+    tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    path = tiny_target("llama")
+    generate.run(config(path, tmp_path / "whole"))
+    real = Path.unlink
+    deleted = 0
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        nonlocal deleted
+        if self.name.startswith(".batch-") and self.suffix == ".parquet":
+            if deleted == 1:
+                raise KeyboardInterrupt
+            deleted += 1
+        real(self, missing_ok=missing_ok)
+
+    def write_table(*args: object, **options: object) -> None:
+        if options.get("compression") == "zstd":
+            raise KeyboardInterrupt
+        pq_write(*args, **options)
+
+    pq_write = pq.write_table
+    with monkeypatch.context() as patch:
+        if point == "before the rename":
+            patch.setattr(pq, "write_table", write_table)
+        else:
+            patch.setattr(Path, "unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            generate.run(config(path, tmp_path / "cut"))
+    generate.run(config(path, tmp_path / "cut"))
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
+
+
+def test_damaged_part_is_answered_again(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+    path = tiny_target("llama")
+    generate.run(config(path, tmp_path / "d"))
+    before = rows(tmp_path / "d")
+    part = tmp_path / "d" / "part-00001.parquet"
+    part.write_bytes(part.read_bytes()[:-50])
+    generate.run(config(path, tmp_path / "d"))
+    after = [row for file in sorted((tmp_path / "d").glob("part-*.parquet")) for row in pq.read_table(file).to_pylist()]
+    assert after == before
+
+
+def test_started_folder_with_other_options_and_foreign_folder_are_refused(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    path = tiny_target("llama")
+    generate.run(config(path, tmp_path / "d", count=4))
+    with pytest.raises(UserError, match=r"temperature 1\.0"):
+        generate.run(config(path, tmp_path / "d", count=4, temperature=0.5))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="other"):
+        generate.run(config(path, tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"max_tokens": 0}, "max-tokens"), ({"temperature": -1.0}, "temperature"), ({"max_tokens": 4096}, "context of 256")],
+)
+def test_bad_options_are_one_sentence(tiny_target: Callable[..., str], tmp_path: Path, changes: dict, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        generate.run(config(tiny_target("llama"), tmp_path / "d", **changes))
