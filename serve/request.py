@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from draftsmith.serve.detokenizer import TextStream
 
 MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-6  # as kernels/filters.py, which this torch-free module cannot import
 
 
 class FinishReason(str, enum.Enum):
@@ -44,6 +45,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 100.0)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise UserError(f"temperature is {self.temperature}; give 0 for greedy or at least {MIN_TEMPERATURE}")
         _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("top_k", self.top_k, 0, math.inf)
@@ -87,6 +90,13 @@ class SpeculationStats:
     accepted: list[int] = field(default_factory=list)
     rounds: int = 0  # target passes that emitted a token
     committed: int = 0
+
+    def add(self, offered: int, accepted: int, committed: int) -> None:
+        self.rounds += 1
+        self.committed += committed
+        if offered > 0:
+            self.offered.append(offered)
+            self.accepted.append(accepted)
 
 
 OnUpdate = Callable[["Request", Update], None]

@@ -42,6 +42,10 @@ class Schedule:
     def rows(self) -> list[Row]:
         return self.drafting + self.sampling + self.filling
 
+    @property
+    def num_deciding(self) -> int:
+        return len(self.drafting) + len(self.sampling)
+
 
 class Scheduler:
     """First come, first served. Admission needs a batch slot and blocks for the whole prompt; decoding rows always run,

@@ -1,0 +1,147 @@
+"""The engine's side of a drafter: its inputs, what its cache holds of each request, and law 6: a bad draft changes only speed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.kernels.filters import SamplingRows
+from draftsmith.kernels.paged_attention import PagedPool
+from draftsmith.serve.request import Request
+from draftsmith.serve.scheduler import Row
+from draftsmith.serve.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 256  # rounds without drafting after a drafter has failed again and again
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """A proposal as the round uses it; row b of the drafting rows."""
+
+    chains: list[list[int]]  # usable tokens; empty where the drafter gave none or failed
+    sound: list[bool]  # False: what the drafter did for this row is not trusted, its cache does not advance
+    tokens: torch.Tensor  # [B, K] int64
+    lengths: torch.Tensor  # [B] int64
+    logits: torch.Tensor | None  # [B, K, V] processed
+
+
+class BadProposal(ValueError):
+    """The drafter returned something no verification should see."""
+
+
+class Drafting:
+    """`drafter` None means no speculation at all."""
+
+    def __init__(self, drafter: ServingDrafter | None, pool: PagedPool | None, stats: EngineStats, *, vocab_size: int):
+        self.drafter, self.pool, self.stats, self.vocab_size = drafter, pool, stats, vocab_size
+        self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
+        self._failures = 0
+        self._pause = 0
+
+    def reset(self) -> None:
+        """New weights deserve a new chance."""
+        self._failures = self._pause = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether this round may draft; counts down the pause that follows failures."""
+        if self._pause > 0:
+            self._pause -= 1
+            return False
+        return self.drafter is not None
+
+    def propose(self, rows: Sequence[Row], tables: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor) -> Drafts | None:
+        """Drafts for `rows`, or None when the drafter failed as a whole; it never raises."""
+        assert self.drafter is not None
+        try:
+            inputs = self._inputs(rows, tables, sampling, seeds)
+            drafts = self._checked(self.drafter.propose(inputs), rows)
+        except Exception as error:
+            # Any failure of a drafter is a matter of speed, never of the request (law 6).
+            self._failed("raised" if not isinstance(error, BadProposal) else "invalid", error)
+            return None
+        if all(drafts.sound):
+            self._failures = 0
+        else:
+            self._failed("nan", "a draft law without mass")
+        return drafts
+
+    def advance(self, row: Row, drafted: int, accepted: int, *, sound: bool) -> None:
+        """After a round: what the draft cache of this request still holds. Taps of the round are in already."""
+        request = row.request
+        if sound and self.drafter is not None:
+            last = row.begin + row.count - 1
+            drop_taps(request, self.drafter.cached_after(last, drafted, accepted))
+
+    def _inputs(self, rows: Sequence[Row], tables: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor) -> DraftInputs:
+        tokens: list[int] = []
+        for row in rows:
+            tokens += row.request.tokens[row.request.draft_cached :]
+        taps = [tap for row in rows for tap in row.request.taps]
+        device = tables.device
+        return DraftInputs(
+            tokens=torch.tensor(tokens, device=device),
+            starts=torch.tensor([row.request.draft_cached for row in rows], device=device),
+            lengths=torch.tensor([row.request.num_tokens - row.request.draft_cached for row in rows], device=device),
+            taps=_joined(taps) if self.taps else None,
+            num_draft=torch.tensor([row.k for row in rows], device=device),
+            sampling=sampling,
+            seeds=seeds,
+            pool=self.pool,
+            block_tables=tables,
+            histories=[row.request.tokens for row in rows],
+        )
+
+    def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Drafts:
+        lengths: list[int] = proposal.lengths.tolist()
+        tokens: list[list[int]] = proposal.tokens.tolist()
+        if len(lengths) != len(rows) or any(length > row.k for length, row in zip(lengths, rows)):
+            raise BadProposal(f"drafted {lengths} tokens where {[row.k for row in rows]} were allowed")
+        chains = [chain[:length] for chain, length in zip(tokens, lengths)]
+        if any(not 0 <= token < self.vocab_size for chain in chains for token in chain):
+            raise BadProposal(f"drafted {chains}, with a token outside the vocabulary of {self.vocab_size}")
+        sound = [True] * len(rows)
+        if proposal.logits is not None and proposal.tokens.shape[1] > 0:
+            # A law that gives no mass to its own draw is no law: NaN weights end here.
+            drawn = proposal.logits.gather(2, proposal.tokens.clamp(min=0)[:, :, None])[:, :, 0]
+            finite = torch.isfinite(drawn).tolist()
+            sound = [all(row[:length]) for row, length in zip(finite, lengths)]
+        chains = [chain if good else [] for chain, good in zip(chains, sound)]
+        used = proposal.lengths if all(sound) else torch.tensor([len(c) for c in chains], device=proposal.lengths.device)
+        return Drafts(chains, sound, proposal.tokens, used, proposal.logits)
+
+    def _failed(self, cause: str, error: object) -> None:
+        self._failures += 1
+        self.stats.fallbacks[cause] += 1
+        self._pause = min(2 ** (self._failures - 1), LONGEST_PAUSE) - 1
+        if self._pause < LONGEST_PAUSE - 1 or self._failures % 16 == 0:
+            log.warning("drafter failed (%s: %s); no speculation for the next %d rounds", cause, error, self._pause + 1)
+
+
+def keep_taps(request: Request, taps: torch.Tensor, begin: int, count: int) -> None:
+    """The request's share `taps[begin : begin + count]` of a round, until its drafter has consumed it."""
+    if count > 0:
+        request.taps.append(taps[begin : begin + count])
+
+
+def drop_taps(request: Request, cached: int) -> None:
+    """The draft cache holds positions below `cached`: their taps are not needed any more."""
+    surplus = cached - request.draft_cached
+    request.draft_cached = cached
+    while request.taps and surplus > 0:
+        first = request.taps[0]
+        if len(first) > surplus:
+            request.taps[0] = first[surplus:]
+            return
+        surplus -= len(first)
+        request.taps.pop(0)
+
+
+def _joined(taps: list[torch.Tensor]) -> torch.Tensor:
+    return taps[0] if len(taps) == 1 else torch.cat(taps)

@@ -1,0 +1,239 @@
+"""The round loop: schedule, propose, one target pass, verify, commit. Not thread-safe; `serve/loop.py` gives it a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.blocks import BlockManager
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.decide import Streams, decide
+from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
+from draftsmith.serve.intake import Intake
+from draftsmith.serve.logprobs import token_logprobs
+from draftsmith.serve.memory import plan_blocks
+from draftsmith.serve.outcome import outcome
+from draftsmith.serve.record import Sink
+from draftsmith.serve.recorder import Recorder, RoundLaws
+from draftsmith.serve.request import Completion, FinishReason, OnUpdate, Request, SamplingParams, TokenLogprob, Update
+from draftsmith.serve.runner import BlockTables, PassOutput, TargetRunner
+from draftsmith.serve.scheduler import Row, Schedule, Scheduler
+from draftsmith.serve.stats import EngineStats
+from draftsmith.serve.swap import Swap, apply_swap, prepare_swap
+
+
+class Engine:
+    """A target, at most one drafter and the requests between them."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: ServingDrafter | None,
+        config: EngineConfig,
+        *,
+        sink: Sink | None = None,
+        draft_version: str = "",
+    ):
+        plan = plan_blocks(target, config)
+        self.target, self.drafter, self.config, self.max_length = target, drafter, config, plan.max_length
+        self.stats = EngineStats(draft_version=draft_version)
+        blocks = BlockManager(plan.num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            blocks, max_batch=config.max_batch, max_round_tokens=config.max_round_tokens, max_queue=config.max_queue
+        )
+        self.runner = TargetRunner(target, target.new_pool(plan.num_blocks, config.block_size))
+        pool = None
+        if drafter is not None:
+            pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
+        self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size)
+        self.recorder = Recorder(sink, target=target.name, target_revision=target.revision)
+        self.intake = Intake(target, k=config.k, has_drafter=drafter is not None, max_length=plan.max_length, seed=config.seed)
+        self._tables = BlockTables(config.max_batch, blocks.blocks_for(plan.max_length) + 1, target.device)
+        self._swap: Swap | None = None
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        on_update: OnUpdate | None = None,
+        *,
+        text: bool = True,
+        request_class: str = "",
+        learn: bool = True,
+    ) -> Request:
+        """Queues a request; `on_update` is called after every round that gave it something."""
+        request = self.intake.request(prompt_ids, params, on_update, text=text, request_class=request_class, learn=learn)
+        self.scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        if not request.finished:
+            self._finish(request, FinishReason.ABORT)
+            self._report(request, [], "", [])
+
+    def swap(self, folder: str, version: str) -> Swap:
+        """Loads and checks draft weights here and now, to be copied in by the engine before its next round.
+
+        May be called from another thread than the engine's. A draft that does not fit raises `UserError`; the old one stays.
+        """
+        try:
+            swap = prepare_swap(self.drafter, self.target, folder, version)
+        except UserError:
+            self.stats.num_swaps_refused += 1
+            raise
+        self._swap = swap
+        return swap
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy or self._swap is not None
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, text: bool = True) -> list[Completion]:
+        """Answers all prompts and returns when they are done."""
+        requests = [self.intake.request(prompt, params, text=text) for prompt in prompts]
+        arrivals = list(reversed(requests))
+        while arrivals or self.scheduler.busy:
+            while arrivals and len(self.scheduler.waiting) < self.config.max_queue:
+                self.scheduler.add(arrivals.pop())
+            self.step()
+        return [completion(request) for request in requests]
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """One round for every request that can take part; False when there was nothing to do."""
+        self._apply_swap()
+        with self.stats.phase("host"):
+            schedule = self.scheduler.schedule()
+            rows = schedule.rows
+            if not rows:
+                return False
+            self._note_admissions(rows)
+            tables = self._tables.of([row.request for row in rows])
+            streams = Streams(schedule.drafting + schedule.sampling, self.target.device)
+        drafts = self._propose(schedule.drafting, tables, streams)
+        chains: list[list[int]] = [[] for _ in rows]
+        if drafts is not None:
+            chains[: len(drafts.chains)] = drafts.chains
+        with self.stats.phase("verify"):
+            taps = self.drafting.taps if any(row.request.k > 0 for row in rows) else ()
+            output = self.runner.run(rows, chains, tables, taps)
+        emitted: list[list[int]] = []
+        if schedule.num_deciding:
+            with self.stats.phase("sample"):
+                emitted = decide(output.logits, chains[: schedule.num_deciding], drafts, streams)
+        with self.stats.phase("host"):
+            self._commit(schedule, chains, drafts, output, emitted)
+        self.stats.num_rounds += 1
+        return True
+
+    def _propose(self, rows: list[Row], tables: torch.Tensor, streams: Streams) -> Drafts | None:
+        if not rows or not self.drafting.ready:
+            return None
+        with self.stats.phase("draft"):
+            count = len(rows)
+            return self.drafting.propose(rows, tables[:count], streams.first_laws(count), streams.seeds[:count])
+
+    def _commit(
+        self,
+        schedule: Schedule,
+        chains: list[list[int]],
+        drafts: Drafts | None,
+        output: PassOutput,
+        emitted: list[list[int]],
+    ) -> None:
+        now_s = time.monotonic()
+        laws = self._round_laws(schedule.drafting, drafts, output)
+        begin = 0
+        for index, row in enumerate(schedule.rows):
+            chain = chains[index]
+            accepted = len(emitted[index]) - 1 if row.samples else 0
+            self._advance(row, index, len(chain), accepted, drafts, output)
+            if not row.samples:
+                continue
+            logits = output.logits[begin : begin + len(chain) + 1]
+            begin += len(chain) + 1
+            committed, text, reason = outcome(row.request, emitted[index], self.target.eos_token_ids)
+            self._extend(row.request, committed, text, now_s)
+            self._count(row.request, len(chain), accepted, len(committed))
+            if laws is not None and chain and committed and self.recorder.wants(row.request):
+                self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, self.stats.draft_version)
+            if reason is not None:
+                self._finish(row.request, reason)
+            alternatives = row.request.params.logprobs
+            logprobs = [] if alternatives is None else token_logprobs(logits, committed, alternatives)
+            self._report(row.request, committed, text, logprobs)
+
+    def _advance(self, row: Row, index: int, drafted: int, accepted: int, drafts: Drafts | None, output: PassOutput) -> None:
+        """Both caches now hold the row's known tokens and the accepted drafts."""
+        request = row.request
+        request.computed += row.count + accepted
+        if request.k > 0 and output.taps is not None:
+            keep_taps(request, output.taps, output.begins[index], row.count + accepted)
+        if drafts is not None and index < len(drafts.chains):
+            self.drafting.advance(row, drafted, accepted, sound=drafts.sound[index])
+
+    def _extend(self, request: Request, committed: list[int], text: str, now_s: float) -> None:
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        request.last_token_s = now_s
+        request.tokens += committed
+        request.text += text
+        self.stats.num_generation_tokens += len(committed)
+
+    def _count(self, request: Request, offered: int, accepted: int, committed: int) -> None:
+        request.speculation.add(offered, accepted, committed)
+        if offered > 0:
+            self.stats.count_round(offered, accepted, committed)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        request.finished_s = time.monotonic()
+        request.taps.clear()
+        self.scheduler.remove(request)
+        self.stats.finished[reason.value] += 1
+
+    def _report(self, request: Request, tokens: list[int], text: str, logprobs: list[TokenLogprob]) -> None:
+        request.logprobs += logprobs
+        if request.finished and self.recorder.wants(request):
+            self.recorder.finish(request)
+        if request.on_update is not None:
+            request.on_update(request, Update(tokens, text, logprobs, request.finish_reason))
+
+    def _round_laws(self, rows: list[Row], drafts: Drafts | None, output: PassOutput) -> RoundLaws | None:
+        if drafts is None or not any(drafts.chains) or not any(self.recorder.wants(row.request) for row in rows):
+            return None
+        return RoundLaws(output.logits, drafts, [row.request.params.temperature for row in rows])
+
+    def _apply_swap(self) -> None:
+        swap, self._swap = self._swap, None
+        if swap is None:
+            return
+        pause_s = apply_swap(swap)
+        self.drafting.reset()
+        self.stats.draft_version = swap.version
+        self.stats.num_swaps += 1
+        self.stats.swap_pauses_s.append(pause_s)
+
+    def _note_admissions(self, rows: list[Row]) -> None:
+        now_s = time.monotonic()
+        for row in rows:
+            if row.request.admitted_s is None:
+                row.request.admitted_s = now_s
+                self.stats.num_prompt_tokens += row.request.num_prompt
+
+
+def completion(request: Request) -> Completion:
+    assert request.finish_reason is not None
+    return Completion(
+        prompt=request.tokens[: request.num_prompt],
+        tokens=request.output,
+        text=request.text,
+        finish_reason=request.finish_reason,
+        logprobs=request.logprobs,
+        speculation=request.speculation,
+    )

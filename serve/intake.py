@@ -1,0 +1,82 @@
+"""From what a caller asks to a checked request. Reads only what never changes, so any thread may use it."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import uuid
+from collections.abc import Sequence
+from random import Random
+
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.detokenizer import TextStream
+from draftsmith.serve.request import OnUpdate, Request, SamplingParams
+
+SEED_BITS = 62
+
+
+class Intake:
+    """`k` is the draft length of requests that do not name one; 0 when there is no drafter."""
+
+    def __init__(self, target: Target, *, k: int, has_drafter: bool, max_length: int, seed: int | None):
+        self.target, self.k, self.has_drafter, self.max_length = target, k, has_drafter, max_length
+        self._seeds = Random(secrets.randbits(64) if seed is None else seed)
+        self._numbers = itertools.count()
+
+    def request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        on_update: OnUpdate | None = None,
+        *,
+        text: bool = True,
+        request_class: str = "",
+        learn: bool = True,
+    ) -> Request:
+        """Raises `UserError` for what cannot be honoured. `text` False skips detokenisation unless a stop string needs it."""
+        prompt = list(prompt_ids)
+        max_tokens = self.max_tokens(prompt, params)
+        stream = None
+        if text or params.stop:
+            stream = TextStream(self.target.tokenizer(), context=prompt, stop=params.stop)
+        return Request(
+            id=f"{uuid.uuid4().hex}-{next(self._numbers)}",
+            tokens=prompt,
+            num_prompt=len(prompt),
+            params=params,
+            seed=(self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed) % 2**SEED_BITS,
+            k=self.draft_length(params),
+            max_tokens=max_tokens,
+            on_update=on_update,
+            request_class=request_class,
+            learn=learn,
+            text_stream=stream,
+        )
+
+    def draft_length(self, params: SamplingParams) -> int:
+        if not self.has_drafter:
+            if params.k:
+                raise UserError(f"speculation.k is {params.k} but this server has no drafter; give 0 or leave it out")
+            return 0
+        return self.k if params.k is None else params.k
+
+    def max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """How many tokens the answer may have; the context bounds it."""
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+            raise UserError(f"the prompt holds token ids outside 0..{self.target.vocab_size - 1}; tokenise it with this model")
+        room = self.max_length - len(prompt)
+        if room < 1:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens and the context {self.max_length}; shorten it to leave an answer room"
+            )
+        if params.max_tokens is None:
+            return room
+        if params.max_tokens > room:
+            raise UserError(
+                f"max_tokens is {params.max_tokens} but {len(prompt)} prompt tokens leave {room} of the context's "
+                f"{self.max_length}; ask for fewer"
+            )
+        return params.max_tokens

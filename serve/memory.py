@@ -1,0 +1,35 @@
+"""How many blocks the paged pool gets, and how long a request may therefore be."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig
+
+GIB = 2**30
+
+
+class BlockPlan(NamedTuple):
+    num_blocks: int  # the null block included
+    max_length: int  # most tokens of prompt and answer together
+
+
+def plan_blocks(target: Target, config: EngineConfig) -> BlockPlan:
+    """`num_blocks` if given; else enough for a full batch of full contexts, within `memory_gib`."""
+    if config.max_batch < 1:
+        raise UserError(f"max_batch is {config.max_batch}; it must be at least 1")
+    if config.k < 0:
+        raise UserError(f"k is {config.k}; it must be at least 0")
+    if config.max_length is not None and not 2 <= config.max_length <= target.max_positions:
+        raise UserError(f"max_length is {config.max_length}; this target allows 2 to {target.max_positions}")
+    max_length = config.max_length or target.max_positions
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        wanted = config.max_batch * -(-max_length // config.block_size) + 1
+        block_bytes = target.new_pool(1, config.block_size).num_bytes
+        num_blocks = min(wanted, int(config.memory_gib * GIB / block_bytes))
+    if num_blocks < 2:
+        raise UserError(f"memory_gib is {config.memory_gib:g}, too little for two blocks of keys and values; give more")
+    return BlockPlan(num_blocks, min(max_length, (num_blocks - 1) * config.block_size))

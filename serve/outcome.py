@@ -1,0 +1,47 @@
+"""What of a round's tokens a request keeps: end-of-sequence, stop tokens, length and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from draftsmith.serve.request import FinishReason, Request
+
+
+class Outcome(NamedTuple):
+    committed: list[int]
+    text: str
+    finish_reason: FinishReason | None
+
+
+def outcome(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> Outcome:
+    """Does not change the request but for its text stream."""
+    if emitted[-1] < 0:
+        return Outcome([], "", FinishReason.ERROR)
+    committed, reason, silent = _trim(request, emitted, eos_token_ids)
+    stream = request.text_stream
+    if stream is None:
+        return Outcome(committed, "", reason)
+    step = stream.push(committed[: len(committed) - silent])
+    if step.stopped:
+        return Outcome(committed[: step.num_tokens], step.text, FinishReason.STOP)
+    return Outcome(committed, step.text + (stream.finish() if reason is not None else ""), reason)
+
+
+class _Trimmed(NamedTuple):
+    committed: list[int]
+    reason: FinishReason | None
+    silent: int  # how many tokens at the end (an end-of-sequence token) have no text
+
+
+def _trim(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> _Trimmed:
+    params = request.params
+    eos = () if params.ignore_eos else eos_token_ids
+    for count, token in enumerate(emitted[: request.remaining], 1):
+        if token in eos:
+            return _Trimmed(emitted[:count], FinishReason.STOP, 1)
+        if token in params.stop_token_ids:
+            return _Trimmed(emitted[:count], FinishReason.STOP, 0)
+    if len(emitted) >= request.remaining:
+        return _Trimmed(emitted[: request.remaining], FinishReason.LENGTH, 0)
+    return _Trimmed(emitted, None, 0)

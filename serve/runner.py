@@ -1,0 +1,74 @@
+"""One target pass for a whole round: prompt pieces and verify rows of any depth, flattened; logits only where needed.
+
+Legend: T tokens of the pass, B rows, R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.paged_attention import PagedPass, PagedPool
+from draftsmith.serve.blocks import NULL_BLOCK
+from draftsmith.serve.request import Request
+from draftsmith.serve.scheduler import Row
+
+
+class BlockTables:
+    """The block ids of running requests as one tensor; a request's slot is its row."""
+
+    def __init__(self, max_batch: int, max_blocks: int, device: torch.device):
+        self.host = torch.full((max_batch, max_blocks), NULL_BLOCK, dtype=torch.int64)
+        self.device = device
+        self._written: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * max_batch  # whose blocks, and how many of them
+
+    def of(self, requests: Sequence[Request]) -> torch.Tensor:
+        """[B, most blocks of any of them] int64."""
+        for request in requests:
+            holder, written = self._written[request.slot]
+            # A preempted request comes back with other blocks under the same id.
+            owner = (request.id, request.num_preemptions)
+            if owner != holder:
+                written = 0
+            if written < len(request.blocks):
+                self.host[request.slot, written : len(request.blocks)] = torch.tensor(request.blocks[written:])
+            self._written[request.slot] = (owner, len(request.blocks))
+        width = max(len(request.blocks) for request in requests)
+        return self.host[[request.slot for request in requests], :width].to(self.device)
+
+
+class PassOutput(NamedTuple):
+    logits: torch.Tensor  # [R, V] float32: row b of the sampling rows owns 1 + its drafts
+    taps: torch.Tensor | None  # [T, n * H]
+    begins: list[int]  # where each row starts in T
+
+
+class TargetRunner:
+    def __init__(self, target: Target, pool: PagedPool):
+        self.target, self.pool, self.device = target, pool, target.device
+
+    def run(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], tables: torch.Tensor, taps: Sequence[int]) -> PassOutput:
+        """`drafts[b]` are the tokens that row b puts before the target; rows that do not sample must come last."""
+        ids: list[int] = []
+        positions: list[int] = []
+        lengths: list[int] = []
+        begins: list[int] = []
+        logit_rows: list[int] = []
+        for row, drafted in zip(rows, drafts, strict=True):
+            begins.append(len(ids))
+            ids += row.request.tokens[row.begin : row.begin + row.count]
+            ids += drafted
+            positions += range(row.begin, row.begin + row.count + len(drafted))
+            lengths.append(row.count + len(drafted))
+            if row.samples:
+                logit_rows += range(len(ids) - len(drafted) - 1, len(ids))
+        device = self.device
+        position_row = torch.tensor(positions, device=device)
+        context = PagedPass(self.pool, tables, position_row, torch.tensor(lengths, device=device))
+        # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on one that nobody reads.
+        wanted = torch.tensor(logit_rows or [0], device=device)
+        output = self.target.forward(torch.tensor([ids], device=device), position_row[None], context, wanted, taps)
+        return PassOutput(output.logits, output.taps, begins)
