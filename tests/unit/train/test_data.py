@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.train.data import BatchPlan, TokenSequence, check_tokenizer, collate, read_corpus
+
+
+def row(name: str, length: int = 6, **changes: object) -> dict:
+    return {"name": name, "input_ids": list(range(length)), "loss_mask": [0, 0] + [1] * (length - 2), **changes}
+
+
+def read(folder, **changes):
+    return read_corpus(folder, **{"max_length": 100, "vocab_size": 50, "held_out_share": 0.25, **changes})
+
+
+def test_split_follows_the_names_whatever_the_order(write_data):
+    rows = [row(f"doc{number}") for number in range(60)]
+    one = read(write_data(rows, name="a"))
+    other = read(write_data(rows[::-1], name="b"))
+    assert {s.name for s in one.held_out} == {s.name for s in other.held_out}
+    assert len(one.train) + len(one.held_out) == 60
+    # Binomial(60, 0.25): outside 3..28 once in a million.
+    assert 3 <= len(one.held_out) <= 28
+    assert not {s.name for s in one.train} & {s.name for s in one.held_out}
+
+
+def test_split_written_by_generate_is_kept(write_data):
+    rows = [row(f"d{number}", split="held-out" if number < 2 else "train") for number in range(10)]
+    corpus = read(write_data(rows))
+    assert {s.name for s in corpus.held_out} == {"d0", "d1"}
+
+
+def test_answers_to_one_prompt_share_a_side_without_names(write_data):
+    rows = [{"input_ids": [p, 7, a, a], "loss_mask": [0, 0, 1, 1]} for p in range(20) for a in (1, 2)]
+    corpus = read(write_data(rows))
+    train = {int(s.input_ids[0]) for s in corpus.train}
+    held_out = {int(s.input_ids[0]) for s in corpus.held_out}
+    assert held_out and not train & held_out
+
+
+def test_one_document_is_trained_on_and_two_are_divided(write_data):
+    assert len(read(write_data([row("a")], name="one")).train) == 1
+    two = read(write_data([row("a"), row("b")], name="two"), held_out_share=0.0001)
+    assert len(two.train) == len(two.held_out) == 1
+
+
+def test_long_sequences_are_cut_and_empty_ones_left_out(write_data):
+    rows = [row("long", 40), row("cut to nothing", 40, loss_mask=[0] * 30 + [1] * 10), row("fine")]
+    corpus = read(write_data(rows), max_length=20, held_out_share=0.0)
+    assert corpus.cut == 2 and corpus.empty == 1
+    assert max(len(s.input_ids) for s in corpus.train) == 20
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"input_ids": [1, 2]}], "no column 'loss_mask'"),
+        ([row("a", loss_mask=[0] * 6)], "no token to learn from"),
+        ([row("a", loss_mask=[1] * 5)], "6 input_ids but 5 loss_mask"),
+        ([row("a", input_ids=[0, 1, 2, 3, 4, 77])], "token id 77"),
+    ],
+)
+def test_bad_data_is_one_sentence(write_data, rows, said):
+    with pytest.raises(UserError, match=said):
+        read(write_data(rows))
+
+
+def test_a_folder_without_shards_and_a_broken_shard(tmp_path):
+    with pytest.raises(UserError, match="not a folder"):
+        read(tmp_path / "missing")
+    with pytest.raises(UserError, match=r"no part-\*.parquet"):
+        read(tmp_path)
+    (tmp_path / "part-00000.parquet").write_bytes(b"not parquet")
+    with pytest.raises(UserError, match="cannot be read as Parquet"):
+        read(tmp_path)
+
+
+def test_another_tokenizer_is_refused():
+    check_tokenizer({"tokenizer_hash": "a"}, "a", "data")
+    check_tokenizer({}, "a", "data")
+    with pytest.raises(UserError, match="tokenizer"):
+        check_tokenizer({"tokenizer_hash": "a", "target": "other"}, "b", "data")
+
+
+def test_collate_pads_to_the_longest():
+    sequences = [
+        TokenSequence("a", torch.tensor([1, 2, 3]), torch.tensor([False, True, True])),
+        TokenSequence("b", torch.tensor([4]), torch.tensor([True])),
+    ]
+    batch = collate(sequences)
+    assert batch.input_ids.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch.loss_mask.tolist() == [[False, True, True], [True, False, False]]
+
+
+def plan(rank: int = 0, world_size: int = 1, num_batches: int = 26, seed: int = 0) -> list[list[int]]:
+    lengths = [3 + (7 * number) % 50 for number in range(101)]
+    return list(BatchPlan(lengths, batch_size=4, seed=seed, num_batches=num_batches, rank=rank, world_size=world_size))
+
+
+def test_every_sequence_once_an_epoch_in_a_new_order():
+    batches = plan(num_batches=52)
+    first, second = (list(itertools.chain(*half)) for half in (batches[:26], batches[26:]))
+    assert sorted(first) == sorted(second) == list(range(101))
+    assert first != second and plan(seed=1) != plan(seed=0)
+
+
+def test_ranks_share_the_stream_of_one_process():
+    whole = plan(num_batches=40)
+    shares = [plan(rank=rank, world_size=2, num_batches=20) for rank in (0, 1)]
+    assert [batch for pair in zip(*shares) for batch in pair] == whole
+
+
+def test_a_longer_run_begins_like_a_shorter_one():
+    assert plan(num_batches=60)[:26] == plan(num_batches=26)
+
+
+def test_buckets_limit_padding():
+    lengths = [3 + (7 * number) % 50 for number in range(101)]
+
+    def padding(batches: list[list[int]]) -> int:
+        return sum(max(lengths[i] for i in batch) * len(batch) - sum(lengths[i] for i in batch) for batch in batches)
+
+    random = torch.randperm(101, generator=torch.Generator().manual_seed(0)).tolist()
+    unsorted = [random[at : at + 4] for at in range(0, 101, 4)]
+    assert padding(plan()) < 0.3 * padding(unsorted)

@@ -1,0 +1,157 @@
+"""Offline alpha and tau against speculation really carried out, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.target import Target
+from draftsmith.train.data import TokenSequence
+from draftsmith.train.evaluation import DocumentCounts, evaluate_draft, merge_documents, summarise
+
+PROMPT = [17, 40, 200, 11]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+def sequence(target: Target, answer: list[int], name: str = "a") -> TokenSequence:
+    ids = torch.tensor(PROMPT + answer)
+    return TokenSequence(name, ids, torch.arange(len(ids)) >= len(PROMPT))
+
+
+def law(target: Target, tokens: list[int], temperature: float) -> torch.Tensor:
+    ids = torch.tensor([tokens])
+    _, hidden = target.states(ids, torch.ones_like(ids), ())
+    logits = target.head(hidden[0, -1]).double()
+    return (logits / temperature).softmax(-1)
+
+
+def draft_law(drafter, tokens: list[int], depth: int, temperature: float) -> torch.Tensor:
+    """What `TableDrafter` would draft at `depth` after `tokens`, whose last is the anchor of the round."""
+    ids = torch.tensor([tokens + [0] * (depth + 2)])
+    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=None, num_steps=depth + 1)
+    step = list(drafter.unroll(batch))[depth]
+    hidden = step.hidden[0, len(tokens) - 2 + depth]
+    return (hidden @ drafter.head_weight().T / temperature).double().softmax(-1)
+
+
+def speculate(target, drafter, generator, *, num_tokens: int, k: int, temperature: float) -> int:
+    """Rounds of true rejection sampling until `num_tokens` are out."""
+    tokens, rounds = list(PROMPT), 0
+    while len(tokens) < len(PROMPT) + num_tokens:
+        rounds += 1
+        anchor = list(tokens)
+        for depth in range(k):
+            q = draft_law(drafter, anchor, depth, temperature)
+            p = law(target, tokens, temperature)
+            drafted = int(torch.multinomial(q, 1, generator=generator))
+            if torch.rand((), generator=generator) * q[drafted] < p[drafted]:
+                tokens.append(drafted)
+                continue
+            tokens.append(int(torch.multinomial((p - q).clamp(min=0), 1, generator=generator)))
+            break
+        else:
+            tokens.append(int(torch.multinomial(law(target, tokens, temperature), 1, generator=generator)))
+    return rounds
+
+
+@torch.no_grad()
+def test_expected_rounds_over_sampled_texts_equal_real_speculation(target, table_drafter):
+    """E over texts of the exact walk = mean rounds of speculation, both estimated, within five standard errors."""
+    drafter, temperature, k, size = table_drafter(288, seed=3), 2.0, 3, 5
+    with torch.no_grad():
+        drafter.head.mul_(0.3)  # a broad draft, so that acceptance is neither 0 nor 1
+    generator = torch.Generator().manual_seed(0)
+    real = torch.tensor(
+        [speculate(target, drafter, generator, num_tokens=size, k=k, temperature=temperature) for _ in range(300)],
+        dtype=torch.float64,
+    )
+    texts = target.answer([PROMPT] * 300, max_new_tokens=size, temperature=temperature, ignore_eos=True, batch_size=100)
+    offline = torch.tensor(
+        [evaluate_draft(drafter, target, [sequence(target, answer)], temperature=temperature, k=k).rounds for answer in texts]
+    )
+    error = math.hypot(real.std() / len(real) ** 0.5, offline.std() / len(offline) ** 0.5)
+    assert 1.0 < size / real.mean() < k, "the case must have both kept and refused drafts"
+    assert abs(real.mean() - offline.mean()) < 5 * error
+    # Power: an off-by-one in the depth would be noticed at this error.
+    assert 5 * error < 0.5
+
+
+def test_greedy_alpha_is_the_share_of_agreements(target, table_drafter):
+    answer = target.answer([PROMPT], max_new_tokens=12, ignore_eos=True)[0]
+    drafter = table_drafter(288)
+    evaluation = evaluate_draft(drafter, target, [sequence(target, answer)], temperature=0.0, k=2)
+    tokens, position, rounds, agreed, offered = PROMPT + answer, len(PROMPT), 0, [0, 0], [0, 0]
+    while position < len(tokens):
+        rounds += 1
+        kept = 0
+        while kept < 2 and position + kept < len(tokens):
+            offered[kept] += 1
+            drafted = int(draft_law(drafter, tokens[:position], kept, 1.0).argmax())
+            if drafted != tokens[position + kept]:
+                break
+            agreed[kept] += 1
+            kept += 1
+        position += kept + 1
+    assert evaluation.rounds == pytest.approx(rounds)
+    assert evaluation.tau.value == pytest.approx(12 / rounds)
+    for estimate, kept, tried in zip(evaluation.alpha, agreed, offered):
+        assert (estimate is None) == (tried == 0)
+        assert estimate is None or estimate.value == pytest.approx(kept / tried)
+    assert evaluation.unlikely == 0.0
+
+
+def test_text_that_is_not_greedy_is_counted(target, table_drafter):
+    answer = target.answer([PROMPT], max_new_tokens=12, ignore_eos=True)[0]
+    answer[5] = (answer[5] + 1) % 288
+    evaluation = evaluate_draft(table_drafter(288), target, [sequence(target, answer)], temperature=0.0, k=2)
+    assert evaluation.unlikely >= 1 / 12
+
+
+def test_the_target_itself_is_accepted_always(target):
+    class Oracle:
+        taps = ()
+        vocab_map = None
+
+        def head_weight(self) -> torch.Tensor:
+            return target.model.get_output_embeddings().weight
+
+        def unroll(self, batch):
+            from draftsmith.drafters.interface import UnrolledStep
+
+            _, hidden = target.states(batch.input_ids, batch.attention_mask, ())
+            yield UnrolledStep(hidden=hidden, valid=batch.attention_mask.bool(), offset=1)
+
+    answer = target.answer([PROMPT], max_new_tokens=12, temperature=1.0, ignore_eos=True)[0]
+    evaluation = evaluate_draft(Oracle(), target, [sequence(target, answer)], temperature=1.0, k=3)
+    assert evaluation.rounds == pytest.approx(3.0, abs=1e-4)
+    assert evaluation.tau_by_k == pytest.approx([2.0, 3.0, 4.0], abs=1e-3)
+    assert [round(estimate.value, 4) for estimate in evaluation.alpha] == [1.0, 1.0, 1.0]
+
+
+def test_a_draft_vocabulary_is_spread_over_the_targets(target, table_drafter):
+    drafter = table_drafter(288)
+    kept = torch.arange(0, 288, 2)
+    drafter.vocab_map = kept
+    drafter.head = torch.nn.Parameter(drafter.head[kept].detach())
+    odd = [token | 1 for token in range(20, 32)]
+    evaluation = evaluate_draft(drafter, target, [sequence(target, odd)], temperature=1.0, k=2)
+    assert evaluation.tau.value == pytest.approx(1.0)
+
+
+def test_documents_are_resampled_whole():
+    def count(name: str, tokens: int, rounds: float) -> DocumentCounts:
+        return DocumentCounts(name, tokens, 0, [rounds], [rounds], [rounds / 2])
+
+    merged = merge_documents([count("a", 10, 5.0), count("b", 10, 10.0), count("a", 20, 5.0)])
+    assert [(entry.name, entry.tokens, entry.rounds_by_k) for entry in merged] == [("a", 30, [10.0]), ("b", 10, [10.0])]
+    summary = summarise(merged, temperature=1.0, k=1, seed=0)
+    assert summary.tau.value == 2.0
+    # Two documents: a resample is one, the other, or both.
+    assert summary.tau.low == pytest.approx(1.0) and summary.tau.high == pytest.approx(3.0)

@@ -1,0 +1,198 @@
+"""`draftsmith eval`: alpha_i and tau of a draft on the target's own text, exactly, with 95 % intervals over documents.
+
+Nothing is drafted: every (anchor, depth) is teacher-forced at once, and the rounds that would have emitted the text are counted in
+expectation. B rows, L tokens a row, S depths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.acceptance import bootstrap_ratio, expected_counts, expected_rounds, keep_probability
+from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.train.data import TokenSequence, collate
+from draftsmith.train.objective import Predicted, Unrollable, WeightedText, scatter, select
+from draftsmith.train.walk import answers, deepen
+
+CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per law
+
+
+class Estimate(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures at one temperature. Entry i of `alpha` is alpha_(i+1): kept, given that everything before it in the round was."""
+
+    temperature: float
+    k: int
+    documents: int
+    tokens: int
+    rounds: float
+    tau: Estimate
+    alpha: list[Estimate | None]  # None where no round reaches that position
+    tau_by_k: list[float]  # tau when only 1, 2, ... k tokens are drafted
+    unlikely: float  # share of tokens to which the target's law here gives no mass: 0 but for numerical ties, else foreign text
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "tau": self.tau._asdict(),
+            "alpha": [None if estimate is None else estimate._asdict() for estimate in self.alpha],
+            "method": "teacher-forced on the target's own text, exact expectation over rounds, bootstrap over documents",
+        }
+
+
+class KeptText(NamedTuple):
+    keep: torch.Tensor  # [B, L, S]
+    unlikely: torch.Tensor  # [B, L] bool
+
+
+class DocumentCounts(NamedTuple):
+    name: str
+    tokens: int
+    unlikely: int
+    rounds_by_k: list[float]
+    offered: list[float]
+    accepted: list[float]
+
+
+@torch.no_grad()
+def evaluate_draft(
+    drafter: Unrollable,
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    *,
+    temperature: float,
+    k: int,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> Evaluation:
+    """`sequences` must be the target's own text at this temperature: its greedy answers for 0, unfiltered samples otherwise."""
+    if not sequences:
+        raise ValueError("no sequence to evaluate on; give at least one")
+    counts: list[DocumentCounts] = []
+    ordered = sorted(sequences, key=lambda sequence: len(sequence.input_ids))
+    for begin in range(0, len(ordered), batch_size):
+        counts += _count(drafter, target, ordered[begin : begin + batch_size], temperature=temperature, k=k)
+    return summarise(merge_documents(counts), temperature=temperature, k=k, seed=seed)
+
+
+def _count(
+    drafter: Unrollable, target: Target, sequences: Sequence[TokenSequence], *, temperature: float, k: int
+) -> list[DocumentCounts]:
+    batch = collate(sequences)
+    batch.loss_mask[:, 0] = False  # the first token has no state to be predicted from
+    text = WeightedText(
+        input_ids=batch.input_ids.to(target.device),
+        attention_mask=batch.attention_mask.to(target.device),
+        weights=batch.loss_mask.float().to(target.device),
+    )
+    kept = kept_text(drafter, target, text, temperature=temperature, k=k)
+    keep, unlikely = kept.keep.cpu(), kept.unlikely.cpu()
+    return [_document(sequence.name, keep[row], unlikely[row], batch.loss_mask[row], k) for row, sequence in enumerate(sequences)]
+
+
+def kept_text(drafter: Unrollable, target: Target, text: WeightedText, *, temperature: float, k: int) -> KeptText:
+    """The chance that each token of the text is kept at each depth of a round, under the laws at `temperature`."""
+    taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
+    batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=k)
+    keeps, unlikely = [], torch.zeros_like(text.weights, dtype=torch.bool)
+    for step in drafter.unroll(batch):
+        predicted = select(step, text, target_hidden)
+        keep, impossible = _keep(drafter, target, predicted, temperature)
+        keeps.append(scatter(keep, predicted, text.weights))
+        unlikely |= scatter(impossible, predicted, unlikely)
+    return KeptText(deepen(torch.stack(keeps, dim=-1), k), unlikely)
+
+
+def _keep(drafter: Unrollable, target: Target, predicted: Predicted, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep probability [R], the target cannot emit the token [R])."""
+    head = drafter.head_weight()
+    size = max(1, CHUNK_ELEMENTS // target.vocab_size)
+    keeps, impossible = [predicted.weights.new_zeros(0)], [torch.zeros(0, dtype=torch.bool, device=head.device)]
+    for begin in range(0, len(predicted.tokens), size):
+        part = slice(begin, begin + size)
+        tokens = predicted.tokens[part]
+        rows = SamplingRows.of([temperature] * len(tokens), device=tokens.device)
+        p_logits = process(target.head(predicted.target_hidden[part]), rows)
+        draft_logits = predicted.hidden[part] @ head.T.to(predicted.hidden.dtype)
+        q_logits = process(over_target_vocabulary(draft_logits, drafter.vocab_map, target.vocab_size), rows)
+        keeps.append(keep_probability(p_logits, q_logits, tokens))
+        impossible.append(p_logits.gather(1, tokens[:, None])[:, 0] == -torch.inf)
+    return torch.cat(keeps), torch.cat(impossible)
+
+
+def over_target_vocabulary(draft_logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """[R, Vd] -> [R, V], -inf for tokens the draft does not know."""
+    if vocab_map is None:
+        return draft_logits.float()
+    spread = torch.full((len(draft_logits), vocab_size), -torch.inf, device=draft_logits.device)
+    spread[:, vocab_map] = draft_logits.float()
+    return spread
+
+
+def _document(name: str, keep: torch.Tensor, unlikely: torch.Tensor, loss_mask: torch.Tensor, k: int) -> DocumentCounts:
+    texts = answers(keep, loss_mask)
+    counts = [expected_counts(text) for text in texts]
+    return DocumentCounts(
+        name=name,
+        tokens=sum(len(text) for text in texts),
+        unlikely=int(unlikely.sum()),
+        rounds_by_k=[sum(expected_rounds(text[:, :depth]) for text in texts) for depth in range(1, k + 1)],
+        offered=torch.stack([count.offered for count in counts]).sum(dim=0).tolist() if counts else [0.0] * k,
+        accepted=torch.stack([count.accepted for count in counts]).sum(dim=0).tolist() if counts else [0.0] * k,
+    )
+
+
+def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
+    """One entry a name: several answers to one prompt depend on each other and are resampled together."""
+    merged: dict[str, DocumentCounts] = {}
+    for count in counts:
+        if count.name in merged:
+            old = merged[count.name]
+            count = DocumentCounts(
+                count.name,
+                old.tokens + count.tokens,
+                old.unlikely + count.unlikely,
+                *([a + b for a, b in zip(old[at], count[at], strict=True)] for at in (3, 4, 5)),
+            )
+        merged[count.name] = count
+    return [count for count in merged.values() if count.tokens]
+
+
+def summarise(counts: Sequence[DocumentCounts], *, temperature: float, k: int, seed: int) -> Evaluation:
+    tokens = sum(count.tokens for count in counts)
+    rounds = [sum(count.rounds_by_k[depth] for count in counts) for depth in range(k)]
+    return Evaluation(
+        temperature=temperature,
+        k=k,
+        documents=len(counts),
+        tokens=tokens,
+        rounds=rounds[-1],
+        tau=_ratio([count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed),
+        alpha=[_alpha(counts, depth, seed) for depth in range(k)],
+        tau_by_k=[tokens / value for value in rounds],
+        unlikely=sum(count.unlikely for count in counts) / tokens,
+    )
+
+
+def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate | None:
+    # A document whose rounds never reach this depth says nothing about it.
+    reached = [count for count in counts if count.offered[depth] > 0]
+    if not reached:
+        return None
+    return _ratio([count.accepted[depth] for count in reached], [count.offered[depth] for count in reached], seed)
+
+
+def _ratio(top: Sequence[float], bottom: Sequence[float], seed: int) -> Estimate:
+    interval = bootstrap_ratio(top, bottom, seed=seed)
+    return Estimate(sum(top) / sum(bottom), interval.low, interval.high)

@@ -1,0 +1,126 @@
+"""Forward KL from the live target's law to the draft's, over every unrolled depth. Shared by offline and online training.
+
+B rows, L tokens a row, S unrolled steps, H hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.divergence import forward_kl
+
+
+class Unrollable(Protocol):
+    """What training needs of a drafter."""
+
+    taps: tuple[int, ...]
+
+    @property
+    def vocab_map(self) -> torch.Tensor | None: ...
+
+    def head_weight(self) -> torch.Tensor: ...
+
+    def unroll(self, batch: UnrollBatch): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedText:
+    """Teacher-forced text, right padded. `weights[:, j]` says how much the draft of the token at j counts; 0 is not trained."""
+
+    input_ids: torch.Tensor  # [B, L] int64
+    attention_mask: torch.Tensor  # [B, L] 1 for real tokens
+    weights: torch.Tensor  # [B, L] float32
+
+
+class Predicted(NamedTuple):
+    """One unrolled step on the positions that count. R rows."""
+
+    hidden: torch.Tensor  # [R, H] draft states, what the draft head multiplies
+    target_hidden: torch.Tensor  # [R, H] target states whose law they should match
+    tokens: torch.Tensor  # [R] the tokens of the text there
+    weights: torch.Tensor  # [R]
+    row: torch.Tensor  # [R] batch row
+    position: torch.Tensor  # [R] position of the predicted token
+
+
+class StepSums(NamedTuple):
+    """Weighted sums over the trained positions, one entry a step; divide by `weight`."""
+
+    weight: torch.Tensor  # [S]
+    kl: torch.Tensor  # [S]
+    alpha: torch.Tensor  # [S] sum_v min(p_v, q_v)
+    outside: torch.Tensor  # [S] target mass outside the draft vocabulary
+
+
+class UnrolledLoss(NamedTuple):
+    total: torch.Tensor  # scalar: sum over steps s and positions of decay**s * weight * KL(p || q)
+    scale: float  # sum over steps of decay**s; total / (scale * weights.sum()) is the token mean
+    sums: StepSums
+    keep: torch.Tensor  # [B, L, S] chance that the text's token at this position is kept when drafted at depth s; 0 elsewhere
+
+
+def unrolled_loss(drafter: Unrollable, target: Target, text: WeightedText, *, num_steps: int, decay: float) -> UnrolledLoss:
+    """One target pass, one draft pass a step. Gradients reach the draft only."""
+    with torch.no_grad():
+        taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
+    batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=num_steps)
+    total = torch.zeros((), device=text.weights.device)
+    scale, sums, keeps = 0.0, [], []
+    for depth, step in enumerate(drafter.unroll(batch)):
+        predicted = select(step, text, target_hidden)
+        factor = decay**depth
+        scale += factor
+        step_total, step_sums, kept = _step_loss(drafter, target, predicted)
+        # The zero keeps every rank's graph alike when a rank has no trained position at this depth.
+        total = total + factor * step_total + 0.0 * step.hidden.sum()
+        sums.append(step_sums)
+        keeps.append(scatter(kept, predicted, text.weights))
+    stacked = StepSums(*(torch.stack(values) for values in zip(*sums, strict=True)))
+    return UnrolledLoss(total, scale, stacked, torch.stack(keeps, dim=-1))
+
+
+def select(step: UnrolledStep, text: WeightedText, target_hidden: torch.Tensor) -> Predicted:
+    """The positions of this step that are valid and have weight."""
+    weights = text.weights[:, step.offset :]
+    wanted = step.valid[:, : weights.shape[1]] & (weights > 0)
+    row, column = wanted.nonzero(as_tuple=True)
+    position = column + step.offset
+    return Predicted(
+        hidden=step.hidden[row, column],
+        target_hidden=target_hidden[row, position - 1],
+        tokens=text.input_ids[row, position],
+        weights=text.weights[row, position],
+        row=row,
+        position=position,
+    )
+
+
+def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> torch.Tensor:
+    """[R] values of a step -> [B, L], 0 where nothing was predicted."""
+    spread = torch.zeros_like(like, dtype=values.dtype)
+    spread[predicted.row, predicted.position] = values.detach()
+    return spread
+
+
+def _step_loss(drafter: Unrollable, target: Target, predicted: Predicted) -> tuple[torch.Tensor, StepSums, torch.Tensor]:
+    divergence = forward_kl(
+        predicted.hidden,
+        drafter.head_weight(),
+        lambda rows: target.head(predicted.target_hidden[rows]),
+        predicted.weights,
+        vocab_map=drafter.vocab_map,
+        tokens=predicted.tokens,
+    )
+    weights = predicted.weights
+    sums = StepSums(
+        weight=weights.sum(),
+        kl=divergence.loss.detach().float(),
+        alpha=(divergence.alpha * weights).sum(),
+        outside=(divergence.outside * weights).sum(),
+    )
+    return divergence.loss, sums, divergence.keep
