@@ -33,13 +33,13 @@ class Divergence(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """What one chunk yields. `grad` is dKL/dz without the row's weight."""
+    """What one chunk yields. A row of weight 0 may hold anything, NaN included; its kl and grad are 0 all the same."""
 
-    kl: torch.Tensor  # [t]
+    kl: torch.Tensor  # [t], weighted
     alpha: torch.Tensor  # [t]
     keep: torch.Tensor | None  # [t]
     outside: torch.Tensor  # [t]
-    grad: torch.Tensor  # [t, Vd]
+    grad: torch.Tensor  # [t, Vd] weight * dKL/dz, in the dtype of the draft logits
 
 
 def forward_kl(
@@ -66,13 +66,15 @@ def forward_kl(
         impl: "auto", "triton" or "torch", for the row-wise part; the products are torch's.
         chunk_size: rows a chunk; by default what `CHUNK_ELEMENTS` allows.
     """
+    if impl == "auto" and draft_hidden.dtype == torch.float64:
+        impl = "torch"  # the Triton kernel computes in float32
     rows = _row_function(choose(impl, draft_hidden.device))
     chunk_size = chunk_size or max(1, CHUNK_ELEMENTS // len(draft_head))
     job = _Job(target_logits, weights, vocab_map, tokens, rows, chunk_size)
     return Divergence(*_ForwardKL.apply(draft_hidden, draft_head, job))
 
 
-RowFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], RowTerms]
+RowFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], RowTerms]
 
 
 def _row_function(impl: str) -> RowFunction:
@@ -84,36 +86,40 @@ def _row_function(impl: str) -> RowFunction:
 
 
 def forward_kl_rows(
-    draft_logits: torch.Tensor, target_logits: torch.Tensor, vocab_map: torch.Tensor | None, tokens: torch.Tensor | None
+    draft_logits: torch.Tensor,
+    target_logits: torch.Tensor,
+    weights: torch.Tensor,
+    vocab_map: torch.Tensor | None,
+    tokens: torch.Tensor | None,
 ) -> RowTerms:
-    """The reference: [t, Vd] and [t, V] raw logits, float32 or float64 -> terms of every row."""
-    log_q = torch.log_softmax(draft_logits, dim=-1).clamp(min=LOG_ZERO)
-    normaliser = torch.logsumexp(target_logits, dim=-1, keepdim=True)
-    inside = target_logits if vocab_map is None else target_logits[:, vocab_map]
+    """The reference: raw logits [t, Vd] and [t, V], weights [t] -> terms of every row. Computes in the dtype of the weights."""
+    log_q = torch.log_softmax(draft_logits.to(weights.dtype), dim=-1).clamp(min=LOG_ZERO)
+    wide_target = target_logits.to(weights.dtype)
+    normaliser = torch.logsumexp(wide_target, dim=-1, keepdim=True)
+    inside = wide_target if vocab_map is None else wide_target[:, vocab_map]
     log_p = (inside - normaliser).clamp(min=LOG_ZERO)
     p, q = log_p.exp(), log_q.exp()
     mass = p.sum(dim=-1)
-    kl = (p * (log_p - log_q)).sum(dim=-1)
     alpha = torch.minimum(p, q).sum(dim=-1)
     keep = None
     if tokens is not None:
-        column, known = draft_columns(tokens, vocab_map, target_logits.shape[-1])
-        ratio = (log_q - log_p).gather(-1, column[:, None])[:, 0].clamp(max=0).exp()
-        keep = torch.where(known, ratio, 0.0)
+        column = draft_columns(tokens, vocab_map, target_logits.shape[-1])
+        ratio = (log_q - log_p).gather(-1, column.clamp(min=0)[:, None])[:, 0].clamp(max=0).exp()
+        keep = torch.where(column >= 0, ratio, 0.0)
     outside = torch.zeros_like(mass) if vocab_map is None else (1 - mass).clamp(min=0)
-    return RowTerms(kl, alpha, keep, outside, q * mass[:, None] - p)
+    counted = weights != 0
+    kl = torch.where(counted, weights * (p * (log_p - log_q)).sum(dim=-1), 0.0)
+    grad = torch.where(counted[:, None], weights[:, None] * (q * mass[:, None] - p), 0.0)
+    return RowTerms(kl, alpha, keep, outside, grad.to(draft_logits.dtype))
 
 
-def draft_columns(
-    tokens: torch.Tensor, vocab_map: torch.Tensor | None, num_target_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target ids [t] -> (draft ids [t], known [t]); unknown ones point at 0."""
+def draft_columns(tokens: torch.Tensor, vocab_map: torch.Tensor | None, num_target_tokens: int) -> torch.Tensor:
+    """Target ids [t] -> draft ids [t], -1 for those the draft vocabulary lacks."""
     if vocab_map is None:
-        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        return tokens
     inverse = torch.full((num_target_tokens,), -1, dtype=torch.int64, device=tokens.device)
     inverse[vocab_map] = torch.arange(len(vocab_map), device=tokens.device)
-    column = inverse[tokens]
-    return column.clamp(min=0), column >= 0
+    return inverse[tokens]
 
 
 class _Fused(NamedTuple):
@@ -147,18 +153,18 @@ def _fused(hidden: torch.Tensor, head: torch.Tensor, job: _Job, *, wants_hidden:
     chunks: list[RowTerms] = []
     for begin in range(0, len(hidden), job.chunk_size):
         part = slice(begin, min(begin + job.chunk_size, len(hidden)))
-        draft_logits = (hidden[part] @ head.T).to(wide)
-        target = job.target_logits(part).detach().to(wide)
+        draft_logits = hidden[part] @ head.T
+        target = job.target_logits(part).detach()
         _check_sizes(draft_logits, target, job.vocab_map)
-        terms = job.rows(draft_logits, target, job.vocab_map, None if job.tokens is None else job.tokens[part])
-        counted = weights[part] != 0
-        loss += torch.where(counted, weights[part] * terms.kl, 0.0).sum()
-        # A row of weight 0 may hold anything, NaN included, so it is replaced and not multiplied by 0.
-        grad = torch.where(counted[:, None], terms.grad * weights[part, None], 0.0).to(hidden.dtype)
+        tokens = None if job.tokens is None else job.tokens[part]
+        terms = job.rows(draft_logits, target, weights[part], job.vocab_map, tokens)
+        loss += terms.kl.sum()
+        grad = terms.grad.to(hidden.dtype)
         if wants_hidden:
             grad_hidden[part] = grad @ head
         if wants_head:
-            grad_head += grad.T @ torch.where(counted[:, None], hidden[part], 0.0)
+            # 0 * NaN is NaN: the hidden state of a row without weight must not reach the product either.
+            grad_head += grad.T @ torch.where((weights[part] != 0)[:, None], hidden[part], 0.0)
         chunks.append(terms._replace(grad=loss))
     alpha = _join([terms.alpha for terms in chunks], loss)
     keep = None if job.tokens is None else _join([terms.keep for terms in chunks], loss)

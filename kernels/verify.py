@@ -49,6 +49,8 @@ def verify_chain(
     NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A residual without mass (p = q up to rounding) falls
     back to p. When the deciding row of p is all -inf there is no law to draw from and the emitted token is -1.
     """
+    if impl == "auto" and p_logits.dtype == torch.float64:
+        impl = "torch"  # the Triton kernels compute in float32
     if choose(impl, p_logits.device) == "triton":
         from draftsmith.kernels.verify_triton import verify_chain_triton
 

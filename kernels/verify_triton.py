@@ -30,12 +30,16 @@ def _clean(x):
 
 
 @triton.jit
-def _row_stats(logits, stride, lengths, per_request, num_tokens, maxima, sums, num_blocks, BLOCK: tl.constexpr):
-    """Program (row, block). With `per_request` > 0, rows come in groups of that many and only the first `lengths` count."""
+def _row_stats(
+    logits, stride, lengths, per_request, num_tokens, maxima, sums, num_blocks, GROUPED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row, block). `GROUPED` rows come `per_request` at a time, and only the first `lengths` of a group count."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    if per_request > 0 and row % per_request >= tl.load(lengths + row // per_request):
-        return
+    # Nested, so that the load is not even compiled for rows without groups.
+    if GROUPED:  # noqa: SIM102
+        if row % per_request >= tl.load(lengths + row // per_request):
+            return
     columns = block * BLOCK + tl.arange(0, BLOCK)
     x = _clean(tl.load(logits + row * stride + columns, mask=columns < num_tokens, other=_MINUS_INF))
     top = tl.max(x, axis=0)
@@ -221,6 +225,7 @@ def verify_chain_triton(
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     p_logits = _rows(p_logits)
     p_stats = _stats(p_logits, lengths, 0, block, num_blocks)
+    # Without draft laws the kernels get p in their place and never read it.
     has_q = q_logits is not None and num_draft > 0
     q_rows = _rows(q_logits.flatten(0, 1)) if has_q else p_logits
     q_stats = _stats(q_rows, lengths, num_draft, block, num_blocks) if has_q else p_stats
@@ -253,6 +258,15 @@ def _stats(
     maxima, sums = (torch.empty(len(rows), num_blocks, dtype=torch.float32, device=rows.device) for _ in range(2))
     if len(rows):
         _row_stats[(len(rows), num_blocks)](
-            rows, rows.stride(0), lengths, per_request, rows.shape[-1], maxima, sums, num_blocks, BLOCK=block
+            rows,
+            rows.stride(0),
+            lengths,
+            per_request,
+            rows.shape[-1],
+            maxima,
+            sums,
+            num_blocks,
+            GROUPED=per_request > 0,
+            BLOCK=block,
         )
     return maxima, sums
