@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import scipy.stats
+import torch
+
+from draftsmith.kernels.statistics import (
+    chi_square,
+    chi_square_survival,
+    chi_square_threshold,
+    detectable_bias,
+    g_test,
+    uniformity,
+)
+
+
+def test_survival_is_scipys() -> None:
+    for statistic, degrees in [(0.0, 1), (3.0, 1), (70.0, 63), (1584.0, 15), (400.0, 63), (12.3, 255)]:
+        expected = scipy.stats.chi2.sf(statistic, degrees)
+        assert chi_square_survival(statistic, degrees) == pytest.approx(expected, rel=1e-8, abs=1e-300)
+
+
+@pytest.mark.parametrize("false_alarm", [0.05, 1e-9])
+def test_threshold_inverts_survival(false_alarm: float) -> None:
+    assert chi_square_threshold(63, false_alarm) == pytest.approx(scipy.stats.chi2.isf(false_alarm, 63), rel=1e-6)
+
+
+def test_statistics_are_scipys() -> None:
+    counts, probs = torch.tensor([30, 50, 20, 100]), torch.tensor([0.2, 0.2, 0.1, 0.5])
+    expected = (probs * 200).tolist()
+    ours = g_test(counts, probs)
+    theirs = scipy.stats.power_divergence(counts.tolist(), expected, lambda_="log-likelihood")
+    assert (ours.statistic, ours.p_value) == pytest.approx((theirs.statistic, theirs.pvalue), rel=1e-6)
+    ours = chi_square(counts, probs)
+    theirs = scipy.stats.chisquare(counts.tolist(), expected)
+    assert (ours.statistic, ours.p_value) == pytest.approx((theirs.statistic, theirs.pvalue), rel=1e-6)
+
+
+def test_false_alarms_come_at_the_stated_rate_and_a_bias_is_seen() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(50, generator=generator) ** 4  # many rare cells: the pool matters
+    probs /= probs.sum()
+    draws = torch.multinomial(probs, 400 * 2000, replacement=True, generator=generator).view(400, 2000)
+    p_values = torch.tensor([g_test(torch.bincount(row, minlength=50), probs).p_value for row in draws])
+    assert 0.02 < (p_values < 0.05).float().mean() < 0.10
+    biased = torch.where(draws[0] == probs.argmax(), probs.argsort()[-2], draws[0])
+    assert g_test(torch.bincount(biased, minlength=50), probs).p_value < 1e-9
+
+
+def test_a_token_outside_the_law_is_impossible() -> None:
+    assert g_test(torch.tensor([10, 1]), torch.tensor([1.0, 0.0])).p_value == 0
+    assert g_test(torch.tensor([10, 0]), torch.tensor([1.0, 0.0])).p_value == 1
+
+
+def test_detectable_bias_is_detected_that_often() -> None:
+    """A bias of the stated size is caught about as often as promised, a tenth of it is not."""
+    num_samples, cells, false_alarm = 5000, 16, 1e-4
+    bias = detectable_bias(num_samples, cells - 1, false_alarm, miss=0.1)
+    generator = torch.Generator().manual_seed(1)
+    law = torch.full((cells,), 1 / cells)
+
+    def caught(size: float) -> float:
+        probs = law + size / (cells / 2) * torch.tensor([1.0, -1.0]).repeat(cells // 2)
+        draws = torch.multinomial(probs, 200 * num_samples, replacement=True, generator=generator).view(200, num_samples)
+        return sum(g_test(torch.bincount(row, minlength=cells), law).p_value < false_alarm for row in draws) / 200
+
+    assert caught(bias) > 0.8
+    assert caught(bias / 10) < 0.05
+
+
+def test_uniformity() -> None:
+    generator = torch.Generator().manual_seed(2)
+    values = torch.rand(20000, generator=generator, dtype=torch.float64)
+    assert uniformity(values).p_value > 1e-3
+    assert uniformity(values**1.1).p_value < 1e-9
