@@ -71,9 +71,9 @@ class Engine:
         self.scheduler.add(request)
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         if not request.finished:
-            self._finish(request, FinishReason.ABORT)
+            self._finish(request, reason)
             self._report(request, [], "", [])
 
     def swap(self, folder: str, version: str) -> Swap:

@@ -40,7 +40,9 @@ COMMANDS = {
         "alpha_i and tau of a draft, with confidence intervals",
     ),
     "serve": Command(
-        "draftsmith.serve.config:ServeConfig", "draftsmith.serve.run:run", "an OpenAI-compatible server with lossless speculation"
+        "draftsmith.serve.config:ServeConfig",
+        "draftsmith.serve_command:run",
+        "an OpenAI-compatible server with lossless speculation",
     ),
     "distill": Command(
         "draftsmith.distill.config:DistillConfig",
@@ -53,7 +55,7 @@ COMMANDS = {
         "write a draft in the layout vLLM, SGLang or transformers load",
     ),
     "bench": Command(
-        "draftsmith.serve.config:BenchConfig",
+        "draftsmith.serve.bench_config:BenchConfig",
         "draftsmith.serve.bench:run",
         "tok/s, TTFT, TPOT and tau, speculation off against on",
     ),

@@ -1,0 +1,65 @@
+"""One HTTP request's engine requests: submitted together, their updates in one asyncio queue, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.request import Request, SamplingParams, Update
+
+
+class Event(NamedTuple):
+    index: int
+    request: Request
+    update: Update
+
+
+class Exchange:
+    def __init__(self, loop: EngineLoop):
+        self.loop = loop
+        self.requests: list[Request] = []
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._here = asyncio.get_running_loop()
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, request_class: str, learn: bool
+    ) -> None:
+        """One engine request a (prompt, params) pair; when one is refused none stays."""
+        try:
+            for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True)):
+                on_update = self._forwarder(index)
+                self.requests.append(self.loop.submit(prompt, choice, on_update, request_class=request_class, learn=learn))
+        except ValueError:
+            self.cancel()
+            raise
+
+    def _forwarder(self, index: int):
+        def forward(request: Request, update: Update) -> None:
+            # The client's event loop may be gone while the engine still finishes a round.
+            if not self._here.is_closed():
+                self._here.call_soon_threadsafe(self._events.put_nowait, Event(index, request, update))
+
+        return forward
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Until every request has finished; leaving early cancels the rest."""
+        unfinished = len(self.requests)
+        try:
+            while unfinished:
+                event = await self._events.get()
+                unfinished -= event.update.finish_reason is not None
+                yield event
+        finally:
+            self.cancel()
+
+    async def finished(self) -> list[Request]:
+        async for _ in self.events():
+            pass
+        return self.requests
+
+    def cancel(self) -> None:
+        for request in self.requests:
+            if not request.finished:
+                self.loop.cancel(request)

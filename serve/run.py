@@ -1,0 +1,127 @@
+"""`draftsmith serve`: loads target and draft, binds the port, serves until told to stop, then drains and flushes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from draftsmith.drafters.checkpoint import load
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.ngram import NGram
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.versions import latest, open_version
+from draftsmith.errors import UserError
+from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.http import Server, create_app
+from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.metrics import ServerMetrics
+from draftsmith.serve.record import Sink
+from draftsmith.serve.watch import VersionWatcher
+
+MakeSink = Callable[[ServeConfig, Target], Sink]
+
+
+def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
+    """`make_sink` is called when the config asks to learn; this package does not know what records are stored in."""
+    logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
+    for chatty in ("httpx", "uvicorn.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    check(config)
+    listener = bind(config.host, config.port)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    target = Target.load(config.target, dtype=config.dtype, device=device_of(config))
+    draft = load_drafter(config, target)
+    if config.learn is not None and make_sink is None:
+        raise UserError("learn is given but nothing stores records here; start the server as `draftsmith serve`")
+    sink = make_sink(config, target) if config.learn is not None and make_sink is not None else None
+    engine = Engine(target, draft.drafter, config.engine(), sink=sink, draft_version=draft.version)
+    serve(config, engine, listener, serving=draft.number, sink=sink)
+    return 0
+
+
+def check(config: ServeConfig) -> None:
+    if config.ngram and (config.draft is not None or config.versions is not None):
+        raise UserError("ngram is given together with a trained draft; choose one of them")
+
+
+def device_of(config: ServeConfig) -> str:
+    if config.device is not None:
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class LoadedDraft(NamedTuple):
+    drafter: ServingDrafter | None
+    version: str  # "" without a drafter, "0" for one that no version names
+    number: int | None  # of the versions folder
+
+
+def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
+    """The live version of the versions folder if there is one, else the draft, else n-grams, else nothing."""
+    if config.ngram:
+        return LoadedDraft(NGram(min_n=config.ngram_min, max_n=config.ngram_max), "0", None)
+    number = latest(config.versions) if config.versions is not None else None
+    if number is not None:
+        return LoadedDraft(load(open_version(config.versions, number), target), str(number), number)
+    if config.draft is not None:
+        return LoadedDraft(load(config.draft, target), "0", None)
+    if config.versions is not None:
+        raise UserError(f"versions folder {config.versions!r} has no version yet; give the draft to start with")
+    return LoadedDraft(None, "", None)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port or stop what uses it") from error
+    return listener
+
+
+def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, serving: int | None, sink: Sink | None) -> None:
+    """Blocks until SIGTERM or SIGINT, then lets running requests finish and flushes the sink."""
+    loop = EngineLoop(engine).start()
+    name = config.name or engine.target.name
+    server = Server(loop, name, ServerMetrics(engine, name), config.api_key)
+    watcher = None
+    if config.versions is not None:
+        watcher = VersionWatcher(loop, config.versions, poll_s=config.poll_s, serving=serving).start()
+    app = create_app(server)
+    host, port = listener.getsockname()[:2]
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        print(f"draftsmith: serving {name!r} on http://{host}:{port}", file=sys.stderr, flush=True)
+        yield
+
+    app.router.lifespan_context = lifespan
+    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=max(1, round(config.drain_s)))
+    # uvicorn raises the signal again once it has shut down; the sink still has to be flushed then.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        uvicorn.Server(options).run(sockets=[listener])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if watcher is not None:
+            watcher.stop()
+        loop.close(drain_s=config.drain_s)
+        if sink is not None:
+            sink.close()
+        signal.signal(signal.SIGTERM, previous)

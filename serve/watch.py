@@ -1,0 +1,67 @@
+"""Follows a folder of draft versions: whatever `current` names there, newer or rolled back, is what the server drafts with."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+from draftsmith.drafters.versions import latest, open_version
+from draftsmith.errors import UserError
+from draftsmith.serve.loop import EngineLoop
+
+log = logging.getLogger(__name__)
+
+
+class VersionWatcher:
+    """`serving` is the version the engine starts with, None when its draft is not from the folder."""
+
+    def __init__(self, loop: EngineLoop, root: str | Path, *, poll_s: float = 1.0, serving: int | None = None):
+        self.loop, self.root, self.poll_s, self.serving = loop, Path(root), poll_s, serving
+        self._refused: int | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="draftsmith-versions", daemon=True)
+
+    def start(self) -> VersionWatcher:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def look(self) -> bool:
+        """One look; True when another version was swapped in."""
+        try:
+            wanted = latest(self.root)
+            if wanted is None or wanted in (self.serving, self._refused):
+                return False
+            folder = open_version(self.root, wanted)
+        except UserError as error:
+            return self._refuse(None, error)
+        try:
+            swap = self.loop.swap(str(folder), str(wanted))
+        except UserError as error:
+            return self._refuse(wanted, error)
+        log.info("draft version %d swapped in, pause %.1f ms", wanted, 1000 * swap.pause_s)
+        self.serving, self._refused = wanted, None
+        return True
+
+    def _refuse(self, version: int | None, error: UserError) -> bool:
+        """Says so once; the served draft stays."""
+        if version is not None:
+            self._refused = version
+        if str(error) != self._last_error:
+            log.warning("draft version refused: %s", error)
+            self._last_error = str(error)
+        return False
+
+    _last_error = ""
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self.poll_s):
+            try:
+                self.look()
+            except OSError as error:
+                # A shared folder may be away for a moment.
+                log.warning("the versions folder cannot be read: %s", error)
