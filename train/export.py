@@ -1,0 +1,67 @@
+"""`draftsmith export`: a trained draft in the layout another engine loads, checked against its rules, with a model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.checkpoint import RECORD, locate, read_metadata
+from draftsmith.drafters.weights import read_config
+from draftsmith.errors import UserError
+from draftsmith.files import atomic_folder, read_json, write_json
+from draftsmith.train.export_config import ExportConfig
+from draftsmith.train.hub import push
+from draftsmith.train.layouts.source import Source
+from draftsmith.train.layouts.table import writer
+from draftsmith.train.model_card import model_card
+
+
+def run(config: ExportConfig) -> int:
+    out = Path(config.out)
+    source = open_source(config)
+    write = writer(source.family, config.to)
+    check_out(out, source)
+    with atomic_folder(out) as folder:
+        write(source, folder)
+        write_json(folder / RECORD, {**source.metadata, "export": {"layout": config.to}})
+        (folder / "README.md").write_text(model_card(source, engine=config.to, name=config.push or out.name), encoding="utf-8")
+    print(f"wrote {source.family} for {config.to} to {out}")
+    if config.push is not None:
+        address = push(out, config.push, private=config.private, message=f"{source.family} draft for {source.target_name}")
+        print(f"pushed to {address}")
+    return 0
+
+
+def open_source(config: ExportConfig) -> Source:
+    if config.speculative_tokens < 1:
+        raise UserError(f"--speculative-tokens is {config.speculative_tokens}; it must be at least 1")
+    draft = locate(config.draft)
+    metadata = read_metadata(draft)
+    target_name = config.target or recorded_target(metadata, draft)
+    target = locate(target_name, "target")
+    return Source(
+        draft=draft,
+        family=metadata["family"],
+        config=read_config(draft),
+        metadata=metadata,
+        target=target,
+        target_name=target_name,
+        target_config=read_json(target / "config.json", "target config"),
+        num_speculative_tokens=config.speculative_tokens,
+    )
+
+
+def recorded_target(metadata: dict[str, Any], draft: Path) -> str:
+    name = metadata["target"].get("name")
+    if not name:
+        raise UserError(f"{str(draft / RECORD)!r} does not say which target the draft is for; give --target")
+    return name
+
+
+def check_out(out: Path, source: Source) -> None:
+    """An earlier export is replaced; anything else is somebody's work."""
+    if out.resolve() in (source.draft.resolve(), source.target.resolve()):
+        raise UserError(f"--out {str(out)!r} is where the export is read from; give another folder")
+    occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    if occupied and not ((out / RECORD).is_file() and "export" in read_metadata(out)):
+        raise UserError(f"--out {str(out)!r} exists and is not an earlier export; give another folder")

@@ -1,0 +1,62 @@
+"""What an export starts from: a draft checkpoint and the target it was trained for, looked at without loading a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from draftsmith.errors import UserError
+from draftsmith.files import read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    draft: Path  # the draft's folder
+    family: str
+    config: dict[str, Any]  # the draft's config.json
+    metadata: dict[str, Any]  # the draft's draftsmith.json
+    target: Path  # the target's folder
+    target_name: str  # as the user would type it: a Hub id or a path
+    target_config: dict[str, Any]  # the target's config.json
+    num_speculative_tokens: int
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that the folder's index names, or else all of them."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index, "weight index")["weight_map"].values()))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise UserError(f"{str(folder)!r} lacks {missing[0] if missing else 'model.safetensors'}; fetch or save the model again")
+    return files
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all weights, from the file headers alone."""
+    return {name: shape for file in weight_files(folder) for name, shape in file_shapes(file).items()}
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json, which multimodal models nest."""
+    return config.get("text_config", config)
+
+
+def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="pt") as weights:
+            names = weights.keys()
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{str(file)!r} is not a readable safetensors file ({error}); restore it from its source") from error
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

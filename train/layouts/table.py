@@ -1,0 +1,34 @@
+"""Which drafter family can be written for which engine, and why not where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.train.layouts import draft_lm, eagle3, mimo
+from draftsmith.train.layouts.source import Source
+
+Writer = Callable[[Source, Path], None]
+
+WRITERS: dict[str, dict[str, Writer]] = {
+    "eagle3": {"vllm": eagle3.write_vllm, "sglang": eagle3.write_portable, "speculators": eagle3.write_speculators},
+    "draft-lm": {"vllm": draft_lm.write_plain, "sglang": draft_lm.write_plain, "hf": draft_lm.write_plain},
+    "mtp": {"vllm": mimo.write_stitched},
+}
+REFUSALS: dict[tuple[str, str], str] = {
+    ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
+    ("draft-lm", "speculators"): "the speculators layout has no plain draft LMs",
+    ("mtp", "sglang"): "SGLang feeds an MTP module the normed hidden state, this one was trained on the un-normed one",
+    ("mtp", "speculators"): "vLLM does not read MTP modules in the speculators layout",
+    ("mtp", "hf"): "transformers does not draft with MiMo modules",
+}
+
+
+def writer(family: str, engine: str) -> Writer:
+    if family not in WRITERS:
+        raise UserError(f"a draft of family {family!r} has no weights to export; exportable are {', '.join(WRITERS)}")
+    engines = WRITERS[family]
+    if engine not in engines:
+        raise UserError(f"{REFUSALS[family, engine]}; export this {family} draft --to {' or '.join(engines)}")
+    return engines[engine]

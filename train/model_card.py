@@ -1,0 +1,116 @@
+"""The README.md of an exported draft: what it is, what was measured, how to serve it; only what the checkpoint itself says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.train.layouts.source import Source
+from draftsmith.version import __version__
+
+METHODS = {
+    "eagle3": "an EAGLE-3 head: one decoder layer over three tapped hidden states of the target",
+    "draft-lm": "a small causal LM with the target's vocabulary",
+    "mtp": "a multi-token-prediction module, stitched into the target's checkpoint",
+}
+
+
+def model_card(source: Source, *, engine: str, name: str) -> str:
+    sections = [
+        front_matter(source),
+        f"# {name}\n\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with `{source.target_name}`: "
+        f"{METHODS[source.family]}. Speculation with it never changes what the target says, only how fast.\n\n"
+        f"Trained and exported (layout: {engine}) with draftsmith {__version__}.",
+        "## Measured acceptance\n\n" + measured(evaluations(source.metadata)),
+        "## Training\n\n" + training(source.metadata.get("training") or {}),
+        "## Serving\n\n" + serving(source, engine=engine, name=name),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def front_matter(source: Source) -> str:
+    values: dict[str, Any] = {
+        "library_name": "transformers" if source.family == "draft-lm" else "draftsmith",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-model", source.family],
+    }
+    if is_hub_id(source.target_name):
+        values |= {"base_model": source.target_name}
+    return "---\n" + yaml.safe_dump(values, sort_keys=False) + "---"
+
+
+def is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def evaluations(metadata: dict[str, Any]) -> list[dict[str, Any]]:
+    """The recorded evaluations, one a temperature."""
+    recorded = metadata.get("evaluation") or []
+    return sorted(recorded, key=lambda evaluation: evaluation["temperature"])
+
+
+def measured(found: list[dict[str, Any]]) -> str:
+    if not found:
+        return "Nothing was measured for this checkpoint. Run `draftsmith eval` and export again."
+    k = max(evaluation["k"] for evaluation in found)
+    rows = [
+        "| temperature | tau (95 %) | " + " | ".join(f"alpha_{i + 1}" for i in range(k)) + " | tokens |",
+        "|" + "---|" * (k + 3),
+    ]
+    for evaluation in found:
+        alphas = [*evaluation["alpha"], *[None] * (k - len(evaluation["alpha"]))]
+        cells = ["-" if alpha is None else f"{alpha['value']:.3f}" for alpha in alphas]
+        tau = evaluation["tau"]
+        interval = f"{tau['value']:.2f} ({tau['low']:.2f} to {tau['high']:.2f})"
+        rows.append(f"| {evaluation['temperature']:g} | {interval} | " + " | ".join(cells) + f" | {evaluation['tokens']} |")
+    explanation = (
+        f"tau: tokens per target forward with a chain of {k} drafted tokens, the target's own token included. "
+        "alpha_i: probability that the i-th drafted token is kept, given that all before it were. "
+        f"Method: {found[0]['method']}."
+    )
+    return "\n".join(rows) + "\n\n" + explanation
+
+
+def training(record: dict[str, Any]) -> str:
+    if not record:
+        return "The checkpoint carries no training record."
+    return "The record that the trainer left:\n\n```json\n" + json.dumps(record, indent=2, ensure_ascii=False) + "\n```"
+
+
+def serving(source: Source, *, engine: str, name: str) -> str:
+    k, target = source.num_speculative_tokens, source.target_name
+    return "\n\n".join(f"{title}:\n\n```\n{command}\n```" for title, command in commands(source.family, engine, name, target, k))
+
+
+def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[tuple[str, str]]:
+    """(engine, shell or Python lines) for every engine that reads this layout. `draft` is this folder or its Hub id."""
+    if engine == "speculators":
+        return [("vLLM (finds the target by itself)", f"vllm serve {draft}")]
+    if family == "mtp":
+        lines = {
+            "vllm": f"vllm serve {draft} --speculative-config '{json.dumps({'method': 'mtp', 'num_speculative_tokens': k})}'",
+            "sglang": f"python -m sglang.launch_server --model-path {draft} --speculative-algorithm NEXTN {sglang_chain(k)}",
+        }
+        return [({"vllm": "vLLM", "sglang": "SGLang"}[engine], lines[engine])]
+    method, algorithm = {"eagle3": ("eagle3", "EAGLE3"), "draft-lm": ("draft_model", "STANDALONE")}[family]
+    speculative = json.dumps({"method": method, "model": draft, "num_speculative_tokens": k})
+    shown = [
+        ("vLLM", f"vllm serve {target} --speculative-config '{speculative}'"),
+        (
+            "SGLang",
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
+            f"--speculative-draft-model-path {draft} {sglang_chain(k)}",
+        ),
+    ]
+    if family == "draft-lm":
+        shown.append(
+            ("transformers", f'target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))')
+        )
+    return shown
+
+
+def sglang_chain(k: int) -> str:
+    return f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
