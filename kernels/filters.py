@@ -70,21 +70,13 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Raw logits [N, V] -> processed float32 logits [N, V], a new tensor: divided by temperature, filtered tokens at -inf.
 
     A greedy row becomes 0 at its argmax (the lowest id on a tie) and -inf elsewhere. NaN counts as -inf, +inf as the largest
-    float. No filter removes the likeliest token, so a row is all -inf only when its input is.
+    float. Every filter keeps one of the likeliest tokens, so a row is all -inf only when its input is.
     """
     processed = clean(logits.float())
     greedy = rows.temperature == 0
     # One device-to-host copy decides for the whole batch which passes are needed.
-    needs = torch.stack(
-        [
-            greedy.any(),
-            greedy.all(),
-            (rows.temperature != 1).any(),
-            (rows.top_k > 0).any(),
-            (rows.top_p < 1).any(),
-            (rows.min_p > 0).any(),
-        ]
-    )
+    cuts_k, cuts_p, cuts_min = (rows.top_k > 0) & ~greedy, (rows.top_p < 1) & ~greedy, (rows.min_p > 0) & ~greedy
+    needs = torch.stack([greedy.any(), greedy.all(), (rows.temperature != 1).any(), cuts_k.any(), cuts_p.any(), cuts_min.any()])
     any_greedy, all_greedy, any_tempered, any_top_k, any_top_p, any_min_p = needs.tolist()
     if all_greedy:
         return greedy_logits(processed)
@@ -93,11 +85,11 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         processed = processed / torch.where(greedy, 1.0, rows.temperature)[:, None]
         processed = processed.clamp(max=torch.finfo(torch.float32).max)
     if any_top_k:
-        processed = _filter(keep_top_k, processed, rows.top_k, (rows.top_k > 0) & ~greedy)
+        processed = _filter(keep_top_k, processed, rows.top_k, cuts_k)
     if any_top_p:
-        processed = _filter(keep_top_p, processed, rows.top_p, (rows.top_p < 1) & ~greedy)
+        processed = _filter(keep_top_p, processed, rows.top_p, cuts_p)
     if any_min_p:
-        processed = _filter(keep_min_p, processed, rows.min_p, (rows.min_p > 0) & ~greedy)
+        processed = _filter(keep_min_p, processed, rows.min_p, cuts_min)
     if any_greedy:
         processed[greedy] = greedy_logits(source[greedy])
     return processed
