@@ -1,0 +1,176 @@
+"""Training on served text: the trainer's objective, at the positions that verification visited.
+
+Fresh texts are mixed with a reservoir of older ones, so that what the draft knew is not unlearned.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from draftsmith.distill.config import POSITIONS, LearnConfig
+from draftsmith.distill.record_table import without_laws
+from draftsmith.distill.scoring import padded
+from draftsmith.distill.traffic import Role, ServedText, branches, stitch
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train.objective import UnrolledLoss, WeightedText, unrolled_loss
+
+ROLES = {"accepted": Role.ACCEPTED, "first-rejected": Role.FIRST_REJECTED, "bonus": Role.BONUS}
+# So many steps in a row without a finite gradient mean that the candidate is lost.
+MAX_BROKEN_STEPS = 3
+
+
+class Row(NamedTuple):
+    """A text to train on; `weights` [len(tokens)] are of the predicted tokens."""
+
+    tokens: list[int]
+    weights: np.ndarray
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    steps: int
+    broken: int  # steps skipped because their gradient was not finite
+    loss: float  # token mean of the forward KL over the depths, before the last step
+    alpha: list[float]  # of each depth, on the same batch
+    tokens: int  # trained positions in the update
+
+
+@dataclass
+class Reservoir:
+    """A uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R). Laws are not kept."""
+
+    capacity: int
+    texts: list[ServedText] = field(default_factory=list)
+    seen: int = 0
+
+    def add(self, text: ServedText, rng: random.Random) -> None:
+        slim = stitch([without_laws(record) for record in text.records])
+        assert slim is not None
+        self.seen += 1
+        if len(self.texts) < self.capacity:
+            self.texts.append(slim)
+        elif (place := rng.randrange(self.seen)) < self.capacity:
+            self.texts[place] = slim
+
+
+class Learner:
+    """Owns the candidate's optimizer and the reservoir. Randomness depends on `seed` and the number of the update alone."""
+
+    def __init__(self, drafter: torch.nn.Module, target: Target, config: LearnConfig, *, seed: int):
+        check(config)
+        self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
+        self.reservoir = Reservoir(config.reservoir)
+        self.updates = self.steps = 0
+        self.optimizer = self._new_optimizer()
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.config.lr, weight_decay=self.config.weight_decay)
+
+    def restart(self, weights: dict[str, torch.Tensor]) -> None:
+        """From other weights, with a fresh optimizer."""
+        self.drafter.load_state_dict(weights)
+        self.steps = 0
+        self.optimizer = self._new_optimizer()
+
+    def update(self, fresh: Sequence[ServedText]) -> UpdateReport:
+        """A bounded number of steps, however much came in; every fresh text then may enter the reservoir."""
+        rng = random.Random(f"{self.seed} {self.updates}")
+        queue = list(fresh)
+        rng.shuffle(queue)
+        broken = in_a_row = tokens = 0
+        loss, alpha = math.nan, [math.nan]
+        for step in range(self.config.steps):
+            rows = self._rows(self._batch(queue, step, rng), rng)
+            if not any(row.weights.any() for row in rows):
+                continue
+            unrolled = self._backward(rows)
+            if self._step():
+                loss, alpha = summary(unrolled)
+                in_a_row = 0
+            else:
+                broken, in_a_row = broken + 1, in_a_row + 1
+            tokens += int(sum((row.weights > 0).sum() for row in rows))
+            if in_a_row == MAX_BROKEN_STEPS:
+                break
+        for text in fresh:
+            self.reservoir.add(text, rng)
+        self.updates += 1
+        return UpdateReport(self.config.steps, broken, loss, alpha, tokens)
+
+    def _batch(self, queue: list[ServedText], step: int, rng: random.Random) -> list[ServedText]:
+        num_old = min(round(self.config.replay * self.config.batch), len(self.reservoir.texts))
+        num_fresh = self.config.batch - num_old
+        # Few fresh texts are not repeated within a batch; over the steps all get their turn.
+        picked = [queue[(step * num_fresh + index) % len(queue)] for index in range(min(num_fresh, len(queue)))]
+        return picked + rng.sample(self.reservoir.texts, num_old)
+
+    def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[Row]:
+        rows = [self._cut(Row(text.tokens, self._weights(text))) for text in texts]
+        if "later-rejected" in self.config.positions:
+            found = [branch for text in texts for branch in branches(text)]
+            for branch in rng.sample(found, min(self.config.branches, len(found))):
+                weights = (np.arange(len(branch.tokens)) >= branch.begin).astype(np.float32)
+                rows.append(self._cut(Row(branch.tokens, weights)))
+        return rows
+
+    def _weights(self, text: ServedText) -> np.ndarray:
+        return text.role_mask(ROLES[name] for name in self.config.positions if name in ROLES).astype(np.float32)
+
+    def _cut(self, row: Row) -> Row:
+        limit = min(self.config.max_length, self.target.max_positions)
+        return Row(row.tokens[:limit], row.weights[:limit])
+
+    def _backward(self, rows: Sequence[Row]) -> UnrolledLoss:
+        device = self.target.device
+        ids, mask = padded([row.tokens for row in rows], device)
+        weights = torch.zeros(ids.shape, device=device)
+        for index, row in enumerate(rows):
+            weights[index, : len(row.tokens)] = torch.from_numpy(row.weights)
+        text = WeightedText(input_ids=ids, attention_mask=mask, weights=weights)
+        unrolled = unrolled_loss(self.drafter, self.target, text, num_steps=self.config.unroll, decay=self.config.step_decay)
+        self.optimizer.zero_grad(set_to_none=True)
+        (unrolled.total / (unrolled.scale * weights.sum())).backward()
+        return unrolled
+
+    def _step(self) -> bool:
+        """False, and nothing changed, when the gradient is not finite."""
+        trained = self.optimizer.param_groups[0]["params"]
+        norm = torch.nn.utils.clip_grad_norm_(trained, self.config.clip)
+        if not bool(torch.isfinite(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return False
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = self.config.lr * min(1.0, self.steps / max(1, self.config.warmup))
+        self.optimizer.step()
+        return True
+
+
+def summary(unrolled: UnrolledLoss) -> tuple[float, list[float]]:
+    sums = unrolled.sums
+    weight = sums.weight.clamp(min=1e-9)
+    loss = float(sums.kl.sum() / weight.sum())
+    return loss, (sums.alpha / weight).tolist()
+
+
+def check(config: LearnConfig) -> None:
+    for name in config.positions:
+        if name not in POSITIONS:
+            raise UserError(f"learn.positions holds {name!r}; choose from {', '.join(POSITIONS)}")
+    if not config.positions:
+        raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")
+    if not 0 <= config.replay < 1:
+        raise UserError(f"learn.replay is {config.replay}; it must be at least 0 and less than 1")
+    for name, value in (("batch", config.batch), ("steps", config.steps), ("fresh", config.fresh), ("unroll", config.unroll)):
+        if value < 1:
+            raise UserError(f"learn.{name} is {value}; it must be at least 1")
+    if not config.lr > 0 or not math.isfinite(config.lr):
+        raise UserError(f"learn.lr is {config.lr}; it must be a positive number such as 2e-4")

@@ -1,0 +1,116 @@
+"""Round records stitched back into the texts that were served, and what is known about each of their positions."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.serve.record import RoundRecord
+
+
+class Role(enum.IntEnum):
+    """What happened at a position of served text."""
+
+    CONTEXT = 0  # the prompt, or text that no record tells more about
+    ACCEPTED = 1  # the draft's token stood
+    FIRST_REJECTED = 2  # the draft's token fell; the token here is the target's
+    BONUS = 3  # the target's token after a fully accepted draft
+
+
+@dataclass(frozen=True)
+class ServedText:
+    """One request, from its prompt to the last token that is known without a gap."""
+
+    records: list[RoundRecord]  # in order of round
+    tokens: list[int]
+    roles: np.ndarray  # [len(tokens)] int8, of `Role`
+
+    @property
+    def request(self) -> str:
+        return self.records[0].request
+
+    def role_mask(self, roles: Iterable[Role]) -> np.ndarray:
+        return np.isin(self.roles, [int(role) for role in roles])
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The rest of a rejected draft: what the target would say there is known, though the text went another way."""
+
+    tokens: list[int]  # the text up to the rejected token, then the drafted ones
+    begin: int  # first position behind the rejected token
+
+
+def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
+    """None when the beginning is missing. A gap (a dropped or damaged record) ends the text: what follows lacks its context."""
+    ordered = sorted(records, key=lambda record: record.round)
+    kept: list[RoundRecord] = []
+    tokens: list[int] = []
+    roles: list[int] = []
+    for number, record in enumerate(ordered):
+        if record.round != number or len(tokens) + len(record.context) != record.position:
+            break
+        tokens += [*record.context, *record.committed]
+        roles += [Role.CONTEXT] * len(record.context) + roles_of(record)
+        kept.append(record)
+    return ServedText(kept, tokens, np.array(roles, dtype=np.int8)) if kept else None
+
+
+def roles_of(record: RoundRecord) -> list[int]:
+    """Of the committed tokens, which stop trimming may have cut short."""
+    last = Role.FIRST_REJECTED if record.accepted < len(record.drafted) else Role.BONUS
+    return [*[Role.ACCEPTED] * record.accepted, last][: len(record.committed)]
+
+
+def branches(text: ServedText) -> list[Branch]:
+    """The later-rejected positions, one branch a round that has any."""
+    found = []
+    for record in text.records:
+        if record.accepted + 1 < len(record.drafted):
+            begin = record.position + record.accepted + 1
+            found.append(Branch([*text.tokens[: record.position], *record.drafted], begin))
+    return found
+
+
+def is_held_out(text: ServedText, share: float) -> bool:
+    """By the prompt, so that one asked twice is never both trained on and scored."""
+    digest = hashlib.sha256(np.array(text.records[0].context, dtype=np.int32).tobytes()).digest()
+    return int.from_bytes(digest[:4], "big") < share * 2**32
+
+
+class OpenRequests:
+    """Requests whose records are still coming. A record carries no "last" mark: silence for `idle_s` ends a request."""
+
+    def __init__(self, records: Sequence[RoundRecord] = ()):
+        self.records: dict[str, list[RoundRecord]] = {}
+        self.seen_s: dict[str, float] = {}
+        self.orphans = 0  # records that came after their request was taken, or without its beginning
+        self.add(records)
+
+    def add(self, records: Iterable[RoundRecord]) -> None:
+        now_s = time.monotonic()
+        for record in records:
+            self.records.setdefault(record.request, []).append(record)
+            self.seen_s[record.request] = now_s
+
+    def take(self, *, idle_s: float) -> list[ServedText]:
+        """Texts of the requests that have been silent for `idle_s`, in order of arrival."""
+        now_s = time.monotonic()
+        silent = [request for request, seen_s in self.seen_s.items() if now_s - seen_s >= idle_s]
+        texts = []
+        for request in silent:
+            del self.seen_s[request]
+            records = self.records.pop(request)
+            text = stitch(records)
+            self.orphans += len(records) - (len(text.records) if text else 0)
+            if text is not None:
+                texts.append(text)
+        return texts
+
+    def all_records(self) -> list[RoundRecord]:
+        return [record for records in self.records.values() for record in records]

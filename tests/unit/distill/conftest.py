@@ -1,0 +1,130 @@
+"""A learnable draft of a few parameters, and a server of a few lines that records its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.kernels.laws import top_law
+from draftsmith.kernels.randomness import Purpose, sample
+from draftsmith.kernels.verify import verify_chain
+from draftsmith.serve.record import Law, RoundRecord
+
+
+class Bigram(torch.nn.Module):
+    """q depends on the last token alone; an eagle-like interface with a language model's single step."""
+
+    family = "bigram"
+    taps: tuple[int, ...] = ()
+    vocab_map = None
+
+    def __init__(self, vocab_size: int, width: int = 48, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.states = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Parameter(torch.randn(vocab_size, width) * 0.1)
+
+    def head_weight(self) -> torch.Tensor:
+        return self.head
+
+    def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
+        yield UnrolledStep(hidden=self.states(batch.input_ids), valid=batch.attention_mask.bool(), offset=1)
+
+    def logits(self, token: int) -> torch.Tensor:
+        return (self.head @ self.states.weight[token]).detach()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What the requests of `serve` have in common."""
+
+    depth: int = 3
+    max_tokens: int = 24
+    temperature: float = 1.0
+    top_k: int = 0
+    version: str = "1"
+    prefix: str = "r"
+
+
+@torch.no_grad()
+def serve(target: Target, drafter: Bigram, prompts: list[list[int]], traffic: Traffic) -> list[RoundRecord]:
+    records = []
+    for number, prompt in enumerate(prompts):
+        records += serve_one(target, drafter, prompt, f"{traffic.prefix}{number}", traffic)
+    return records
+
+
+def serve_one(target: Target, drafter: Bigram, prompt: list[int], request: str, traffic: Traffic) -> list[RoundRecord]:
+    tokens, recorded, records = list(prompt), 0, []
+    seed = int.from_bytes(request.encode()[-6:], "big")
+    rows = SamplingRows.of([traffic.temperature], top_k=[traffic.top_k])
+    while len(tokens) < len(prompt) + traffic.max_tokens:
+        position, drafted, q_rows = len(tokens), [], []
+        for _ in range(traffic.depth):
+            logits = process(drafter.logits((tokens + drafted)[-1])[None], rows)
+            at = torch.tensor([position + len(drafted)])
+            drafted.append(int(sample(logits, torch.tensor([seed]), at, Purpose.DRAFT)))
+            q_rows.append(logits[0])
+        raw = target.model(torch.tensor([tokens + drafted])).logits[0, position - 1 :].float()
+        p_rows = process(raw, SamplingRows.of([traffic.temperature] * len(raw), top_k=[traffic.top_k] * len(raw)))
+        verdict = verify_chain(
+            p_rows, torch.tensor([drafted]), torch.tensor([len(drafted)]), torch.stack(q_rows)[None], torch.tensor([seed]),
+            torch.tensor([position]),
+        )  # fmt: skip
+        accepted = int(verdict.accepted)
+        committed = verdict.tokens[0, : accepted + 1].tolist()
+        scale = traffic.temperature or 1.0
+        records.append(
+            RoundRecord(
+                request=request, round=len(records), request_class="", target=target.name, target_revision=target.revision,
+                draft_version=traffic.version, time_s=float(len(records)), temperature=traffic.temperature, top_k=traffic.top_k,
+                top_p=1.0, min_p=0.0, position=position, context=tokens[recorded:], drafted=drafted, accepted=accepted,
+                committed=committed, emitted=committed[-1], p=laws(raw[: len(drafted)]),
+                p_log_norm=(raw[: len(drafted)].log_softmax(-1) / scale).logsumexp(-1).tolist(), q=laws(torch.stack(q_rows)),
+            )
+        )  # fmt: skip
+        tokens += committed
+        recorded = len(tokens)
+    return records
+
+
+def laws(logits: torch.Tensor) -> list[Law]:
+    law = top_law(logits)
+    return [Law(*parts) for parts in zip(law.ids.tolist(), law.logprobs.tolist(), law.tail.tolist())]
+
+
+def make_prompts(count: int, *, seed: int = 0, length: int = 6, low: int = 3, high: int = 288) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, (count, length), generator=generator).tolist()
+
+
+@pytest.fixture(scope="session")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture
+def bigram() -> Callable[..., Bigram]:
+    return Bigram
+
+
+@pytest.fixture
+def prompts() -> Callable[..., list[list[int]]]:
+    return make_prompts
+
+
+@pytest.fixture
+def traffic() -> type[Traffic]:
+    return Traffic
+
+
+@pytest.fixture
+def serving() -> Callable[..., list[RoundRecord]]:
+    """`serving(target, drafter, prompts, Traffic(...))`: the records of a lossless server."""
+    return serve

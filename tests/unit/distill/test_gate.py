@@ -1,0 +1,190 @@
+"""The gate: logged laws under every sampling, alpha against a direct computation, and its error rates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.distill.config import GateConfig
+from draftsmith.distill.gate import compare, decide, weigh
+from draftsmith.distill.logged_law import Logged, processed_law
+from draftsmith.distill.scoring import score
+from draftsmith.distill.traffic import ServedText, stitch
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.acceptance import overlap
+from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.kernels.laws import top_law, top_overlap
+from draftsmith.serve.record import Law, RoundRecord
+
+
+def texts_of(records: list[RoundRecord]) -> list[ServedText]:
+    grouped: dict[str, list[RoundRecord]] = {}
+    for record in records:
+        grouped.setdefault(record.request, []).append(record)
+    return [stitch(mine) for mine in grouped.values()]
+
+
+def logged(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Logged:
+    law = top_law(logits[None])
+    norm = float((logits.log_softmax(-1) / temperature).logsumexp(-1)) if temperature else 0.0
+    record = RoundRecord(
+        request="r", round=0, request_class="", target="", target_revision="", draft_version="", time_s=0.0,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=1, context=[1], drafted=[1], accepted=0,
+        committed=[1], emitted=1, p=[Law(law.ids[0].tolist(), law.logprobs[0].tolist(), float(law.tail))], p_log_norm=[norm],
+    )  # fmt: skip
+    return Logged(record, 0)
+
+
+@pytest.mark.parametrize("vocab", [40, 300])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.0, 0, 1.0, 0.0),
+        (0.7, 0, 1.0, 0.0),
+        (1.3, 20, 1.0, 0.0),
+        (0.8, 0, 0.7, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (0.9, 30, 0.8, 0.05),
+    ],
+)
+def test_logged_law_bounds_the_true_overlap(vocab: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    sampling = {"top_k": [top_k] * 20, "top_p": [top_p] * 20, "min_p": [min_p] * 20}
+    p_raw, q_raw = torch.randn(2, 20, vocab, generator=generator) * 2.5
+    rows = SamplingRows.of([temperature] * 20, **sampling)
+    truth = overlap(process(p_raw, rows), process(q_raw, rows))
+    law = processed_law([logged(row, temperature, top_k, top_p, min_p) for row in p_raw])
+    low, high = top_overlap(law, process(q_raw, rows))
+    assert bool((low <= truth + 1e-5).all()) and bool((truth <= high + 1e-5).all())
+    exact = vocab <= 64 or temperature == 0 or top_k or top_p < 1 or min_p
+    assert float((high - low).max()) < (1e-5 if exact else 0.2)
+
+
+def test_score_is_the_overlap_of_the_laws_at_verified_positions(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    served, other = bigram(288), bigram(288, seed=3)
+    texts = texts_of(serving(target, served, prompts(3), traffic(temperature=0.8, top_k=30)))
+    found = score(other, target, texts, max_depth=8, max_length=512)
+    for text, scored in zip(texts, found, strict=True):
+        expected, kept = [], []
+        for record in text.records:
+            for depth in range(min(record.accepted + 1, len(record.drafted))):
+                context = text.tokens[: record.position + depth]
+                assert context == (text.tokens[: record.position] + record.drafted)[: record.position + depth]
+                rows = SamplingRows.of([0.8], top_k=[30])
+                p = process(target.model(torch.tensor([context])).logits[0, -1:].float(), rows)
+                expected.append(float(overlap(p, process(other.logits(context[-1])[None], rows))))
+                kept.append(depth < record.accepted)
+        np.testing.assert_allclose(scored.alpha, expected, atol=1e-4)
+        assert scored.kept.tolist() == kept and set(scored.version) == {"1"}
+
+
+def test_score_of_the_served_draft_predicts_its_acceptance(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    """Off-policy alpha against the share really accepted, within four standard errors; another draft's alpha is far off."""
+    served = bigram(288)
+    with torch.no_grad():
+        served.states.weight.mul_(4)
+    texts = texts_of(serving(target, served, prompts(60), traffic(depth=2)))
+    mine = score(served, target, texts, max_depth=2, max_length=512)
+    kept, alpha = np.concatenate([one.kept for one in mine]), np.concatenate([one.alpha for one in mine])
+    error = 4 * np.sqrt(np.mean(alpha * (1 - alpha)) / len(alpha))
+    assert len(alpha) > 500 and abs(kept.mean() - alpha.mean()) < error + 0.005
+    uniform = bigram(288)
+    with torch.no_grad():
+        uniform.head.zero_()
+    flat = np.concatenate([one.alpha for one in score(uniform, target, texts, max_depth=2, max_length=512)])
+    assert abs(flat.mean() - alpha.mean()) > 2 * error
+
+
+def paired(generator: np.random.Generator, requests: int, effect: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    live = [generator.uniform(0, 1, generator.integers(1, 20)) for _ in range(requests)]
+    return live, [np.clip(one + generator.normal(effect, 0.1) + generator.normal(0, 0.1, len(one)), -1, 2) for one in live]
+
+
+def test_error_rates_of_the_decision() -> None:
+    """Over many lineages of 5 looks each, at most `error` of those without any gain may be published once; real gains are."""
+    generator = np.random.default_rng(0)
+    config = GateConfig(error=0.1, gain=0.0, requests=8)
+
+    def published(effect: float) -> float:
+        lineages = [
+            any(weigh(compare(*paired(generator, 60, effect)), config, look).decision == "accept" for look in range(1, 6))
+            for _ in range(400)
+        ]
+        return float(np.mean(lineages))
+
+    assert published(0.0) <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 400)
+    assert published(-0.05) == 0.0
+    assert published(0.08) > 0.95
+
+
+def test_levels_sum_to_the_error() -> None:
+    config = GateConfig(error=0.05)
+    comparison = compare([np.zeros(3)] * 20, [np.ones(3)] * 20)
+    assert sum(weigh(comparison, config, look).level for look in range(1, 10000)) == pytest.approx(0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("gain", "requests", "decision"), [(0.1, 40, "accept"), (0.001, 40, "hold"), (-0.1, 40, "hold"), (0.1, 5, "hold")]
+)
+def test_weigh(gain: float, requests: int, decision: str) -> None:
+    live = [np.full(4, 0.5)] * requests
+    found = weigh(compare(live, [one + gain for one in live]), GateConfig(requests=16, gain=0.002), looks=1)
+    assert found.decision == decision and found.to_dict()["gain"] == pytest.approx(gain)
+
+
+def test_candidates_better_equal_shuffled_and_broken(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    live = bigram(288)
+    texts = texts_of(serving(target, live, prompts(24), traffic()))
+    # What the target says after one token alone, exactly.
+    better = bigram(288, width=288)
+    with torch.no_grad():
+        better.states.weight.copy_(torch.eye(288))
+        better.head.copy_(target.model(torch.arange(288)[:, None]).logits[:, -1].T)
+    shuffled = bigram(288, width=288)
+    shuffled.load_state_dict(better.state_dict())
+    with torch.no_grad():
+        shuffled.head.copy_(better.head[torch.randperm(288, generator=torch.Generator().manual_seed(0))])
+    broken = bigram(288)
+    with torch.no_grad():
+        broken.head[5, 5] = float("nan")
+    config = GateConfig(requests=16)
+    size = {"max_depth": 3, "max_length": 512, "looks": 1}
+    decisions = {
+        name: decide(live, candidate, target, texts, config, **size)
+        for name, candidate in [("better", better), ("same", live), ("shuffled", shuffled), ("broken", broken)]
+    }
+    assert {name: one.decision for name, one in decisions.items()} == {
+        "better": "accept", "same": "hold", "shuffled": "hold", "broken": "refuse",
+    }  # fmt: skip
+    few = decide(live, better, target, texts[:10], config, **size)
+    assert few.decision == "hold" and "10 held-out requests" in few.reason
+
+
+def test_overflowing_candidate_is_refused(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    """Finite weights whose law is not: the check of the weights alone would let it pass."""
+    texts = texts_of(serving(target, bigram(288), prompts(16), traffic()))
+    candidate = bigram(288)
+    with torch.no_grad():
+        candidate.states.weight.fill_(1e30)
+        candidate.head.fill_(1e30)
+        candidate.head[::2].neg_()
+    decision = decide(bigram(288), candidate, target, texts, GateConfig(requests=4), max_depth=3, max_length=512, looks=1)
+    assert decision.decision == "refuse"
+
+
+def test_decision_is_plain_data() -> None:
+    found = weigh(compare([], []), GateConfig(), 1)
+    assert dataclasses.asdict(found)["decision"] == "hold" and found.to_dict()["requests"] == 0
