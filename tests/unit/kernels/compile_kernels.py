@@ -1,0 +1,59 @@
+"""Compiles the Triton kernels ahead of time and prints how many; run by test_compile.py in a process that does not interpret."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from draftsmith.kernels import divergence_triton, verify_triton
+
+HOPPER = GPUTarget("cuda", 90, 32)
+F32, I64, I32 = "*fp32", "*i64", "i32"
+
+STATS = {"lengths": I64, "maxima": F32, "sums": F32}
+LAWS = {"p_maxima": F32, "p_sums": F32, "q_maxima": F32, "q_sums": F32}
+REQUESTS = {"draft_tokens": I64, "lengths": I64, "first_rows": I64, "seeds": I64, "positions": I64, "accepted": I64}
+ROWS = {"weights": F32, "kl": F32, "alpha": F32, "keep": F32, "outside": F32}
+
+
+def check(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> int:
+    """Arguments that are neither pointers nor constants are int32."""
+    signature = {name: "constexpr" if name in constants else pointers.get(name, I32) for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=places), target=HOPPER)
+    return len(compiled.asm["cubin"]) > 0
+
+
+def main() -> int:
+    done = 0
+    for grouped in (True, False):
+        done += check(verify_triton._row_stats, {**STATS, "logits": "*bf16"}, {"GROUPED": grouped, "BLOCK": 4096})
+    for has_q in (True, False):
+        pointers = {**LAWS, **REQUESTS, "p_logits": F32, "q_logits": F32}
+        done += check(verify_triton._decide, pointers, {"HAS_Q": has_q, "BLOCKS": 32})
+        race = {**pointers, "scores": F32, "winners": "*i32"}
+        # A depth or a block count of 1 is specialised to a constant by the launcher.
+        done += check(verify_triton._race, race, {"HAS_Q": has_q, "BLOCK": 4096, "BLOCKS": 1, "num_draft": 1, "num_blocks": 1})
+    emit = {"draft_tokens": I64, "accepted": I64, "scores": F32, "winners": "*i32", "tokens": I64}
+    done += check(verify_triton._emit, emit, {"COLUMNS": 8, "BLOCKS": 32})
+    for has_map in (True, False):
+        for has_tokens in (True, False):
+            pointers = {
+                **ROWS,
+                "draft_logits": "*bf16",
+                "target_logits": "*bf16",
+                "grad": "*bf16",
+                "vocab_map": I64 if has_map else F32,
+                "columns": I64 if has_tokens else F32,
+                "tokens": I64 if has_tokens else F32,
+            }
+            constants = {"HAS_MAP": has_map, "HAS_TOKENS": has_tokens, "BLOCK": 4096}
+            done += check(divergence_triton._forward_kl_rows, pointers, constants)
+    return done
+
+
+if __name__ == "__main__":
+    print(main())
