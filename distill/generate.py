@@ -18,6 +18,7 @@ from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.place import load_target
 from draftsmith.distill.prompts import Prompt
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.kernels.laws import top_law
 from draftsmith.progress import Progress
@@ -140,10 +141,6 @@ def describe(config: GenerateConfig, target: Target, prompts: list[Prompt]) -> d
         "shard": config.shard,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers")} | {"draftsmith": __version__},
     }
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    return _digest(sorted(tokenizer.get_vocab().items()))
 
 
 def _digest(value: Any) -> str:
