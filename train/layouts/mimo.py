@@ -16,12 +16,7 @@ from safetensors.torch import save_file
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.train.layouts.source import (
-    Source,
-    tensor_shapes,
-    weight_files,
-    write_config,
-)
+from draftsmith.train.layouts.source import Source, file_shapes, tensor_shapes, weight_files, write_config
 from draftsmith.train.layouts.tokenizer import copy_tokenizer
 
 # Same block as Qwen2 up to the biases. Others differ in what the tensors mean (Gemma's norms), not only in which there are.
