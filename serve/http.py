@@ -201,7 +201,9 @@ def _add_errors(app: FastAPI) -> None:
 
 def _sentence(error: dict[str, Any], name: str | None) -> str:
     if name is None:
-        return f"the request body is wrong: {error['msg']}"
+        if error["type"] in ("dict_type", "model_attributes_type"):
+            return "the request body is no JSON object; send one as application/json"
+        return f"the request body is wrong: {error['msg'].removeprefix('Value error, ')}"
     if error["type"] == "extra_forbidden":
         path = ".".join(str(part) for part in error["loc"] if part != "body")
         return f"parameter {path!r} is not supported; leave it out"

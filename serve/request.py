@@ -84,19 +84,21 @@ class Update(NamedTuple):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Rounds of one request that offered at least one draft token, and all its rounds that emitted."""
+    """One request's target passes that emitted; the lists hold an entry for each that put at least one draft token before it."""
 
-    offered: list[int] = field(default_factory=list)  # per speculating round
+    offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    rounds: int = 0  # target passes that emitted a token
-    committed: int = 0
+    committed: list[int] = field(default_factory=list)  # after stop and EOS trimming
+    num_passes: int = 0
+    num_committed: int = 0
 
     def add(self, offered: int, accepted: int, committed: int) -> None:
-        self.rounds += 1
-        self.committed += committed
+        self.num_passes += 1
+        self.num_committed += committed
         if offered > 0:
             self.offered.append(offered)
             self.accepted.append(accepted)
+            self.committed.append(committed)
 
 
 OnUpdate = Callable[["Request", Update], None]

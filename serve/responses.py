@@ -26,7 +26,7 @@ def usage(requests: Sequence[Request], num_prompts: int) -> Body:
 
 
 def speculation_report(stats: SpeculationStats, k: int) -> Body:
-    """vLLM's per-request fields, with `tau` and the rounds without drafts added."""
+    """vLLM's per-request fields, with `tau` (of the rounds that drafted) and all target passes added."""
     drafts, offered, accepted = len(stats.offered), sum(stats.offered), sum(stats.accepted)
     deepest = max([k, *stats.offered])
     histogram = [stats.accepted.count(count) for count in range(deepest + 1)]
@@ -40,9 +40,10 @@ def speculation_report(stats: SpeculationStats, k: int) -> Body:
         "num_spec_tokens": k,
         "per_step_accepted": stats.accepted,
         "per_step_drafted": stats.offered,
-        "num_target_passes": stats.rounds,
-        "num_committed_tokens": stats.committed,
-        "tau": stats.committed / stats.rounds if stats.rounds else None,
+        "per_step_committed": stats.committed,
+        "num_target_passes": stats.num_passes,
+        "num_committed_tokens": stats.num_committed,
+        "tau": sum(stats.committed) / drafts if drafts else None,
     }
 
 

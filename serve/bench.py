@@ -1,0 +1,99 @@
+"""`draftsmith bench`: speed and acceptance over HTTP, speculation off against on, taking turns within one run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+from draftsmith import files
+from draftsmith.config import to_dict
+from draftsmith.errors import UserError
+from draftsmith.progress import Progress
+from draftsmith.serve.bench_client import Client
+from draftsmith.serve.bench_config import BenchConfig
+from draftsmith.serve.bench_prompts import Prompt, read_prompts
+from draftsmith.serve.bench_report import Case, draw, figures, ratios, table
+from draftsmith.serve.bench_server import started
+
+MODES = ("off", "on", "plain")
+
+
+def run(config: BenchConfig) -> int:
+    check(config)
+    prompts = read_prompts(config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed)
+    if config.url is None:
+        server = started(_server_arguments(config), timeout_s=config.timeout_s)
+    else:
+        server = nullcontext(config.url)
+    with server as url:
+        cases = asyncio.run(measure(config, url, prompts))
+    found = [figures(case) for case in cases]
+    print(table(found))
+    if config.out is not None:
+        files.write_json(config.out, {"schema": 1, "config": _public(config), "cases": found, "ratios": ratios(found)})
+    if config.png is not None:
+        with files.atomic_path(config.png) as temporary:
+            draw(found, temporary)
+    return 0
+
+
+def check(config: BenchConfig) -> None:
+    if (config.url is None) == (config.target is None):
+        raise UserError("give either url, a running server, or target, for which one is started")
+    unknown = [mode for mode in config.modes if mode not in MODES]
+    if unknown or not config.modes:
+        raise UserError(f"modes is {config.modes}; choose from {', '.join(MODES)}")
+    if config.concurrency < 1 or config.repeats < 1 or config.max_tokens < 2:
+        raise UserError("concurrency and repeats must be at least 1, max_tokens at least 2; mend the one that is not")
+
+
+async def measure(config: BenchConfig, url: str, prompts: list[Prompt]) -> list[Case]:
+    client = Client(url, api_key=config.api_key, timeout_s=config.timeout_s)
+    model = config.model or await client.model()
+    cases = [Case(temperature, mode, []) for temperature in config.temperature for mode in config.modes]
+    progress = Progress("bench", total=config.repeats * len(cases), unit="passes", stream=sys.stderr)
+    for case in cases:
+        # Not timed: the first request of a kind pays for what later ones find warm.
+        await client.measure(prompts[:1], _body(config, model, case, 0), 1)
+    for repeat in range(config.repeats):
+        # Every other pass goes backwards through the modes, so that a drift of the machine favours none.
+        for case in cases if repeat % 2 == 0 else reversed(cases):
+            result = await client.measure(prompts, _body(config, model, case, repeat), config.concurrency)
+            case.passes.append(result)
+            done = sum(len(one.passes) for one in cases)
+            progress.update(done, f"T = {case.temperature:g}, {case.mode}: {result.tokens_per_s:.1f} tok/s")
+    progress.close()
+    return cases
+
+
+def _body(config: BenchConfig, model: str, case: Case, repeat: int) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": config.max_tokens,
+        "temperature": case.temperature,
+        "seed": config.seed + repeat,
+    }
+    if config.ignore_eos:
+        body["ignore_eos"] = True
+    if case.mode == "off":
+        body["speculation"] = {"k": 0, "report": True}
+    elif case.mode == "on":
+        body["speculation"] = {"report": True} | ({} if config.k is None else {"k": config.k})
+    return body
+
+
+def _server_arguments(config: BenchConfig) -> list[str]:
+    arguments = ["--target", str(config.target), "--max-batch", str(max(8, config.concurrency))]
+    if config.draft is not None:
+        arguments += ["--draft", config.draft]
+    if config.ngram:
+        arguments.append("--ngram")
+    if config.api_key is not None:
+        arguments += ["--api-key", config.api_key]
+    return arguments
+
+
+def _public(config: BenchConfig) -> dict[str, Any]:
+    return {name: value for name, value in to_dict(config).items() if name != "api_key"}

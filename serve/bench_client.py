@@ -1,0 +1,115 @@
+"""A closed loop of streaming requests against an OpenAI-compatible server, timed at the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from draftsmith.errors import UserError
+from draftsmith.serve.bench_prompts import Prompt
+
+Body = dict[str, Any]
+
+
+@dataclass
+class Answer:
+    num_tokens: int = 0
+    text: str = ""
+    begun_s: float = 0.0
+    first_s: float = 0.0  # when the first text came
+    last_s: float = 0.0
+    report: Body | None = None  # metrics.speculative_decoding
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.begun_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of the tokens after the first; None for an answer of one token."""
+        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass
+class PassResult:
+    answers: list[Answer] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer.num_tokens for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+
+class Client:
+    def __init__(self, url: str, *, api_key: str | None, timeout_s: float):
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self.http = httpx.AsyncClient(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout_s)
+
+    async def model(self) -> str:
+        try:
+            listed = (await self.http.get("/v1/models")).raise_for_status().json()
+            return listed["data"][0]["id"]
+        except (httpx.HTTPError, KeyError, IndexError, json.JSONDecodeError) as error:
+            raise UserError(f"{self.http.base_url} does not answer /v1/models ({error!r}); check the URL") from error
+
+    async def measure(self, prompts: Sequence[Prompt], body: Body, concurrency: int) -> PassResult:
+        """All prompts once, `concurrency` at a time."""
+        result = PassResult([Answer() for _ in prompts])
+        turns = iter(range(len(prompts)))
+
+        async def worker() -> None:
+            for index in turns:
+                await self._ask(prompts[index], body, result.answers[index])
+
+        begun_s = perf_counter()
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+        result.wall_s = perf_counter() - begun_s
+        return result
+
+    async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
+        path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
+        whole = {**body, **prompt, "stream": True, "stream_options": {"include_usage": True}}
+        answer.begun_s = perf_counter()
+        try:
+            async with self.http.stream("POST", path, json=whole) as response:
+                if response.status_code != 200:
+                    raise UserError(f"the server refused a request: {_message(await response.aread())}")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        _take(json.loads(line[6:]), answer)
+        except httpx.HTTPError as error:
+            raise UserError(f"a request failed ({error!r}); is the server still running?") from error
+
+
+def _take(chunk: Body, answer: Answer) -> None:
+    for choice in chunk["choices"]:
+        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+        ended = choice.get("finish_reason") is not None
+        if not text and not ended:
+            continue
+        now_s = perf_counter()
+        if answer.first_s == 0.0:
+            answer.first_s = now_s
+        answer.last_s = now_s
+        answer.text += text
+    if chunk.get("usage"):
+        answer.num_tokens = chunk["usage"]["completion_tokens"]
+    if chunk.get("metrics"):
+        answer.report = chunk["metrics"]["speculative_decoding"]
+
+
+def _message(content: bytes) -> str:
+    try:
+        return json.loads(content)["error"]["message"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")

@@ -1,0 +1,36 @@
+"""What `draftsmith bench` can be told. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.config import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    url: str | None = option(None, "a running OpenAI-compatible server, for example http://127.0.0.1:8000")
+    target: str | None = option(None, "instead of a URL: a server is started for this target")
+    draft: str | None = option(None, "the draft of the started server")
+    ngram: bool = option(False, "let the started server draft by n-grams")
+    prompts: str = option(
+        "stdlib:code", "JSONL with `prompt` or `messages`, plain text with a prompt a line, stdlib:code or stdlib:prose"
+    )
+    num_prompts: int = option(16, "prompts of one pass")
+    prompt_chars: int = option(400, "length of prompts cut from the standard library")
+    max_tokens: int = option(128, "most tokens of an answer")
+    ignore_eos: bool = option(True, "let every answer have all its tokens")
+    temperature: list[float] = option(factory=lambda: [0.0, 1.0], help="temperatures, each measured apart")
+    k: int | None = option(None, "draft tokens a round; default: the server's")
+    modes: list[str] = option(
+        factory=lambda: ["off", "on"],
+        help="off and on switch speculation per request (a draftsmith server); plain leaves it to the server",
+    )
+    concurrency: int = option(1, "requests in flight; the next starts when one ends")
+    repeats: int = option(3, "passes over the prompts, modes taking turns")
+    model: str | None = option(None, "model name; default: the first one that the server lists")
+    api_key: str | None = option(None, "bearer token")
+    seed: int = option(0, "of the sampled answers")
+    out: str | None = option(None, "write the figures here as JSON")
+    png: str | None = option(None, "draw them here")
+    timeout_s: float = option(600.0, "patience with the server's start and with one answer")

@@ -1,0 +1,53 @@
+"""A server of our own for the time of a measurement, in a process of its own as in real life."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from draftsmith.errors import UserError
+
+
+@contextmanager
+def started(arguments: list[str], *, timeout_s: float) -> Iterator[str]:
+    """`draftsmith serve ARGUMENTS` on a free port; yields its URL and stops it afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "wb+") as log:
+        command = [sys.executable, "-m", "draftsmith.cli", "serve", *arguments, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(process, url, Path(folder) / "log", timeout_s)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen, url: str, log: Path, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            raise UserError(f"the server did not start; it said: {said[-1].removeprefix('draftsmith: error: ')}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise UserError(f"the server did not start within {timeout_s:g} s; raise timeout_s or look at a smaller target")
