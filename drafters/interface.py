@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from draftsmith.kernels.filters import SamplingRows
 from draftsmith.kernels.paged_attention import PagedPool
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +81,34 @@ class UnrolledStep:
     hidden: torch.Tensor  # [B, L, H], what the draft head multiplies
     valid: torch.Tensor  # [B, L] bool: enough real context for this depth
     offset: int  # the predicted token is at position t + offset; the target's law for it comes from its state at t + offset - 1
+
+
+class TrainedDrafter(ServingDrafter, Protocol):
+    """A family with weights: also an `nn.Module`, whose parameters are its own; what it shares with the target is not in it."""
+
+    @classmethod
+    def create(cls, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> TrainedDrafter:
+        """A new draft in float32. `token_counts` [V] int64 says how often each target id occurs in the training data."""
+        ...
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> TrainedDrafter:
+        """Reads what `save` wrote, or an equal folder made elsewhere; `drafters/checkpoint.py` adds the checks of the record."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]: ...
+
+    def head_weight(self) -> torch.Tensor:
+        """[Vd, H]: draft logits are `hidden @ head_weight().T`."""
+        ...
+
+    @property
+    def vocab_map(self) -> torch.Tensor | None:
+        """[Vd] int64, the target's id of each draft id; None when they are the same."""
+        ...
+
+    def to(self, *, device: torch.device, dtype: torch.dtype) -> TrainedDrafter: ...
+
+    def eval(self) -> TrainedDrafter: ...

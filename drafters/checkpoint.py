@@ -1,0 +1,119 @@
+"""Draft checkpoints: `config.json` and `model.safetensors` in the family's portable names, and our record `draftsmith.json`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from draftsmith import files
+from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.drafters.weights import read_config
+from draftsmith.errors import UserError
+
+SCHEMA_VERSION = 1
+RECORD = "draftsmith.json"
+
+log = logging.getLogger(__name__)
+
+
+class Saveable(Protocol):
+    family: str
+
+    def save(self, folder: Path) -> None: ...
+
+
+def save(
+    drafter: Saveable,
+    folder: str | Path,
+    target: Target,
+    *,
+    training: dict[str, Any] | None = None,
+    evaluation: dict[str, Any] | None = None,
+) -> None:
+    """Writes the draft's files into `folder`, each one whole, and leaves other files there alone. The record comes last."""
+    folder = Path(folder)
+    drafter.save(folder)
+    record = {
+        "schema": SCHEMA_VERSION,
+        "family": drafter.family,
+        "target": identity(target),
+        "training": training or {},
+        "evaluation": evaluation or {},
+    }
+    files.write_json(folder / RECORD, record)
+
+
+def load(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None) -> TrainedDrafter:
+    """The draft in evaluation mode on the target's device, in `dtype` (default: the target's).
+
+    `folder` may also be a Hub id, and a draft made elsewhere without our record. Raises `UserError` for a draft that is
+    missing, damaged, or made for another vocabulary or tokenizer.
+    """
+    folder = locate(folder)
+    record = read_metadata(folder) if (folder / RECORD).is_file() else None
+    if record is not None:
+        check_target(record, target, folder)
+    family = record["family"] if record is not None else family_of(read_config(folder))
+    if family not in FAMILIES:
+        raise UserError(f"{str(folder)!r} is a draft of family {family!r}; known ones are {', '.join(FAMILIES)}")
+    drafter = FAMILIES[family].load(folder, target)
+    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
+
+
+def read_metadata(folder: str | Path) -> dict[str, Any]:
+    """`draftsmith.json`, checked to be one."""
+    path = Path(folder) / RECORD
+    record = files.read_json(path, "draft record")
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA_VERSION:
+        raise UserError(
+            f"draft record {str(path)!r} is not of schema {SCHEMA_VERSION}; train the draft again or update draftsmith"
+        )
+    for key in ("family", "target"):
+        if key not in record:
+            raise UserError(f"draft record {str(path)!r} lacks {key!r}; restore the file")
+    return record
+
+
+def store_evaluation(folder: str | Path, evaluation: dict[str, Any]) -> None:
+    record = read_metadata(folder)
+    files.write_json(Path(folder) / RECORD, {**record, "evaluation": evaluation})
+
+
+def identity(target: Target) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "vocab_size": target.vocab_size,
+        "tokenizer_hash": tokenizer_hash(target.tokenizer()),
+    }
+
+
+def check_target(record: dict[str, Any], target: Target, folder: Path) -> None:
+    made_for, own = record["target"], identity(target)
+    for key, what in (("vocab_size", "a vocabulary of"), ("tokenizer_hash", "tokenizer")):
+        if made_for.get(key) != own[key]:
+            raise UserError(
+                f"draft {str(folder)!r} was made for {what} {made_for.get(key)} ({made_for.get('name')!r}), "
+                f"target {target.name!r} has {own[key]}; train a draft for this target"
+            )
+    if made_for.get("revision") != own["revision"]:
+        # Lossless all the same, and often useful: a fine-tuned target with the draft of its base.
+        log.warning("draft %s was trained for other weights of its target; expect a lower acceptance", folder)
+
+
+def locate(path: str | Path, what: str = "draft") -> Path:
+    """The local folder of a path or Hub id; an error calls it `what`."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(str(path)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"{what} {str(path)!r} is neither a folder nor a reachable Hub id; check the path") from error

@@ -1,0 +1,166 @@
+"""A draft language model: any Hugging Face causal LM over the target's token ids, on the same paged machinery as the target."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from draftsmith.drafters.attention import register
+from draftsmith.drafters.causal_lm import CausalLM, load_model, load_tokenizer
+from draftsmith.drafters.drawing import Drawing
+from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.lora import add_adapters, merged_state
+from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocabulary import check_same_ids
+from draftsmith.drafters.weights import check_finite
+from draftsmith.errors import UserError
+from draftsmith.kernels.paged_attention import PagedPass, PagedPool
+
+
+class DraftLm(nn.Module):
+    """`model` has as many token ids as the target."""
+
+    family = "draft-lm"
+    taps: tuple[int, ...] = ()
+    vocab_map = None
+
+    def __init__(self, model: PreTrainedModel, name: str):
+        super().__init__()
+        self.model = model
+        self.lm = CausalLM(model, name)
+        self.linear_head = has_linear_head(self.lm)
+
+    @classmethod
+    def create(cls, options: DraftLmOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> DraftLm:
+        """`token_counts` is not needed: the vocabulary is the target's."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if options.init is None:
+                if options.lora is not None:
+                    raise UserError("option 'draft_lm.lora' adapts an existing model; give draft_lm.init too")
+                return cls(new_model(options, target), "new draft")
+            model = load_model(options.init, dtype=torch.float32, device=target.device)
+            check_same_ids(load_tokenizer(options.init), target.tokenizer())
+            match_vocabulary(model, target)
+            if options.lora is not None:
+                add_adapters(model, options.lora)
+        return cls(model, options.init)
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> DraftLm:
+        folder = Path(folder)
+        check_tokenizer(folder, target)
+        model = load_model(folder, device=target.device)
+        check_finite(model.state_dict(), str(folder))
+        match_vocabulary(model, target)
+        return cls(model, str(folder))
+
+    def save(self, folder: Path) -> None:
+        """A plain model folder, adapters merged; files appear whole, one by one."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = merged_state(self.model)
+        check_finite(state, "the draft to be saved")
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            self.model.save_pretrained(temporary, state_dict=state, max_shard_size="1000GB")
+            for path in sorted(Path(temporary).iterdir(), reverse=True):
+                os.replace(path, folder / path.name)
+
+    def head_weight(self) -> torch.Tensor:
+        if not self.linear_head:
+            raise UserError(
+                f"draft {self.lm.name!r} puts a soft cap, scale or bias on its logits and can be served but not trained; start "
+                "from another model"
+            )
+        return self.model.get_output_embeddings().weight
+
+    def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
+        """One step stands for all: a language model's state depends on the text alone, not on where its round began."""
+        hidden = self.lm.full(batch.input_ids).final
+        yield UnrolledStep(hidden=hidden, valid=batch.attention_mask.bool(), offset=1)
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
+        return self.lm.new_pool(num_blocks, block_size, device, dtype)
+
+    @torch.no_grad()
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        drawing = Drawing(inputs, vocab_size=self.lm.vocab_size)
+        ends = inputs.lengths.cumsum(0)
+        rows = torch.arange(len(ends), device=ends.device)
+        offsets = torch.arange(len(inputs.tokens), device=ends.device)
+        begins = torch.repeat_interleave(inputs.starts - (ends - inputs.lengths), inputs.lengths)
+        context = PagedPass(inputs.pool, inputs.block_tables, begins + offsets, inputs.lengths)
+        states = self.lm.paged(inputs.tokens[None], (begins + offsets)[None], context).final[0, ends - 1]
+        positions = inputs.starts + inputs.lengths - 1
+        for depth in range(drawing.depth):
+            alive = inputs.num_draft[rows] > depth
+            rows, positions, states = rows[alive], positions[alive], states[alive]
+            if depth > 0:
+                tokens = drawing.tokens[rows, depth - 1]
+                context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, torch.ones_like(rows))
+                states = self.lm.paged(tokens[None], positions[None], context).final[0]
+            positions = positions + 1
+            drawing.draw(rows, depth, self.lm.head(states), positions)
+        return drawing.proposal()
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        """All drafted tokens but the last were read; those that were kept stay right."""
+        return last + 1 + min(accepted, max(drafted - 1, 0))
+
+
+def new_model(options: DraftLmOptions, target: Target) -> LlamaForCausalLM:
+    """A small Llama with tied embeddings: most of a small model's weights would be its two tables otherwise."""
+    hidden = options.hidden_size or max(16, target.hidden_size // 2)
+    heads = options.num_attention_heads or max(1, hidden // 64)
+    if hidden % heads or (hidden // heads) % 2:
+        raise UserError(f"option 'draft_lm.hidden_size' is {hidden}; it must be an even multiple of the {heads} attention heads")
+    eos = target.eos_token_ids
+    config = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=options.intermediate_size or 3 * hidden,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=options.num_key_value_heads or heads,
+        max_position_embeddings=target.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=list(eos) if len(eos) > 1 else (eos[0] if eos else None),
+    )
+    config._attn_implementation = register()
+    return LlamaForCausalLM(config).to(target.device).eval()
+
+
+def match_vocabulary(model: PreTrainedModel, target: Target) -> None:
+    """Equal tokenizers often come with tables padded to different sizes; the surplus ids are never used."""
+    if model.get_output_embeddings().weight.shape[0] != target.vocab_size:
+        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
+
+
+def check_tokenizer(folder: Path, target: Target) -> None:
+    """By the tokenizer in the folder; a folder without one must at least have as many ids."""
+    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
+        check_same_ids(load_tokenizer(folder), target.tokenizer())
+        return
+    size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    if size != target.vocab_size:
+        raise UserError(
+            f"draft {str(folder)!r} has {size} token ids and {target.name!r} has {target.vocab_size}; "
+            "use a draft with its vocabulary"
+        )
+
+
+@torch.no_grad()
+def has_linear_head(lm: CausalLM) -> bool:
+    """Whether logits are the state times one table, which is what the training loss multiplies by."""
+    weight = lm.model.get_output_embeddings().weight
+    states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    plain, own = states @ weight.T, lm.head(states)
+    return bool(torch.allclose(own.float(), plain.float(), rtol=0.05, atol=0.01 * float(plain.float().abs().max())))

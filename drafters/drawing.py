@@ -1,0 +1,38 @@
+"""Draws draft tokens depth by depth and keeps the law each was drawn from (law 2: q is what was sampled)."""
+
+from __future__ import annotations
+
+import torch
+
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.kernels.filters import process
+from draftsmith.kernels.randomness import Purpose, sample
+
+
+class Drawing:
+    """`vocab_map` [Vd] holds the target's id of each draft id, None for the same ids; laws are kept over the target's ids."""
+
+    def __init__(self, inputs: DraftInputs, *, vocab_size: int, vocab_map: torch.Tensor | None = None):
+        self.inputs = inputs
+        self.vocab_map = vocab_map
+        size, self.depth = len(inputs.num_draft), int(inputs.num_draft.max())
+        device = inputs.num_draft.device
+        self.tokens = torch.full((size, self.depth), -1, dtype=torch.int64, device=device)
+        self.logits = torch.full((size, self.depth, vocab_size), -torch.inf, device=device)
+        self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def draw(self, rows: torch.Tensor, depth: int, logits: torch.Tensor, positions: torch.Tensor) -> None:
+        """Raw draft logits [R, Vd] of `rows` [R]; the tokens drawn are those of the absolute `positions` [R]."""
+        processed = process(logits, self.inputs.sampling.select(rows))
+        # A law without mass (NaN weights) draws -1; token 0 at -inf says the same and can be embedded.
+        tokens = sample(processed, self.inputs.seeds[rows], positions, Purpose.DRAFT).clamp(min=0)
+        if self.vocab_map is None:
+            self.logits[rows, depth] = processed
+        else:
+            tokens = self.vocab_map[tokens]
+            self.logits[rows[:, None], depth, self.vocab_map[None, :]] = processed
+        self.tokens[rows, depth] = tokens
+        self.lengths[rows] = depth + 1
+
+    def proposal(self) -> Proposal:
+        return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits)

@@ -1,0 +1,238 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer over three taps of the target, drafting from its own states.
+
+Module and tensor names are the portable checkpoint's, which vLLM and SGLang load as they are.
+
+    state at t   = fc(cat(taps of t))                              or, drafting further, the layer's own output at t - 1
+    layer input  = cat(input_layernorm(embed(x_{t+1})), hidden_norm(state))
+    next state   = state + attention + mlp;   logits of x_{t+2} = lm_head(norm(next state))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from draftsmith.drafters.attention import AttentionContext
+from draftsmith.drafters.head_config import config_dict, llama_config, shape_of
+from draftsmith.drafters.head_init import fitted_norm, frequent_tokens, output_table, shares_embeddings
+from draftsmith.drafters.heads import FeatureHead, HeadStep
+from draftsmith.drafters.options import Eagle3Options, default_taps
+from draftsmith.drafters.taps import check_taps
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
+from draftsmith.errors import UserError
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+# Variants of the layer that other trainers can switch on; a draft that uses one is refused, not served wrongly.
+UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "parallel_drafting")
+
+
+class Eagle3Layer(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+        # The attention reads embedding and state side by side.
+        self.self_attn.q_proj = nn.Linear(2 * size, self.self_attn.q_proj.out_features, bias=False)
+        self.self_attn.k_proj = nn.Linear(2 * size, self.self_attn.k_proj.out_features, bias=False)
+        self.self_attn.v_proj = nn.Linear(2 * size, self.self_attn.v_proj.out_features, bias=False)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        context: AttentionContext,
+    ) -> torch.Tensor:
+        mixed = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
+        attended, _ = self.self_attn(mixed, position_embeddings=rotary, attention_context=context)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3(FeatureHead):
+    """Embeddings are the target's, frozen and not part of the module, unless the draft brings or needs its own table."""
+
+    family = "eagle3"
+
+    def __init__(
+        self, config: LlamaConfig, target: Target, taps: tuple[int, ...], draft_vocab_size: int, *, own_embeddings: bool = False
+    ):
+        super().__init__()
+        self.config = config
+        self.taps = taps
+        # In a tuple, lest nn.Module register the target's weights as ours.
+        self._target = (target,)
+        self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
+        self._rotary = (LlamaRotaryEmbedding(config),)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(False)
+        subset = draft_vocab_size < config.vocab_size
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64) if subset else None)
+        self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool) if subset else None)
+        self.to(target.device)
+
+    @classmethod
+    def create(cls, options: Eagle3Options, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Eagle3:
+        config = llama_config(shape_of(target) | chosen_shape(options))
+        taps = options.taps or default_taps(target.num_layers)
+        check_taps(taps, target.num_layers)
+        vocab_size = min(options.draft_vocab_size or target.vocab_size, target.vocab_size)
+        # The initial weights depend on the seed alone, and nobody else's random numbers on them.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            drafter = cls(config, target, taps, vocab_size, own_embeddings=not shares_embeddings(target))
+        if drafter.embed_tokens is not None:
+            drafter.embed_tokens.weight.data.copy_(target.embed(torch.arange(target.vocab_size, device=target.device)))
+        if drafter.d2t is not None:
+            drafter.set_vocab(frequent_tokens(token_counts, vocab_size, target.eos_token_ids))
+        start_from_target(drafter, target)
+        return drafter
+
+    @property
+    def vocab_map(self) -> torch.Tensor | None:
+        if self.d2t is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocab(self, ids: torch.Tensor) -> None:
+        """`ids` [Vd], ascending target ids. On disk d2t holds offsets: target id = i + d2t[i]."""
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.fill_(False)[ids] = True
+
+    def head_weight(self) -> torch.Tensor:
+        return self.lm_head.weight
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        return self.fc(taps.to(self.fc.weight.dtype))
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embeds = self._target[0].embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        return embeds.to(self.fc.weight.dtype)
+
+    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
+        hidden = self.midlayer(embeds, hidden, self._rotary[0](hidden, positions), context)
+        return HeadStep(next_hidden=hidden, head_input=self.norm(hidden))
+
+    def save(self, folder: Path) -> None:
+        write_weights(Path(folder), self.portable_config(), self.state_dict())
+
+    def portable_config(self) -> dict[str, Any]:
+        """`config.json` that vLLM and SGLang read alike. Each takes the taps from its own key and counts them its own way."""
+        return {
+            "architectures": [ARCHITECTURES[0]],
+            "model_type": "llama",
+            **config_dict(self.config),
+            "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "tie_word_embeddings": False,
+            "draft_vocab_size": self.lm_head.out_features,
+            "target_hidden_size": self._target[0].hidden_size,
+            "num_aux_hidden_states": len(self.taps),
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": False,
+            "eagle_aux_hidden_state_layer_ids": list(self.taps),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps],
+            },
+        }
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> Eagle3:
+        """Our own folder or one made elsewhere: either layer prefix, either layer-id key, with or without embeddings."""
+        folder = Path(folder)
+        values = read_config(folder)
+        check_portable(values, target, folder)
+        tensors = {portable_name(name): tensor for name, tensor in read_weights(folder).items()}
+        vocab_size = values.get("draft_vocab_size") or target.vocab_size
+        drafter = cls(
+            llama_config(values), target, taps_of(values, target), vocab_size, own_embeddings="embed_tokens.weight" in tensors
+        )
+        if drafter.d2t is None:
+            # Some trainers write the map of a full vocabulary too.
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+        elif "d2t" in tensors:
+            drafter.check_vocab_map(tensors["d2t"], folder)
+            ids = torch.arange(vocab_size) + tensors["d2t"]
+            tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
+        load_into(drafter, tensors, str(folder))
+        return drafter
+
+    def check_vocab_map(self, offsets: torch.Tensor, folder: Path) -> None:
+        ids = torch.arange(len(offsets)) + offsets
+        if len(offsets) != len(self.d2t) or ids.min() < 0 or ids.max() >= self.config.vocab_size or len(ids.unique()) != len(ids):
+            raise UserError(
+                f"d2t of {str(folder)!r} does not map draft tokens to distinct target ids; restore or train the draft again"
+            )
+
+
+def chosen_shape(options: Eagle3Options) -> dict[str, int]:
+    keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return {key: value for key, value in asdict(options).items() if key in keys and value is not None}
+
+
+@torch.no_grad()
+def start_from_target(drafter: Eagle3, target: Target) -> None:
+    """Head and last norm are the target's, and fc averages the taps: the draft has only to learn states that the target's head
+    already understands, which small data can teach."""
+    rows = output_table(target)
+    ids = drafter.vocab_map
+    drafter.lm_head.weight.copy_(rows if ids is None else rows[ids])
+    drafter.norm.weight.copy_(fitted_norm(target))
+    size = drafter.config.hidden_size
+    average = torch.eye(size, device=target.device).repeat(1, len(drafter.taps)) / len(drafter.taps)
+    drafter.fc.weight.mul_(0.1).add_(average)
+
+
+def portable_name(name: str) -> str:
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> None:
+    for key in UNSUPPORTED:
+        if values.get(key):
+            raise UserError(
+                f"draft {str(folder)!r} has {key}={values[key]!r}, which draftsmith does not serve; train one without it"
+            )
+    expected = {
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "vocab_size": target.vocab_size,
+        "target_hidden_size": target.hidden_size,
+    }
+    for key, wanted in expected.items():
+        # A draft as wide as its target may leave the target's width out.
+        found = values.get(key, values.get("hidden_size") if key == "target_hidden_size" else None)
+        if found != wanted:
+            raise UserError(
+                f"draft {str(folder)!r} has {key}={found!r} where {wanted!r} is needed for {target.name!r}; use another draft"
+            )
+
+
+def taps_of(values: Mapping[str, Any], target: Target) -> tuple[int, ...]:
+    """Raw ids: top-level ids are raw, ids under `eagle_config` count layer outputs and are one less."""
+    if (raw := values.get("eagle_aux_hidden_state_layer_ids")) is not None:
+        return tuple(raw)
+    nested = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if nested is not None:
+        return tuple(layer + 1 for layer in nested)
+    return default_taps(target.num_layers)

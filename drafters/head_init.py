@@ -1,0 +1,50 @@
+"""What a new feature head takes from its target before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from draftsmith.drafters.taps import FINAL
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+
+PROBE_ROWS, PROBE_LENGTH = 4, 64
+
+
+def shares_embeddings(target: Target) -> bool:
+    """Whether the input embedding is a plain table. One that also scales (Gemma) would be read differently by every engine, so a
+    draft of such a target keeps a table of its own with the scale in it."""
+    return type(target.model.get_input_embeddings()) is torch.nn.Embedding
+
+
+def output_table(target: Target) -> torch.Tensor:
+    """[V, H], what the target's head multiplies its final states by."""
+    return target.model.get_output_embeddings().weight
+
+
+@torch.no_grad()
+def fitted_norm(target: Target) -> torch.Tensor:
+    """[H], the gains of an RMS norm that comes nearest to the target's last norm, by least squares over a few random texts.
+
+    Families name this norm differently and shape it differently (1 + gain, or a mean taken off); its effect is what counts.
+    """
+    length = min(PROBE_LENGTH, target.max_positions)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(output_table(target)), (PROBE_ROWS, length), generator=generator).to(target.device)
+    taps, _ = target.states(ids, torch.ones_like(ids), (target.num_layers, FINAL))
+    before, after = taps.double().flatten(0, 1).chunk(2, dim=-1)
+    normed = before * torch.rsqrt(before.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
+    return (after * normed).sum(dim=0) / normed.pow(2).sum(dim=0).clamp(min=1e-12)
+
+
+def frequent_tokens(token_counts: torch.Tensor | None, size: int, always: Sequence[int]) -> torch.Tensor:
+    """[size] ascending ids of the most frequent tokens; those of `always` are in whatever their count. Ties: the lower id."""
+    if token_counts is None:
+        raise UserError("a draft vocabulary is chosen by frequency in the training data; give data or leave draft_vocab_size out")
+    if size < max(1, len(always)):
+        raise UserError(f"option 'draft_vocab_size' is {size}; it must be at least {max(1, len(always))}")
+    counts = token_counts.double().cpu().clone()
+    counts[list(always)] = torch.inf
+    return counts.argsort(descending=True, stable=True)[:size].sort().values.to(token_counts.device)

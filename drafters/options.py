@@ -1,0 +1,54 @@
+"""Shapes of new drafts, one dataclass a family. What is left out follows the target. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.config import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options:
+    """One decoder layer over a few taps of the target."""
+
+    taps: tuple[int, ...] | None = option(
+        None, "raw ids of the tapped layers, ascending, 1 to L-1 [default: 2, L//2, L-3, as engines take it]"
+    )
+    draft_vocab_size: int | None = option(None, "draft only the most frequent tokens of the data [default: all]")
+    intermediate_size: int | None = option(None, "width of the MLP [default: the target's]")
+    num_attention_heads: int | None = option(None, "attention heads [default: the target's]")
+    num_key_value_heads: int | None = option(None, "key and value heads [default: the target's]")
+    head_dim: int | None = option(None, "width of a head [default: the target's]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpOptions:
+    """One decoder layer of the target's shape over its final state. Another width of the MLP cannot be stitched for engines."""
+
+    intermediate_size: int | None = option(None, "width of the MLP [default: the target's]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    rank: int = option(16, "rank of the adapters on every linear layer of the decoder")
+    alpha: float = option(32.0, "scale of the adapters; their output is multiplied by alpha / rank")
+    dropout: float = option(0.0, "dropout before the adapters while training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLmOptions:
+    """A causal LM of its own: an existing one, or a new Llama of the given shape over the target's vocabulary."""
+
+    init: str | None = option(None, "folder or Hub id of a causal LM to start from [default: a new one]")
+    num_layers: int = option(2, "layers of a new draft")
+    hidden_size: int | None = option(None, "width of a new draft [default: half the target's]")
+    intermediate_size: int | None = option(None, "width of a new draft's MLP [default: 3 times its own width]")
+    num_attention_heads: int | None = option(None, "attention heads of a new draft [default: one for 64 of its width]")
+    num_key_value_heads: int | None = option(None, "key and value heads of a new draft [default: its attention heads]")
+    lora: LoraOptions | None = option(None, "train low-rank adapters of `init` only; they are merged when the draft is saved")
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """What engines assume, (2, L // 2, L - 3), moved into 1 .. L - 1 and without repetition for a target of few layers."""
+    last = max(1, num_layers - 1)
+    return tuple(sorted({min(max(tap, 1), last) for tap in (2, num_layers // 2, num_layers - 3)}))

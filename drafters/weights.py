@@ -1,0 +1,78 @@
+"""Weights and config of a folder, with every way they can be wrong told in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from draftsmith import files
+from draftsmith.errors import UserError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config = files.read_json(folder / CONFIG, "draft config")
+    if not isinstance(config, dict):
+        raise UserError(f"draft config {str(folder / CONFIG)!r} holds no mapping; restore or train the draft again")
+    return config
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the folder, on the CPU. Missing, damaged and non-finite weights raise a `UserError`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in _weight_files(folder):
+        try:
+            tensors |= load_file(path)
+        except FileNotFoundError as error:
+            raise UserError(f"draft weights {str(path)!r} do not exist; check the path or train the draft again") from error
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"draft weights {str(path)!r} are damaged ({error}); restore the file") from error
+    check_finite(tensors, str(folder))
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not (folder / INDEX).is_file():
+        return [folder / WEIGHTS]
+    index = files.read_json(folder / INDEX, "weight index")
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(f"weight {name!r} of {where!r} holds NaN or infinite values; use an earlier version of the draft")
+
+
+def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Copies `tensors` into the module's own state; names and shapes must agree exactly."""
+    state = module.state_dict()
+    for name, own in state.items():
+        if name not in tensors:
+            raise UserError(f"weight {name!r} is missing in {where!r}; restore or train the draft again")
+        if tensors[name].shape != own.shape:
+            raise UserError(
+                f"weight {name!r} of {where!r} has shape {list(tensors[name].shape)} where its config says {list(own.shape)}; "
+                "restore the folder"
+            )
+    if unknown := sorted(tensors.keys() - state.keys()):
+        raise UserError(f"weight {unknown[0]!r} of {where!r} has no place in this family; check that the draft is of it")
+    module.load_state_dict(tensors)
+
+
+def write_weights(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Each file whole; tensors that share memory are written apart."""
+    detached = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    check_finite(detached, "the draft to be saved")
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.atomic_path(folder / WEIGHTS) as temporary:
+        save_file(detached, temporary, metadata={"format": "pt"})
+    files.write_json(folder / CONFIG, dict(config))
