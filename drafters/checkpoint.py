@@ -35,7 +35,7 @@ def save(
     target: Target,
     *,
     training: dict[str, Any] | None = None,
-    evaluation: dict[str, Any] | None = None,
+    evaluation: list[dict[str, Any]] | None = None,
 ) -> None:
     """Writes the draft's files into `folder`, each one whole, and leaves other files there alone. The record comes last."""
     folder = Path(folder)
@@ -45,7 +45,7 @@ def save(
         "family": drafter.family,
         "target": identity(target),
         "training": training or {},
-        "evaluation": evaluation or {},
+        "evaluation": evaluation or [],
     }
     files.write_json(folder / RECORD, record)
 
@@ -81,7 +81,8 @@ def read_metadata(folder: str | Path) -> dict[str, Any]:
     return record
 
 
-def store_evaluation(folder: str | Path, evaluation: dict[str, Any]) -> None:
+def store_evaluation(folder: str | Path, evaluation: list[dict[str, Any]]) -> None:
+    """One entry a temperature."""
     record = read_metadata(folder)
     files.write_json(Path(folder) / RECORD, {**record, "evaluation": evaluation})
 

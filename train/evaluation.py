@@ -1,7 +1,7 @@
-"""`draftsmith eval`: alpha_i and tau of a draft on the target's own text, exactly, with 95 % intervals over documents.
+"""alpha_i and tau of a draft on the target's own text, exactly, with 95 % intervals over documents.
 
-Nothing is drafted: every (anchor, depth) is teacher-forced at once, and the rounds that would have emitted the text are counted in
-expectation. B rows, L tokens a row, S depths, V vocabulary.
+Nothing is drafted: every (anchor, depth) is teacher-forced at once, and the rounds that would have emitted the text are
+counted in expectation. B rows, L tokens a row, S depths, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,12 +43,29 @@ class Evaluation:
     tau_by_k: list[float]  # tau when only 1, 2, ... k tokens are drafted
     unlikely: float  # share of tokens to which the target's law here gives no mass: 0 but for numerical ties, else foreign text
 
+    def figures(self) -> dict[str, float]:
+        """tau and alpha_i (i from 1) without their intervals, for a line of metrics."""
+        alphas = {f"alpha_{at + 1}": estimate.value for at, estimate in enumerate(self.alpha) if estimate is not None}
+        return {"tau": self.tau.value, **alphas}
+
+    def summary(self) -> str:
+        return ", ".join(f"{name} {value:.3f}" for name, value in self.figures().items())
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {
             "tau": self.tau._asdict(),
             "alpha": [None if estimate is None else estimate._asdict() for estimate in self.alpha],
             "method": "teacher-forced on the target's own text, exact expectation over rounds, bootstrap over documents",
         }
+
+
+def temperature_of(provenance: dict[str, Any], target: Target) -> float | None:
+    """The temperature whose law the text of this data follows exactly; None for filtered samples and for another target's."""
+    temperature = provenance.get("temperature")
+    unfiltered = provenance.get("top_k") == 0 and provenance.get("top_p") == 1
+    if provenance.get("target_revision") != target.revision or not (unfiltered or temperature == 0):
+        return None
+    return temperature
 
 
 class KeptText(NamedTuple):

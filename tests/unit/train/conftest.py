@@ -15,7 +15,7 @@ from draftsmith.files import write_json
 
 
 class TableDrafter(torch.nn.Module):
-    """At depth s the token at j is drafted from the token at j - 1 - s, the anchor of its round; offset 2 as feature heads have."""
+    """At depth s the token at j is drafted from the token at j - 1 - s, its round's anchor; offset 2 as feature heads have."""
 
     taps: tuple[int, ...] = (1, 2)
     vocab_map: torch.Tensor | None = None

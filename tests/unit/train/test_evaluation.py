@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from random import Random
 
 import pytest
 import torch
@@ -25,13 +25,6 @@ def sequence(target: Target, answer: list[int], name: str = "a") -> TokenSequenc
     return TokenSequence(name, ids, torch.arange(len(ids)) >= len(PROMPT))
 
 
-def law(target: Target, tokens: list[int], temperature: float) -> torch.Tensor:
-    ids = torch.tensor([tokens])
-    _, hidden = target.states(ids, torch.ones_like(ids), ())
-    logits = target.head(hidden[0, -1]).double()
-    return (logits / temperature).softmax(-1)
-
-
 def draft_law(drafter, tokens: list[int], depth: int, temperature: float) -> torch.Tensor:
     """What `TableDrafter` would draft at `depth` after `tokens`, whose last is the anchor of the round."""
     ids = torch.tensor([tokens + [0] * (depth + 2)])
@@ -41,46 +34,72 @@ def draft_law(drafter, tokens: list[int], depth: int, temperature: float) -> tor
     return (hidden @ drafter.head_weight().T / temperature).double().softmax(-1)
 
 
-def speculate(target, drafter, generator, *, num_tokens: int, k: int, temperature: float) -> int:
-    """Rounds of true rejection sampling until `num_tokens` are out."""
-    tokens, rounds = list(PROMPT), 0
-    while len(tokens) < len(PROMPT) + num_tokens:
+class BigramTarget:
+    """A target whose law depends on the last token only: `logits[v]` follow token v."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits: torch.Tensor):
+        self.logits = logits
+        self.vocab_size = len(logits)
+
+    def states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: tuple[int, ...]) -> tuple[None, torch.Tensor]:
+        return None, self.logits[input_ids]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def draw(weights: list[float], random: Random) -> int:
+    return random.choices(range(len(weights)), weights)[0]
+
+
+def speculate(p: list[list[float]], q: list[list[list[float]]], random: Random, *, num_tokens: int, k: int) -> int:
+    """Rounds of true rejection sampling until `num_tokens` are out after token 0. `p[v]` follows v, `q[s][v]` drafts at depth s."""
+    out, rounds = [0], 0
+    while len(out) < 1 + num_tokens:
         rounds += 1
-        anchor = list(tokens)
+        anchor = out[-1]
         for depth in range(k):
-            q = draft_law(drafter, anchor, depth, temperature)
-            p = law(target, tokens, temperature)
-            drafted = int(torch.multinomial(q, 1, generator=generator))
-            if torch.rand((), generator=generator) * q[drafted] < p[drafted]:
-                tokens.append(drafted)
+            drafted = draw(q[depth][anchor], random)
+            target_law = p[out[-1]]
+            if random.random() * q[depth][anchor][drafted] < target_law[drafted]:
+                out.append(drafted)
                 continue
-            tokens.append(int(torch.multinomial((p - q).clamp(min=0), 1, generator=generator)))
+            out.append(draw([max(a - b, 0.0) for a, b in zip(target_law, q[depth][anchor])], random))
             break
         else:
-            tokens.append(int(torch.multinomial(law(target, tokens, temperature), 1, generator=generator)))
+            out.append(draw(p[out[-1]], random))
     return rounds
 
 
 @torch.no_grad()
-def test_expected_rounds_over_sampled_texts_equal_real_speculation(target, table_drafter):
+def test_expected_rounds_over_sampled_texts_equal_real_speculation(table_drafter):
     """E over texts of the exact walk = mean rounds of speculation, both estimated, within five standard errors."""
-    drafter, temperature, k, size = table_drafter(288, seed=3), 2.0, 3, 5
-    with torch.no_grad():
-        drafter.head.mul_(0.3)  # a broad draft, so that acceptance is neither 0 nor 1
-    generator = torch.Generator().manual_seed(0)
-    real = torch.tensor(
-        [speculate(target, drafter, generator, num_tokens=size, k=k, temperature=temperature) for _ in range(300)],
-        dtype=torch.float64,
-    )
-    texts = target.answer([PROMPT] * 300, max_new_tokens=size, temperature=temperature, ignore_eos=True, batch_size=100)
-    offline = torch.tensor(
-        [evaluate_draft(drafter, target, [sequence(target, answer)], temperature=temperature, k=k).rounds for answer in texts]
-    )
-    error = math.hypot(real.std() / len(real) ** 0.5, offline.std() / len(offline) ** 0.5)
-    assert 1.0 < size / real.mean() < k, "the case must have both kept and refused drafts"
-    assert abs(real.mean() - offline.mean()) < 5 * error
-    # Power: an off-by-one in the depth would be noticed at this error.
-    assert 5 * error < 0.5
+    vocab_size, temperature, k, size, runs = 8, 0.7, 3, 9, 4000
+    drafter = table_drafter(vocab_size, hidden=4, seed=3)
+    target = BigramTarget(torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1)))
+    p = (target.logits / temperature).softmax(-1).tolist()
+    q = (drafter.table[:k] @ drafter.head.T / temperature).softmax(-1).tolist()
+    random = Random(0)
+    real = torch.tensor([float(speculate(p, q, random, num_tokens=size, k=k)) for _ in range(runs)])
+    sequences = []
+    for number in range(runs):
+        # Two tokens before the anchor: a head's deeper steps need them no more than the simulation does.
+        tokens = [1, 2, 0]
+        while len(tokens) < 3 + size:
+            tokens.append(draw(p[tokens[-1]], random))
+        sequences.append(TokenSequence(f"{number}", torch.tensor(tokens), torch.arange(3 + size) >= 3))
+    offline = evaluate_draft(drafter, target, sequences, temperature=temperature, k=k, batch_size=500)
+    # The walk is an expectation, so over texts it spreads less than real rounds do.
+    error = 2**0.5 * real.std().item() / runs**0.5
+    assert 1.2 < offline.tau.value < k, "the case must have both kept and refused drafts"
+    assert abs(real.mean().item() - offline.rounds / runs) < 5 * error
+    # Power: a walk whose depths are shifted by one misses by more than that.
+    shifted = table_drafter(vocab_size, hidden=4, seed=3)
+    shifted.table.copy_(drafter.table.roll(1, dims=0))
+    wrong = evaluate_draft(shifted, target, sequences, temperature=temperature, k=k, batch_size=500)
+    assert abs(real.mean().item() - wrong.rounds / runs) > 5 * error
 
 
 def test_greedy_alpha_is_the_share_of_agreements(target, table_drafter):

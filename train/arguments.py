@@ -1,0 +1,76 @@
+"""A `TrainConfig` as transformers' `TrainingArguments`, and the logs of the libraries underneath kept quiet."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import datasets
+import transformers
+from transformers import TrainingArguments
+
+from draftsmith.errors import UserError
+from draftsmith.files import read_json
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.place import Place
+from draftsmith.train.resolve import save_interval
+
+
+def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_steps: int) -> TrainingArguments:
+    on_cpu = place.device.type == "cpu"
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=max_steps,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.accumulate,
+        learning_rate=config.optim.lr,
+        weight_decay=config.optim.weight_decay,
+        adam_beta2=config.optim.beta2,
+        max_grad_norm=config.optim.max_grad_norm,
+        logging_steps=config.log_every,
+        logging_first_step=True,
+        # A lost run must be seen, not averaged over.
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=save_interval(config),
+        # The one before the newest stays, in case a kill cuts the newest short.
+        save_total_limit=2,
+        eval_strategy="steps" if config.eval_every and config.eval_prompts else "no",
+        eval_steps=config.eval_every or None,
+        bf16=place.bf16,
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu and place.world_size > 1 else None,
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=not on_cpu,
+        deepspeed=deepspeed_config(config.deepspeed),
+        seed=config.seed,
+        disable_tqdm=True,
+        report_to="none",
+        remove_unused_columns=False,
+        log_level="error",
+    )
+
+
+def deepspeed_config(path: str | None) -> dict | None:
+    """The JSON at `path`; read here so that a wrong path is one sentence."""
+    if path is None:
+        return None
+    config = read_json(path, "DeepSpeed config")
+    if not isinstance(config, dict) or "zero_optimization" not in config:
+        raise UserError(f"DeepSpeed config {path!r} has no 'zero_optimization' section; start from recipes/zero1.json")
+    return config
+
+
+def zero_stage(path: str | None) -> int:
+    """0 without DeepSpeed."""
+    config = deepspeed_config(path)
+    return 0 if config is None else config["zero_optimization"].get("stage", 0)
+
+
+def quiet() -> None:
+    """Errors only: the libraries' notices would tear the progress line."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    for name in ("DeepSpeed", "accelerate", "torch.distributed", "datasets", "peft"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,77 @@
+"""Where a run keeps what it needs to go on: OUT/training/{run.json, checkpoint-N/}. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from draftsmith.config import to_dict
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json, write_text
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.resolve import different_from
+
+# Written last into a checkpoint; one without it was cut short and is not resumed from.
+MARKER = "complete.json"
+
+
+class Checkpoint(NamedTuple):
+    path: Path
+    step: int
+    elapsed_s: float  # of training until then
+
+
+class RunFolder:
+    """The draft folder `out` and what lies beside the draft in it."""
+
+    def __init__(self, out: str | Path):
+        self.out = Path(out)
+        self.training = self.out / "training"
+        self.metrics = self.out / "metrics.jsonl"
+
+    def open(self, config: TrainConfig) -> Checkpoint | None:
+        """Prepares the folder; returns the checkpoint to go on from, if any. A different run there is a `UserError`."""
+        if self.out.is_file():
+            raise UserError(f"out {str(self.out)!r} is a file; give a folder")
+        newest = self.newest() if config.resume else None
+        if newest is None:
+            shutil.rmtree(self.training, ignore_errors=True)
+            self.metrics.unlink(missing_ok=True)
+        else:
+            recorded = read_json(self.training / "run.json", "record of the run")
+            if change := different_from(config, recorded):
+                raise UserError(
+                    f"out {str(self.out)!r} holds another run ({change}); give the same options, another --out, or --no-resume"
+                )
+            keep_until(self.metrics, newest.step)
+        write_json(self.training / "run.json", to_dict(config))
+        return newest
+
+    def newest(self) -> Checkpoint | None:
+        found = []
+        for marker in self.training.glob(f"checkpoint-*/{MARKER}"):
+            record = read_json(marker, "checkpoint marker")
+            found.append(Checkpoint(marker.parent, record["step"], record["elapsed_s"]))
+        return max(found, key=lambda checkpoint: checkpoint.step, default=None)
+
+    def complete(self, *, step: int, elapsed_s: float) -> None:
+        """Says that checkpoint-`step` is whole."""
+        write_json(self.training / f"checkpoint-{step}" / MARKER, {"step": step, "elapsed_s": elapsed_s})
+
+
+def keep_until(metrics: Path, step: int) -> None:
+    """Drops the lines that the resumed run will write again, and a line cut short by a kill."""
+    if not metrics.is_file():
+        return
+    kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    write_text(metrics, "".join(line + "\n" for line in kept))
+
+
+def _step_of(line: str) -> float:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError:
+        return float("inf")
+    return record["step"]

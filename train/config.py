@@ -1,0 +1,78 @@
+"""Options of `draftsmith train` and `draftsmith eval`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.config import option
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW. The schedule follows whichever of steps, epochs and minutes runs out first."""
+
+    lr: float = option(5e-4, "peak learning rate")
+    warmup: float = option(0.04, "share of the run spent warming up")
+    schedule: str = option("cosine", "shape after the warm-up", choices=("cosine", "linear", "constant"))
+    final: float = option(0.1, "last learning rate as a share of the peak (cosine and linear)")
+    weight_decay: float = option(0.0, "decoupled weight decay of matrices")
+    beta2: float = option(0.95, "decay of AdamW's second moment")
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0 switches clipping off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrollConfig:
+    """Training-time unrolling: the draft is fed its own states, as it will be when it drafts."""
+
+    steps: int = option(4, "draft positions unrolled in training")
+    decay: float = option(0.8, "weight of a step relative to the one before it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    family: str = option(help="what to train", choices=("eagle3", "mtp", "draft-lm"), positional=True)
+    target: str = option(help="the target: a folder or Hub id of a causal LM")
+    data: str = option(help="folder written by `draftsmith generate`")
+    out: str = option(help="folder of the draft; holds its metrics and, under training/, its checkpoints")
+
+    steps: int | None = option(None, "optimizer steps to run at most")
+    epochs: float | None = option(None, "passes over the data at most (1 when neither steps nor minutes is given)")
+    minutes: float | None = option(None, "wall-clock minutes to train at most")
+    batch_size: int = option(8, "sequences in one forward pass of one process")
+    accumulate: int = option(1, "forward passes summed into one optimizer step")
+    max_length: int = option(2048, "longer sequences are cut to this many tokens")
+    held_out: float = option(0.05, "share of the data kept for evaluation, decided by a hash of the prompt")
+    seed: int = option(0, "seed of the new draft and of the order of the data")
+    dtype: str = option("auto", "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it", choices=DTYPES)
+    deepspeed: str | None = option(None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun")
+    resume: bool = option(True, "go on from the newest checkpoint of --out; --no-resume starts over")
+    log_every: int = option(10, "steps between two lines of metrics.jsonl")
+    save_every: int = option(200, "steps between two checkpoints, rounded up to a multiple of log_every")
+    eval_every: int = option(0, "steps between two evaluations on held-out text; 0 evaluates at the end only")
+    eval_prompts: int = option(32, "held-out sequences read by an evaluation while training; 0 switches it off")
+
+    optim: OptimConfig = option(help="optimizer and schedule", factory=OptimConfig)
+    unroll: UnrollConfig = option(help="training-time unrolling", factory=UnrollConfig)
+    eagle3: Eagle3Options | None = option(None, "shape of the draft when the family is eagle3")
+    mtp: MtpOptions | None = option(None, "shape of the draft when the family is mtp")
+    draft_lm: DraftLmOptions | None = option(None, "shape of the draft when the family is draft-lm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    target: str = option(help="the target: a folder or Hub id of a causal LM")
+    draft: str = option(help="folder or Hub id of a trained draft")
+    data: str = option(help="folder written by `draftsmith generate`; its held-out prompts are used")
+    temperature: tuple[float, ...] = option((0.0, 1.0), "temperatures to evaluate at")
+    prompts: int = option(64, "prompts read at most")
+    k: int = option(5, "draft positions to evaluate")
+    max_tokens: int = option(128, "tokens the target writes per prompt where fresh answers are needed")
+    held_out: float = option(0.05, "share of the data that training kept back; 1 reads all of it")
+    seed: int = option(0, "seed of sampled answers and of the bootstrap")
+    batch_size: int = option(8, "sequences in one forward pass")
+    max_length: int = option(2048, "longer sequences are cut to this many tokens")
+    out: str | None = option(None, "write the figures to this JSON file")
+    store: bool = option(False, "write the figures into the draft's draftsmith.json, from where `export` takes them")

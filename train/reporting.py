@@ -1,0 +1,117 @@
+"""What a run tells while it goes: metrics.jsonl, one progress line, and a stop when the time is up or the loss is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from draftsmith.errors import UserError
+from draftsmith.progress import Progress
+from draftsmith.train.checkpoints import RunFolder
+from draftsmith.train.schedule import Clock
+
+# Of the Trainer's summary, and of no use on a line of metrics.
+DROPPED = {"total_flos", "train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second", "epoch"}
+
+
+class MetricsFile:
+    """One JSON object a line, whole lines only, on disk as soon as written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record) + "\n")
+
+
+class Reporter(TrainerCallback):
+    """`batches_per_epoch` is in passes of all processes together."""
+
+    def __init__(self, folder: RunFolder, clock: Clock, *, steps_per_epoch: float, label: str):
+        self.folder = folder
+        self.file = MetricsFile(folder.metrics)
+        self.clock = clock
+        self.steps_per_epoch = steps_per_epoch
+        self.label = label
+        self.progress: Progress | None = None
+        self.note = ""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+        self.clock.start(self.clock.elapsed_s)
+        if not state.is_world_process_zero:
+            return
+        if self.clock.budget_s is None:
+            self.progress = Progress(self.label, state.max_steps, unit="steps", start=state.global_step)
+        else:
+            self.progress = Progress(self.label, round(self.clock.budget_s), unit="s", start=round(self.clock.elapsed_s))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+        self.clock.tick()
+        if self.clock.budget_s is not None:
+            self.clock.elapsed_s = agreed(self.clock.elapsed_s, args)
+        if self.clock.out_of_time():
+            control.should_training_stop = control.should_save = control.should_log = True
+        if self.progress is not None:
+            done = state.global_step if self.clock.budget_s is None else min(self.progress.total, int(self.clock.elapsed_s))
+            self.progress.update(done, self.note)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        model: torch.nn.Module | None = None,
+        **unused: Any,
+    ) -> None:
+        logs = {name: value for name, value in (logs or {}).items() if name not in DROPPED}
+        if not logs:
+            return
+        self._stop_when_lost(logs, state, model if control.should_save else None)
+        if state.is_world_process_zero:
+            epoch = round(state.global_step / self.steps_per_epoch, 4)
+            self.file.write({"step": state.global_step, "epoch": epoch, "elapsed_s": round(self.clock.elapsed_s, 2), **logs})
+            self.note = note_of(logs) or self.note
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+        if state.is_world_process_zero:
+            self.folder.complete(step=state.global_step, elapsed_s=self.clock.elapsed_s)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+        if self.progress is not None:
+            self.progress.close(f"{state.global_step} steps, {self.note}")
+
+    def _stop_when_lost(self, logs: dict[str, float], state: TrainerState, model: torch.nn.Module | None) -> None:
+        """Runs before the checkpoint of the same step is written, so that no lost weights are ever saved."""
+        lost = not math.isfinite(logs.get("loss", 0.0))
+        if not lost and model is not None:
+            lost = not all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+        if lost:
+            newest = self.folder.newest()
+            kept = f"the last good checkpoint is {newest.path}" if newest else "no checkpoint had been written"
+            raise UserError(f"training diverged by step {state.global_step} (loss is not a number), {kept}; lower optim.lr")
+
+
+def note_of(logs: dict[str, float]) -> str:
+    """`loss 2.31, alpha 0.71 0.60, tau 2.4`, or nothing for a line without a loss."""
+    if "loss" not in logs:
+        return ""
+    alphas = [f"{value:.2f}" for name, value in logs.items() if name.startswith("alpha_")]
+    parts = [f"loss {logs['loss']:.3f}", "alpha " + " ".join(alphas)]
+    return ", ".join([*parts, f"tau {logs['tau']:.2f}"] if "tau" in logs else parts)
+
+
+def agreed(elapsed_s: float, args: TrainingArguments) -> float:
+    """Rank 0's time on every rank: learning rate and stop must be the same everywhere."""
+    if args.world_size == 1:
+        return elapsed_s
+    shared = torch.tensor([elapsed_s], dtype=torch.float64, device=args.device)
+    torch.distributed.broadcast(shared, src=0)
+    return float(shared)

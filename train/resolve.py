@@ -1,0 +1,78 @@
+"""What a `TrainConfig` means once its parts are seen together. Pure and torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftsmith.config import to_dict
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.errors import UserError
+from draftsmith.train.config import TrainConfig
+
+# Options that may differ between a run and its continuation: they change how long or how loudly it trains, not what.
+CONTINUABLE = {"steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts", "out"}
+
+
+def drafter_options(config: TrainConfig) -> Eagle3Options | MtpOptions | DraftLmOptions:
+    """The options of the chosen family; options given for another one are an error, not ignored."""
+    given = {"eagle3": config.eagle3, "mtp": config.mtp, "draft-lm": config.draft_lm}
+    defaults = {"eagle3": Eagle3Options, "mtp": MtpOptions, "draft-lm": DraftLmOptions}
+    for family, options in given.items():
+        if options is not None and family != config.family:
+            section = family.replace("-", "_")
+            raise UserError(
+                f"options under {section!r} are given but the family is {config.family!r}; remove them or train {family}"
+            )
+    return given[config.family] or defaults[config.family]()
+
+
+def check(config: TrainConfig) -> None:
+    """Raises a `UserError` for values that no run could use."""
+    drafter_options(config)
+    positive = ("steps", "epochs", "minutes", "batch_size", "accumulate", "max_length", "log_every", "save_every")
+    for name in positive:
+        value = to_dict(config)[name]
+        if value is not None and value <= 0:
+            raise UserError(f"option {name!r} is {value!r}; it must be more than 0")
+    if config.unroll.steps < 1:
+        raise UserError(f"option 'unroll.steps' is {config.unroll.steps}; it must be 1 or more")
+    for name, value in (
+        ("held_out", config.held_out),
+        ("optim.warmup", config.optim.warmup),
+        ("optim.final", config.optim.final),
+    ):
+        if not 0.0 <= value <= 1.0:
+            raise UserError(f"option {name!r} is {value}; it must lie between 0 and 1")
+
+
+def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) -> int:
+    """Optimizer steps until steps or epochs run out; a run bounded by minutes alone gets a bound it will not reach."""
+    per_epoch = batches_per_epoch / (config.accumulate * world_size)
+    bounds = []
+    if config.steps is not None:
+        bounds.append(config.steps)
+    if config.epochs is not None:
+        bounds.append(max(1, round(config.epochs * per_epoch)))
+    if not bounds:
+        bounds.append(10_000_000 if config.minutes is not None else max(1, round(per_epoch)))
+    return min(bounds)
+
+
+def save_interval(config: TrainConfig) -> int:
+    """A multiple of `log_every`, so that a resumed run logs over the same windows as an uninterrupted one."""
+    return -(-config.save_every // config.log_every) * config.log_every
+
+
+def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
+    """The first option, as `name: old -> new`, that makes a continuation another run; None when there is none."""
+    for name, value in to_dict(config).items():
+        if name not in CONTINUABLE and name in recorded and recorded[name] != _plain(value):
+            return f"{name}: {recorded[name]!r} -> {_plain(value)!r}"
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back: tuples become lists."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

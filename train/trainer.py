@@ -1,0 +1,161 @@
+"""transformers' Trainer around the unrolled objective. Ours are the batches, the loss and the metrics; the rest is the Trainer's.
+
+The frozen target is no submodule of what is trained, so neither optimizer nor DeepSpeed ever sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from draftsmith.drafters.target import Target
+from draftsmith.train.config import OptimConfig, UnrollConfig
+from draftsmith.train.data import BatchPlan, TokenSequence, collate
+from draftsmith.train.evaluation import Evaluation
+from draftsmith.train.metrics import MetricWindow
+from draftsmith.train.objective import Unrollable, UnrolledLoss, WeightedText, unrolled_loss
+from draftsmith.train.schedule import Clock, lr_factor
+
+
+class Trainee(torch.nn.Module):
+    """The trained parameters, with a forward that returns the summed loss of a batch."""
+
+    # The Trainer hands over the number of trained tokens of the whole optimizer step, so the loss is a token mean over
+    # accumulated passes and ranks alike.
+    accepts_loss_kwargs = True
+
+    def __init__(self, drafter: torch.nn.Module, target: Target, unroll: UnrollConfig):
+        super().__init__()
+        self.drafter = drafter
+        self.unroll = unroll
+        # In a tuple, lest nn.Module register it.
+        self._target = (target,)
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor
+    ) -> dict[str, torch.Tensor | UnrolledLoss]:
+        """`labels` [B, L] are the tokens where the target wrote them and -100 elsewhere."""
+        text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=(labels != -100).float())
+        drafter: Unrollable = self.drafter
+        unrolled = unrolled_loss(drafter, self.target, text, num_steps=self.unroll.steps, decay=self.unroll.decay)
+        return {"loss": unrolled.total / (unrolled.scale * num_items_in_batch), "unrolled": unrolled}
+
+
+class DraftTrainer(Trainer):
+    """`evaluate_held_out` gives the figures of an evaluation step; `spare` is a second draft, needed under ZeRO-3 only."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        arguments: TrainingArguments,
+        *,
+        sequences: list[TokenSequence],
+        optim: OptimConfig,
+        clock: Clock,
+        evaluate_held_out: Callable[[torch.nn.Module], Evaluation | None],
+        spare: torch.nn.Module | None = None,
+    ):
+        self.sequences = sequences
+        self.optim_config = optim
+        self.clock = clock
+        self.evaluate_held_out = evaluate_held_out
+        self.spare = spare
+        self.window = MetricWindow()
+        # The Trainer wants some evaluation data set to schedule evaluations; `evaluate` has its own.
+        super().__init__(
+            model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences, eval_dataset=sequences[:1]
+        )
+        self.remove_callback(PrinterCallback)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """One plan for the whole run, already this rank's share: accelerate must not shard or shuffle it again."""
+        plan = BatchPlan(
+            [len(sequence.input_ids) for sequence in self.sequences],
+            batch_size=self.args.per_device_train_batch_size,
+            seed=self.args.seed,
+            num_batches=self.args.max_steps * self.args.gradient_accumulation_steps,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+        )
+        return DataLoader(self.sequences, batch_sampler=plan, collate_fn=as_inputs, pin_memory=self.args.dataloader_pin_memory)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(
+                self.optimizer if optimizer is None else optimizer,
+                lambda step: lr_factor(self.optim_config, self.clock.share_done(step)),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor | UnrolledLoss]]:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        self.window.add(outputs["unrolled"], inputs["labels"] != -100)
+        # Data-parallel ranks average their gradients, and `num_items_in_batch` already counts the tokens of all.
+        loss = outputs["loss"] * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self.window.drain(self.accelerator.reduce)
+        super().log(logs, start_time)
+
+    def evaluate(self, *unused: object, **also_unused: object) -> dict[str, float]:
+        """Called by the Trainer at evaluation steps."""
+        evaluation = self.evaluate_held_out(self.whole_drafter())
+        self.model.train()
+        metrics = {} if evaluation is None else {f"eval_{name}": value for name, value in evaluation.figures().items()}
+        self.log(metrics)
+        return metrics
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Tied weights once: safetensors refuses tensors that share memory."""
+        super()._save(output_dir, once_each(self.model.state_dict() if state_dict is None else state_dict))
+
+    def whole_drafter(self) -> torch.nn.Module:
+        """The draft with all its weights, ready to evaluate or save. Every rank must call it."""
+        if self.spare is None:
+            return self.model.drafter.eval()
+        gather_into(self.spare, self.model.drafter)
+        return self.spare.eval()
+
+    def last_metrics(self) -> dict[str, float]:
+        return next((entry for entry in reversed(self.state.log_history) if "loss" in entry), {})
+
+
+def once_each(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    by_storage = {(tensor.data_ptr(), tensor.shape, tensor.stride()): name for name, tensor in reversed(state.items())}
+    # Empty tensors (of other ranks' parts) all have the same address.
+    return {name: tensor for name, tensor in state.items() if tensor.numel() == 0 or name in by_storage.values()}
+
+
+def gather_into(spare: torch.nn.Module, partitioned: torch.nn.Module) -> None:
+    """Under ZeRO-3 each rank holds a part of every weight, and hooks that let go of gathered ones: a copy is safe to use."""
+    from deepspeed.zero import GatheredParameters
+
+    parameters = list(partitioned.parameters())
+    with torch.no_grad(), GatheredParameters(parameters):
+        for own, whole in zip(spare.parameters(), parameters, strict=True):
+            own.copy_(whole)
+
+
+def as_inputs(sequences: list[TokenSequence]) -> dict[str, torch.Tensor]:
+    batch = collate(sequences)
+    labels = torch.where(batch.loss_mask, batch.input_ids, -100)
+    # The first token has no state to be predicted from.
+    labels[:, 0] = -100
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": labels}
