@@ -25,7 +25,7 @@ class ServeConfig:
     target: str = option(help="the target: a local folder or Hub id")
     draft: str | None = option(None, "a draft checkpoint")
     ngram: bool = option(False, "draft by looking up the longest matching n-gram in the request's own text")
-    ngram_min: int = option(1, "shortest n-gram looked up")
+    ngram_min: int = option(2, "shortest n-gram looked up")
     ngram_max: int = option(4, "longest n-gram looked up")
     versions: str | None = option(None, "a folder of draft versions to follow; new ones are swapped in between rounds")
     poll_s: float = option(1.0, "seconds between two looks into the versions folder")

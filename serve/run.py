@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.ngram import NGram
+from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.versions import latest, open_version
 from draftsmith.errors import UserError
@@ -70,7 +70,7 @@ class LoadedDraft(NamedTuple):
 def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
     """The live version of the versions folder if there is one, else the draft, else n-grams, else nothing."""
     if config.ngram:
-        return LoadedDraft(NGram(min_n=config.ngram_min, max_n=config.ngram_max), "0", None)
+        return LoadedDraft(Ngram(min_n=config.ngram_min, max_n=config.ngram_max), "0", None)
     number = latest(config.versions) if config.versions is not None else None
     if number is not None:
         return LoadedDraft(load(open_version(config.versions, number), target), str(number), number)

@@ -20,7 +20,9 @@ def check(manager: BlockManager, owners: list[list[int]]) -> None:
 @given(
     num_blocks=st.integers(2, 20),
     block_size=st.integers(1, 5),
-    actions=st.lists(st.tuples(st.sampled_from(["grow", "release", "share"]), st.integers(0, 3), st.integers(0, 30)), max_size=40),
+    actions=st.lists(
+        st.tuples(st.sampled_from(["grow", "release", "share"]), st.integers(0, 3), st.integers(0, 30)), max_size=40
+    ),
 )
 def test_every_block_is_free_or_counted_for_its_owners(
     num_blocks: int, block_size: int, actions: list[tuple[str, int, int]]

@@ -12,9 +12,7 @@ from draftsmith.serve.scheduler import QueueFull, Row, Schedule, Scheduler
 
 
 def make_request(name: str, prompt: int, max_tokens: int, k: int = 0) -> Request:
-    return Request(
-        id=name, tokens=[7] * prompt, num_prompt=prompt, params=SamplingParams(), seed=0, k=k, max_tokens=max_tokens
-    )
+    return Request(id=name, tokens=[7] * prompt, num_prompt=prompt, params=SamplingParams(), seed=0, k=k, max_tokens=max_tokens)
 
 
 def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, **limits: int) -> Scheduler:

@@ -1,0 +1,187 @@
+"""Greedy output with speculation is greedy output without, for every drafter, architecture and batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.mtp import Mtp
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.request import SamplingParams
+
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
+FAMILIES = ["ngram", "eagle3", "mtp", "draft-lm"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+# The largest gap of the two best logits that rounding in another batch shape could turn round.
+NOISE = 1e-4
+
+
+def make_drafter(family: str, target: Target, *, draft_vocab_size: int | None = None) -> ServingDrafter:
+    if family == "ngram":
+        return Ngram(min_n=1, max_n=3)
+    if family == "eagle3":
+        counts = torch.arange(target.vocab_size).flip(0)
+        drafter = Eagle3.create(Eagle3Options(draft_vocab_size=draft_vocab_size), target, seed=1, token_counts=counts)
+    elif family == "mtp":
+        drafter = Mtp.create(MtpOptions(), target, seed=1)
+    else:
+        drafter = DraftLm.create(DraftLmOptions(hidden_size=16, num_attention_heads=2), target, seed=1)
+    return drafter.to(device=target.device, dtype=target.dtype).eval()
+
+
+class Oracle:
+    """A real drafter whose drafts are overwritten with the target's own continuation for a while, so that every accepted
+    count occurs however bad the untrained drafter is. What the drafter itself drafted stays as the rejected rest."""
+
+    def __init__(self, drafter: ServingDrafter, known: list[list[int]]):
+        self.drafter, self.known, self.random = drafter, known, random.Random(0)
+        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        # What the drafter read after the last token were its own drafts, not the ones put in their place.
+        return min(self.drafter.cached_after(last, drafted, accepted), last + 1)
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        proposal = self.drafter.propose(inputs)
+        tokens, lengths = proposal.tokens.clone(), proposal.lengths.clone()
+        for row, history in enumerate(inputs.histories):
+            text = next(text for text in self.known if text[: len(history)] == history)
+            right = text[len(history) :][: self.random.randint(0, int(inputs.num_draft[row]))]
+            tokens[row, : len(right)] = torch.tensor(right, dtype=torch.int64)
+            lengths[row] = max(int(lengths[row]), len(right))
+        return Proposal(tokens=tokens, lengths=lengths, logits=None)
+
+
+class Compared:
+    """Checks that every proposal from the incremental cache equals one computed from nothing."""
+
+    def __init__(self, drafter: ServingDrafter, target: Target):
+        self.drafter, self.target, self.compared = drafter, target, 0
+        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
+        self.cached_after = drafter.cached_after
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        proposal = self.drafter.propose(inputs)
+        for row, history in enumerate(inputs.histories):
+            fresh = self.drafter.propose(self._fresh(inputs, row, history))
+            length = int(proposal.lengths[row])
+            assert fresh.lengths.tolist() == [length]
+            assert fresh.tokens[0, :length].tolist() == proposal.tokens[row, :length].tolist()
+            if proposal.logits is not None:
+                assert_close_laws(proposal.logits[row, :length], fresh.logits[0, :length])
+            self.compared += 1
+        return proposal
+
+    def _fresh(self, inputs: DraftInputs, row: int, history: list[int]) -> DraftInputs:
+        tokens = torch.tensor(history)
+        num_blocks = -(-(len(history) + 8) // 16)
+        taps = None
+        if self.taps:
+            read, _ = self.target.states(tokens[None, :-1], torch.ones(1, len(history) - 1), self.taps)
+            taps = read[0]
+        return replace(
+            inputs,
+            tokens=tokens,
+            starts=torch.tensor([0]),
+            lengths=torch.tensor([len(history)]),
+            taps=taps,
+            num_draft=inputs.num_draft[row : row + 1],
+            sampling=inputs.sampling.select(torch.tensor([row])),
+            seeds=inputs.seeds[row : row + 1],
+            pool=self.new_pool(num_blocks + 1, 16, torch.device("cpu"), torch.float32),
+            block_tables=torch.arange(1, num_blocks + 1)[None],
+            histories=[history],
+        )
+
+
+def assert_close_laws(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.softmax(one, -1), torch.softmax(other, -1), atol=2e-4, rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def load(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
+    loaded: dict[str, Target] = {}
+
+    def get(arch: str) -> Target:
+        if arch not in loaded:
+            loaded[arch] = Target.load(tiny_target(arch))
+        return loaded[arch]
+
+    return get
+
+
+def prompts(count: int, vocab_size: int = 288) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    sizes = [5, 17, 1, 30, 9, 16, 40, 2][:count]
+    return [torch.randint(3, vocab_size, (size,), generator=generator).tolist() for size in sizes]
+
+
+def plain_greedy(target: Target, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Token by token with the whole text each time: no cache, no engine. Also the top-2 margin of every choice."""
+    tokens, margins = list(prompt), []
+    for _ in range(num_tokens):
+        _, hidden = target.states(torch.tensor([tokens]), torch.ones(1, len(tokens)), ())
+        best = target.head(hidden[0, -1]).float().topk(2)
+        tokens.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+    return tokens[len(prompt) :], margins
+
+
+def assert_same(tokens: list[int], expected: tuple[list[int], list[float]]) -> None:
+    wanted, margins = expected
+    for index, (token, right) in enumerate(zip(tokens, wanted, strict=True)):
+        if token != right:
+            assert margins[index] < NOISE, f"token {index} is {token} instead of {right}, margin {margins[index]}"
+            return
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_speculation_does_not_change_greedy_output(arch: str, load: Callable[[str], Target]) -> None:
+    target = load(arch)
+    batch = prompts(8)
+    expected = [plain_greedy(target, prompt, 24) for prompt in batch]
+    known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
+    plain = Engine(target, None, EngineConfig()).generate(batch, GREEDY)
+    for completion, right in zip(plain, expected):
+        assert_same(completion.tokens, right)
+    for family in FAMILIES:
+        drafter = make_drafter(family, target)
+        for used in (drafter, Oracle(drafter, known)):
+            alone = Engine(target, used, EngineConfig(k=3)).generate(batch[:1], GREEDY)
+            assert_same(alone[0].tokens, expected[0])
+            engine = Engine(target, used, EngineConfig(k=4, max_batch=8))
+            together = engine.generate(batch, GREEDY)
+            for completion, right in zip(together, expected):
+                assert_same(completion.tokens, right)
+            assert not engine.stats.fallbacks and engine.stats.num_draft_tokens > 0
+        # The oracle must have exercised every accepted count, or this test says little about caches.
+        seen = {accepted for completion in together for accepted in completion.speculation.accepted}
+        assert seen >= {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("family", ["eagle3", "mtp", "draft-lm"])
+def test_incremental_drafts_equal_drafts_from_nothing(family: str, load: Callable[[str], Target]) -> None:
+    """Chunked prefill, preemption, other rows coming and going, k = 0 rounds: the draft's cache stays right."""
+    target = load("llama")
+    batch = prompts(6)
+    expected = [plain_greedy(target, prompt, 24) for prompt in batch]
+    known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
+    compared = Compared(make_drafter(family, target, draft_vocab_size=200), target)
+    drafter = Oracle(compared, known)
+    config = EngineConfig(k=3, max_batch=3, max_round_tokens=11, num_blocks=14, block_size=8, max_length=80)
+    engine = Engine(target, drafter, config)
+    for completion, right in zip(engine.generate(batch, GREEDY), expected):
+        assert_same(completion.tokens, right)
+    assert not engine.stats.fallbacks
+    assert engine.scheduler.num_preemptions > 0 and compared.compared > 20
