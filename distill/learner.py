@@ -21,6 +21,7 @@ from draftsmith.distill.traffic import Role, ServedText, branches, stitch
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.objective import UnrolledLoss, WeightedText, unrolled_loss
+from draftsmith.train.place import fast_at_bf16
 
 ROLES = {"accepted": Role.ACCEPTED, "first-rejected": Role.FIRST_REJECTED, "bonus": Role.BONUS}
 # So many steps in a row without a finite gradient mean that the candidate is lost.
@@ -67,6 +68,7 @@ class Learner:
     def __init__(self, drafter: torch.nn.Module, target: Target, config: LearnConfig, *, seed: int):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
+        self.is_bf16_fast = fast_at_bf16(target.device)
         self.reservoir = Reservoir(config.reservoir)
         self.updates = self.steps = 0
         self.optimizer = self._new_optimizer()

@@ -7,7 +7,7 @@ import torch
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def device_of(name: str) -> torch.device:
@@ -23,4 +23,7 @@ def device_of(name: str) -> torch.device:
 
 
 def load_target(path: str, *, dtype: str, device: str) -> Target:
-    return Target.load(path, dtype=DTYPES[dtype], device=device_of(device))
+    """`auto` is the checkpoint's own precision, but float32 on a CPU, where half precision is slow or inexact."""
+    place = device_of(device)
+    auto = torch.float32 if place.type == "cpu" else "auto"
+    return Target.load(path, dtype=DTYPES.get(dtype, auto), device=place)

@@ -1,0 +1,82 @@
+"""Did a published version turn out worse? Judged on held-out traffic from after its publication.
+
+Live acceptance alone cannot tell: it falls as well when the traffic gets harder. Two comparisons can, each paired by request:
+what the version was accepted with against what it should have been (served wrongly), and its parent on the same records (a
+gain that did not last).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from draftsmith.distill.config import GateConfig
+from draftsmith.distill.gate import Comparison, compare
+from draftsmith.distill.scoring import score
+from draftsmith.distill.traffic import ServedText
+from draftsmith.drafters.target import Target
+from draftsmith.train.objective import Unrollable
+
+
+@dataclass(frozen=True)
+class Watched:
+    reason: str  # "" when all is well
+    acceptance: float  # share of the offered tokens that the live version really had accepted
+    served: Comparison  # real acceptance -> alpha it should have had
+    parent: Comparison | None  # live -> parent
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "acceptance": self.acceptance,
+            "alpha_scored": self.served.second,
+            "served_gap": self.served.gain,
+            "served_p_value": self.served.p_value,
+            "parent_gain": self.parent.gain if self.parent else None,
+            "parent_p_value": self.parent.p_value if self.parent else None,
+            "requests": self.served.requests,
+        }
+
+
+def served_by(texts: Sequence[ServedText], version: int) -> list[ServedText]:
+    return [text for text in texts if any(record.draft_version == str(version) for record in text.records)]
+
+
+def watch(
+    live: Unrollable,
+    parent: Unrollable | None,
+    target: Target,
+    texts: Sequence[ServedText],
+    config: GateConfig,
+    *,
+    version: int,
+    max_depth: int,
+    max_length: int,
+    looks: int,
+) -> Watched:
+    """`texts` were served by `version`, in part at least. A reason is given only for a loss above `config.drop` with evidence."""
+    size = {"max_depth": max_depth, "max_length": max_length}
+    scored = score(live, target, texts, **size)
+    mine = [np.array([name == str(version) for name in one.version], dtype=bool) for one in scored]
+    kept = [one.kept[chosen] for one, chosen in zip(scored, mine, strict=True)]
+    should = [one.alpha[chosen] for one, chosen in zip(scored, mine, strict=True)]
+    served = compare(kept, should)
+    against_parent = None
+    if parent is not None:
+        old = score(parent, target, texts, **size)
+        against_parent = compare([one.alpha for one in scored], [one.alpha for one in old])
+    # Two tests a look share its part of the error.
+    level = config.error / (2 * looks * (looks + 1))
+    reason = ""
+    if is_loss(served, config, level):
+        reason = f"served alpha is {served.gain:.3f} below what the same draft scores on the same records"
+    elif against_parent is not None and is_loss(against_parent, config, level):
+        reason = f"the parent's alpha is {against_parent.gain:.3f} higher on the newest records"
+    return Watched(reason, served.first, served, against_parent)
+
+
+def is_loss(comparison: Comparison, config: GateConfig, level: float) -> bool:
+    enough = comparison.requests >= config.requests
+    return enough and comparison.gain > config.drop and comparison.p_value <= level

@@ -1,0 +1,46 @@
+"""What the daemon is doing, for people (one line) and for programs (`VERSIONS/status.json`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from draftsmith import files
+
+STATUS = "status.json"
+
+
+class Status:
+    """`show` writes the file each time it changes, and the line at most once an interval."""
+
+    def __init__(self, versions: str | Path, stream: TextIO | None = None):
+        self.path = Path(versions) / STATUS
+        self.stream = stream or sys.stderr
+        self.is_terminal = self.stream.isatty()
+        self.interval_s = 0.5 if self.is_terminal else 10.0
+        self.shown_s = float("-inf")
+        self.width = 0
+
+    def show(self, line: str, values: dict[str, Any]) -> None:
+        files.write_json(self.path, {"time_s": time.time(), "pid": os.getpid(), **values})
+        if time.monotonic() - self.shown_s < self.interval_s:
+            return
+        self.shown_s = time.monotonic()
+        text = f"distill: {line}"
+        if self.is_terminal:
+            self.stream.write("\r" + text.ljust(self.width))
+            self.width = len(text)
+        else:
+            self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def event(self, text: str) -> None:
+        """A line that stays."""
+        if self.is_terminal and self.width:
+            self.stream.write("\r" + " " * self.width + "\r")
+        self.stream.write(f"distill: {text}\n")
+        self.stream.flush()
+        self.width = 0
