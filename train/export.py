@@ -10,7 +10,7 @@ from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.export_config import ExportConfig
-from draftsmith.train.hub import push
+from draftsmith.train.hub import check_repository, push
 from draftsmith.train.layouts.source import Source
 from draftsmith.train.layouts.table import writer
 from draftsmith.train.model_card import model_card
@@ -18,6 +18,8 @@ from draftsmith.train.model_card import model_card
 
 def run(config: ExportConfig) -> int:
     out = Path(config.out)
+    if config.push is not None:
+        check_repository(config.push)
     source = open_source(config)
     write = writer(source.family, config.to)
     check_out(out, source)

@@ -100,9 +100,7 @@ def test_vllm_reads_the_module_that_was_trained(exported: Callable[..., tuple[Ta
         # MiMo hands its module the target's state before the last norm, raw id L.
         taps, _ = target.states(IDS, mask, (target.num_layers,))
         theirs = module(target.embed(torch.roll(IDS, -1, 1)), taps, rotary)
-        batch = UnrollBatch(
-            input_ids=IDS, attention_mask=mask, taps=target.states(IDS, mask, drafter.taps)[0], num_steps=1
-        )
+        batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=target.states(IDS, mask, drafter.taps)[0], num_steps=1)
         ours = next(iter(drafter.unroll(batch))).hidden
     torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
 

@@ -1,0 +1,188 @@
+"""`draftsmith export --push` against a hub on this machine that speaks the parts of the Hub's HTTP interface an upload needs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from draftsmith.cli import main
+from draftsmith.files import write_json
+
+
+class Hub(ThreadingHTTPServer):
+    """Keeps what is uploaded; refuses other tokens than `hf_good`."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.created: list[dict] = []
+        self.files: dict[str, bytes] = {}
+        self.large: dict[str, bytes] = {}
+        self.commits: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            parts = []
+            while size := int(self.rfile.readline(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def answer(self, value: object, status: int = 200) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_PUT(self) -> None:
+        self.server.large[self.path.rsplit("/", 1)[1]] = self.body()
+        self.answer({})
+
+    def do_GET(self) -> None:
+        self.answer({"error": "not found"}, 404)
+
+    def do_POST(self) -> None:
+        body = self.body()
+        if self.headers.get("Authorization") != "Bearer hf_good":
+            self.answer({"error": "Invalid username or password."}, 401)
+        elif self.path == "/api/repos/create":
+            self.server.created.append(json.loads(body))
+            self.answer({"url": f"{self.server.url}/ann/draft", "name": "ann/draft"})
+        elif self.path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            files = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith("safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(body)["files"]
+            ]
+            self.answer({"files": files})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {**wanted, "actions": {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}}}
+                for wanted in json.loads(body)["objects"]
+            ]
+            self.answer({"transfer": "basic", "objects": objects})
+        elif "/commit/" in self.path:
+            self.commit(body)
+            self.answer({"commitUrl": f"{self.server.url}/ann/draft/commit/1", "commitOid": "1" * 40, "hookOutput": ""})
+        else:
+            self.answer({"error": f"unexpected {self.path}"}, 400)
+
+    def commit(self, body: bytes) -> None:
+        for line in body.splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "header":
+                self.server.commits.append(value["summary"])
+            elif entry["key"] == "file":
+                self.server.files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "lfsFile":
+                self.server.files[value["path"]] = self.server.large[value["oid"]]
+
+
+def upload_mode(path: str) -> dict:
+    return {"path": path, "uploadMode": "lfs" if path.endswith("safetensors") else "regular", "shouldIgnore": False}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Path:
+    folder = tmp_path / "draft"
+    AutoModelForCausalLM.from_pretrained(tiny_target("llama", seed=1)).save_pretrained(folder)
+    target = {"name": tiny_target("llama"), "vocab_size": 288}
+    write_json(
+        folder / "draftsmith.json", {"schema": 1, "family": "draft-lm", "target": target, "training": {}, "evaluation": {}}
+    )
+    return folder
+
+
+def export(draft: Path, hub: Hub, token: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "draftsmith.cli",
+        "export",
+        str(draft),
+        "--to",
+        "hf",
+        "--out",
+        str(draft.parent / "out"),
+        *options,
+    ]
+    environment = {
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(draft.parent / "home"),
+        "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_push_uploads_the_whole_export(draft: Path, hub: Hub) -> None:
+    finished = export(draft, hub, "hf_good", "--push", "ann/draft", "--private")
+    assert finished.returncode == 0, finished.stderr
+    assert f"{hub.url}/ann/draft" in finished.stdout
+    assert [created.get("visibility") for created in hub.created] == ["private"]
+    assert len(hub.commits) == 1 and "draft-lm draft" in hub.commits[0]
+    out = draft.parent / "out"
+    written = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "draftsmith.json", "tokenizer.json"} <= written.keys()
+    assert hub.files == written
+    assert list(hub.large) == [hashlib.sha256(written["model.safetensors"]).hexdigest()]
+    front = yaml.safe_load(written["README.md"].decode().split("---")[1])
+    assert "speculative-decoding" in front["tags"]
+    assert "base_model" not in front, "a local path is not a Hub id"
+
+
+def test_a_refused_push_keeps_the_export_and_says_so(draft: Path, hub: Hub) -> None:
+    finished = export(draft, hub, "hf_bad", "--push", "ann/draft")
+    assert finished.returncode == 2
+    assert "the upload to 'ann/draft' failed" in finished.stderr and "401" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert (draft.parent / "out" / "model.safetensors").is_file()
+    assert hub.files == {}
+
+
+def test_a_malformed_repository_name_is_refused_before_any_work(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = draft.parent / "out"
+    assert main(["export", str(draft), "--to", "hf", "--out", str(out), "--push", "ann/draft/extra"]) == 2
+    assert "'ann/draft/extra' is not a Hub repository name" in capsys.readouterr().err
+    assert not out.exists()

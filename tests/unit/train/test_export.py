@@ -1,0 +1,118 @@
+"""The export command around the layouts: where it reads and writes, its model card, its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json
+from draftsmith.train.export import run
+from draftsmith.train.export_config import LAYOUTS, ExportConfig
+from draftsmith.train.layouts.table import REFUSALS, WRITERS
+
+
+@pytest.fixture
+def draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Path:
+    folder = tmp_path / "draft"
+    AutoModelForCausalLM.from_pretrained(tiny_target("llama", seed=1)).save_pretrained(folder)
+    set_record(folder, family="draft-lm", target={"name": tiny_target("llama")}, training={"steps": 7}, evaluation=[])
+    return folder
+
+
+def set_record(folder: Path, **values: Any) -> None:
+    record = folder / "draftsmith.json"
+    known = read_json(record) if record.is_file() else {"schema": 1}
+    write_json(record, {**known, **values})
+
+
+def export(source: Path, out: str = "out", **options: Any) -> Path:
+    folder = source.parent / out
+    run(ExportConfig(**{"draft": str(source), "to": "hf", "out": str(folder), **options}))
+    return folder
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        export(folder, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_family_and_layout_is_written_or_refused_with_a_reason() -> None:
+    for family, writers in WRITERS.items():
+        for layout in LAYOUTS:
+            assert (layout in writers) != ((family, layout) in REFUSALS), (family, layout)
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else(draft: Path) -> None:
+    out = export(draft)
+    (out / "leftover").write_text("x")
+    assert not (export(draft) / "leftover").exists()
+    (draft.parent / "mine").mkdir()
+    (draft.parent / "mine" / "notes.txt").write_text("x")
+    assert "is not an earlier export" in refusal(draft, out="mine")
+    assert (draft.parent / "mine" / "notes.txt").is_file()
+
+
+def test_a_draft_checkpoint_is_never_overwritten(draft: Path) -> None:
+    assert "is where the export is read from" in refusal(draft, out="draft")
+    other = draft.parent / "other-draft"
+    other.mkdir()
+    set_record(other, family="eagle3", target={"name": "x"})
+    assert "is not an earlier export" in refusal(draft, out="other-draft")
+
+
+def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path) -> None:
+    assert "'gone' is neither a folder nor" in refusal(draft, draft="gone")
+    assert "target 'gone' is neither a folder nor" in refusal(draft, target="gone")
+    assert "--speculative-tokens is 0" in refusal(draft, speculative_tokens=0)
+    assert "speculators layout has no plain draft LMs; export this draft-lm draft --to vllm or sglang or hf" in refusal(
+        draft, to="speculators"
+    )
+    set_record(draft, target={})
+    assert "does not say which target the draft is for; give --target" in refusal(draft)
+    set_record(draft, family="ngram", target={"name": str(tmp_path)})
+    assert "config.json" in refusal(draft)
+    write_json(tmp_path / "config.json", {})
+    assert "family 'ngram' has no weights to export" in refusal(draft)
+    (draft / "draftsmith.json").write_text("{")
+    assert "is not valid JSON" in refusal(draft)
+
+
+def estimate(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.01, "high": value + 0.01}
+
+
+def evaluation(temperature: float, tau: float) -> dict[str, Any]:
+    return {
+        "temperature": temperature, "k": 3, "documents": 5, "tokens": 1234, "rounds": 500.0, "tau": estimate(tau),
+        "alpha": [estimate(0.71), estimate(0.62), None], "tau_by_k": [1.7, 2.1, 2.2], "unlikely": 0.0, "method": "by a test",
+    }  # fmt: skip
+
+
+def test_the_card_shows_what_was_measured(draft: Path) -> None:
+    set_record(draft, evaluation=[evaluation(1.0, 2.25), evaluation(0.0, 2.5)])
+    card = (export(draft) / "README.md").read_text()
+    assert "| temperature | tau (95 %) | alpha_1 | alpha_2 | alpha_3 | tokens |" in card
+    assert "| 0 | 2.50 (2.49 to 2.51) | 0.710 | 0.620 | - | 1234 |" in card
+    assert card.index("| 0 | 2.50") < card.index("| 1 | 2.25")
+    assert '"steps": 7' in card and "Method: by a test." in card
+
+
+def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
+    card = (export(draft) / "README.md").read_text()
+    assert "Nothing was measured for this checkpoint" in card and "alpha_1" not in card
+
+
+def test_the_card_says_how_to_serve_in_each_engine(draft: Path, tiny_target: Callable[..., str]) -> None:
+    card = (export(draft, speculative_tokens=4) / "README.md").read_text()
+    target = tiny_target("llama")
+    assert f'vllm serve {target} --speculative-config \'{{"method": "draft_model"' in card
+    assert '"num_speculative_tokens": 4' in card
+    assert "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
+    assert "assistant_model=" in card
