@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.drafters.attention import AttentionContext, register
@@ -161,7 +162,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype | str = "auto", device: t
         raise UserError(
             f"model {str(path)!r} cannot be served: it knows no attention named {error}; use another model"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id") from error
     return model.to(device).eval()
 

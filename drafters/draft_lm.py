@@ -19,7 +19,7 @@ from draftsmith.drafters.lora import add_adapters, merged_state
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
-from draftsmith.drafters.weights import check_finite
+from draftsmith.drafters.weights import check_finite, read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 
@@ -56,9 +56,10 @@ class DraftLm(nn.Module):
     @classmethod
     def load(cls, folder: Path, target: Target) -> DraftLm:
         folder = Path(folder)
+        read_config(folder)
+        read_weights(folder)  # for what it refuses; transformers then does the mapping of names
         check_tokenizer(folder, target)
         model = load_model(folder, device=target.device)
-        check_finite(model.state_dict(), str(folder))
         match_vocabulary(model, target)
         return cls(model, str(folder))
 

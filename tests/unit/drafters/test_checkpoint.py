@@ -1,0 +1,166 @@
+"""Draft checkpoints: what is saved is what is loaded, and every damaged or foreign folder is one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+
+KINDS = {"eagle3": Eagle3Options(draft_vocab_size=100), "mtp": MtpOptions(), "draft-lm": DraftLmOptions(num_layers=1)}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return Target.load(tiny_target("llama"), dtype=torch.float32)
+
+
+def make(family: str, target: Target):
+    return FAMILIES[family].create(KINDS[family], target, seed=0, token_counts=torch.arange(target.vocab_size))
+
+
+@pytest.fixture(params=KINDS)
+def saved(request, target, tmp_path):
+    drafter = make(request.param, target)
+    checkpoint.save(drafter, tmp_path / "draft", target, training={"steps": 3}, evaluation={"tau": 2.0})
+    return drafter, tmp_path / "draft"
+
+
+def test_round_trip(saved, target):
+    drafter, folder = saved
+    loaded = checkpoint.load(folder, target)
+    assert loaded.family == drafter.family and loaded.taps == drafter.taps
+    own, theirs = drafter.state_dict(), loaded.state_dict()
+    assert own.keys() == theirs.keys()
+    for name, tensor in own.items():
+        assert torch.equal(tensor, theirs[name]), name
+    if drafter.vocab_map is not None:
+        assert torch.equal(loaded.vocab_map, drafter.vocab_map)
+
+
+def test_record(saved, target):
+    drafter, folder = saved
+    record = checkpoint.read_metadata(folder)
+    assert record["family"] == drafter.family
+    assert record["training"] == {"steps": 3} and record["evaluation"] == {"tau": 2.0}
+    assert record["target"]["vocab_size"] == target.vocab_size and record["target"]["revision"] == target.revision
+    checkpoint.store_evaluation(folder, {"tau": 2.5})
+    assert checkpoint.read_metadata(folder) == {**record, "evaluation": {"tau": 2.5}}
+
+
+def test_saving_over_an_older_draft_keeps_other_files(saved, target):
+    drafter, folder = saved
+    (folder / "metrics.jsonl").write_text("{}\n")
+    checkpoint.save(drafter, folder, target)
+    assert (folder / "metrics.jsonl").read_text() == "{}\n"
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    checkpoint.load(folder, target)
+
+
+def test_loading_casts_to_the_targets_dtype(saved, tiny_target):
+    half = Target.load(tiny_target("llama"), dtype=torch.bfloat16)
+    _, folder = saved
+    assert {p.dtype for p in checkpoint.load(folder, half).parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in checkpoint.load(folder, half, dtype=torch.float32).parameters()} == {torch.float32}
+
+
+def test_another_vocabulary_is_refused(saved, tiny_target):
+    with pytest.raises(UserError, match="was made for a vocabulary of 288"):
+        checkpoint.load(saved[1], Target.load(tiny_target("other_vocab")))
+
+
+def test_another_tokenizer_is_refused(saved, target):
+    _, folder = saved
+    path = folder / "draftsmith.json"
+    record = json.loads(path.read_text())
+    record["target"]["tokenizer_hash"] = "0" * 16
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match="was made for tokenizer 0000"):
+        checkpoint.load(folder, target)
+
+
+def test_another_revision_is_a_warning(saved, tiny_target, caplog):
+    checkpoint.load(saved[1], Target.load(tiny_target("llama", seed=1), dtype=torch.float32))
+    assert "other weights" in caplog.text
+
+
+def test_nan_weights_are_refused(saved, target):
+    _, folder = saved
+    tensors = load_file(folder / "model.safetensors")
+    name = sorted(name for name in tensors if name.endswith("norm.weight"))[0]
+    tensors[name][3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="NaN"):
+        checkpoint.load(folder, target)
+
+
+def test_saving_nan_is_refused(saved, target, tmp_path):
+    drafter, folder = saved
+    before = (folder / "model.safetensors").read_bytes()
+    next(drafter.parameters()).data.flatten()[0] = torch.inf
+    with pytest.raises(UserError, match="infinite"):
+        checkpoint.save(drafter, folder, target)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("family", ["eagle3", "mtp"])
+def test_missing_and_misshapen_weights(family, target, tmp_path):
+    checkpoint.save(make(family, target), tmp_path, target)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, path)
+    with pytest.raises(UserError, match=r"'norm.weight' is missing"):
+        checkpoint.load(tmp_path, target)
+    save_file({**tensors, "norm.weight": torch.ones(5)}, path)
+    with pytest.raises(UserError, match=r"has shape \[5\] where its config says \[32\]"):
+        checkpoint.load(tmp_path, target)
+    save_file({**tensors, "extra.weight": torch.ones(5)}, path)
+    with pytest.raises(UserError, match=r"'extra.weight' .* has no place"):
+        checkpoint.load(tmp_path, target)
+
+
+def test_truncated_weights(saved, target):
+    _, folder = saved
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="damaged"):
+        checkpoint.load(folder, target)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file(saved, target, name):
+    _, folder = saved
+    (folder / name).unlink()
+    with pytest.raises(UserError):
+        checkpoint.load(folder, target)
+
+
+def test_broken_record(saved, target):
+    _, folder = saved
+    (folder / "draftsmith.json").write_text('{"schema": 99}')
+    with pytest.raises(UserError, match="schema 1"):
+        checkpoint.load(folder, target)
+    (folder / "draftsmith.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        checkpoint.load(folder, target)
+
+
+def test_unknown_family(saved, target):
+    _, folder = saved
+    path = folder / "draftsmith.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"family": "medusa"}))
+    with pytest.raises(UserError, match="family 'medusa'; known ones are eagle3, mtp, draft-lm"):
+        checkpoint.load(folder, target)
+
+
+def test_missing_folder(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="neither a folder nor a reachable Hub id"):
+        checkpoint.load(tmp_path / "absent", target)
