@@ -1,12 +1,9 @@
-"""A `TrainConfig` as transformers' `TrainingArguments`, and the logs of the libraries underneath kept quiet."""
+"""A `TrainConfig` as transformers' `TrainingArguments`."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
-import datasets
-import transformers
 from transformers import TrainingArguments
 
 from draftsmith.errors import UserError
@@ -65,12 +62,3 @@ def zero_stage(path: str | None) -> int:
     """0 without DeepSpeed."""
     config = deepspeed_config(path)
     return 0 if config is None else config["zero_optimization"].get("stage", 0)
-
-
-def quiet() -> None:
-    """Errors only: the libraries' notices would tear the progress line."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    for name in ("DeepSpeed", "accelerate", "torch.distributed", "datasets", "peft"):
-        logging.getLogger(name).setLevel(logging.ERROR)

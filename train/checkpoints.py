@@ -31,23 +31,26 @@ class RunFolder:
         self.training = self.out / "training"
         self.metrics = self.out / "metrics.jsonl"
 
-    def open(self, config: TrainConfig) -> Checkpoint | None:
-        """Prepares the folder; returns the checkpoint to go on from, if any. A different run there is a `UserError`."""
+    def check(self, config: TrainConfig) -> None:
+        """A `UserError` when `out` is no folder or holds another run that `config` would go on with."""
         if self.out.is_file():
             raise UserError(f"out {str(self.out)!r} is a file; give a folder")
+        if not config.resume or self.newest() is None:
+            return
+        if change := different_from(config, read_json(self.training / "run.json", "record of the run")):
+            raise UserError(
+                f"out {str(self.out)!r} holds another run ({change}); give the same options, another --out, or --no-resume"
+            )
+
+    def open(self, config: TrainConfig) -> None:
+        """Prepares the folder: everything after the checkpoint to go on from is dropped."""
         newest = self.newest() if config.resume else None
         if newest is None:
             shutil.rmtree(self.training, ignore_errors=True)
             self.metrics.unlink(missing_ok=True)
         else:
-            recorded = read_json(self.training / "run.json", "record of the run")
-            if change := different_from(config, recorded):
-                raise UserError(
-                    f"out {str(self.out)!r} holds another run ({change}); give the same options, another --out, or --no-resume"
-                )
             keep_until(self.metrics, newest.step)
         write_json(self.training / "run.json", to_dict(config))
-        return newest
 
     def newest(self) -> Checkpoint | None:
         found = []

@@ -13,10 +13,10 @@ from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.progress import Progress
-from draftsmith.train import arguments
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.data import Corpus, TokenSequence, check_tokenizer, read_corpus
 from draftsmith.train.evaluation import Evaluation, evaluate_draft, temperature_of
+from draftsmith.train.quiet import quiet
 
 __all__ = ["Evaluation", "evaluate_draft", "run"]
 
@@ -26,7 +26,7 @@ UNLIKELY_LIMIT = 0.02
 
 def run(config: EvalConfig) -> int:
     check(config)
-    arguments.quiet()
+    quiet()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Exact figures want the arithmetic the target is served with; on a CPU that is float32.
     target = Target.load(config.target, dtype="auto" if device.type == "cuda" else torch.float32, device=device)

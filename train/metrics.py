@@ -16,7 +16,8 @@ class MetricWindow:
     # Batches whose text is walked for the predicted tau; the walk runs on the host, so a few recent ones must do.
     WALKED = 4
 
-    def __init__(self) -> None:
+    def __init__(self, depths: int) -> None:
+        self.depths = depths  # draft positions of a round that the predicted tau assumes
         self.sums: torch.Tensor | None = None  # [4, S] weight, KL, alpha, outside
         self.walked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -36,14 +37,14 @@ class MetricWindow:
             metrics[f"kl_{depth + 1}"] = kl[depth]
             metrics[f"alpha_{depth + 1}"] = alpha[depth]
         metrics["outside"] = outside[0]
-        tau = self._tau(sums.shape[1])
+        tau = self._tau()
         if tau is not None:
             metrics["tau"] = tau
         self.sums, self.walked = None, []
         return metrics
 
-    def _tau(self, depths: int) -> float | None:
+    def _tau(self) -> float | None:
         """Of this rank's recent batches."""
-        taus = [predicted_tau(deepen(keep, depths), loss_mask) for keep, loss_mask in self.walked]
+        taus = [predicted_tau(deepen(keep, self.depths), loss_mask) for keep, loss_mask in self.walked]
         known = [tau for tau in taus if tau is not None]
         return sum(known) / len(known) if known else None

@@ -65,14 +65,19 @@ def save_interval(config: TrainConfig) -> int:
 
 def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
     """The first option, as `name: old -> new`, that makes a continuation another run; None when there is none."""
-    for name, value in to_dict(config).items():
-        if name not in CONTINUABLE and name in recorded and recorded[name] != _plain(value):
-            return f"{name}: {recorded[name]!r} -> {_plain(value)!r}"
+    now, then = flat(to_dict(config)), flat(recorded)
+    for name in sorted(now.keys() | then.keys()):
+        if name not in CONTINUABLE and now.get(name) != then.get(name):
+            return f"{name}: {then.get(name)!r} -> {now.get(name)!r}"
     return None
 
 
-def _plain(value: Any) -> Any:
-    """As JSON gives it back: tuples become lists."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": (1,)}} -> {"a.b": [1]}, with lists for tuples as JSON gives them back."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            found[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return found

@@ -27,6 +27,8 @@ class Trainee(torch.nn.Module):
     # The Trainer hands over the number of trained tokens of the whole optimizer step, so the loss is a token mean over
     # accumulated passes and ranks alike.
     accepts_loss_kwargs = True
+    # The Trainer asks for it when a checkpoint holds tied weights once.
+    _keys_to_ignore_on_save = None
 
     def __init__(self, drafter: torch.nn.Module, target: Target, unroll: UnrollConfig):
         super().__init__()
@@ -68,7 +70,7 @@ class DraftTrainer(Trainer):
         self.clock = clock
         self.evaluate_held_out = evaluate_held_out
         self.spare = spare
-        self.window = MetricWindow()
+        self.window = MetricWindow(trainee.unroll.steps)
         # The Trainer wants some evaluation data set to schedule evaluations; `evaluate` has its own.
         super().__init__(
             model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences, eval_dataset=sequences[:1]

@@ -1,0 +1,148 @@
+"""`draftsmith train` as a user runs it: processes, kills, ranks, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.files import write_json
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.run import run
+
+ROOT = Path(__file__).parents[2]
+# What a line of metrics says about the clock, not about the training.
+CLOCK = {"elapsed_s"}
+
+
+@pytest.fixture(scope="session")
+def target_folder(tiny_target) -> str:
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory, target_folder: str) -> Path:
+    """Sampled answers of the tiny target."""
+    target = Target.load(target_folder)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 288, (4 + number % 5,), generator=generator).tolist() for number in range(48)]
+    answers = target.answer(prompts, max_new_tokens=16, temperature=1.0, batch_size=48)
+    rows = [
+        {
+            "name": f"document {number}",
+            "split": "held-out" if number % 6 == 0 else "train",
+            "input_ids": prompt + answer,
+            "loss_mask": [0] * len(prompt) + [1] * len(answer),
+        }
+        for number, (prompt, answer) in enumerate(zip(prompts, answers))
+    ]
+    folder = tmp_path_factory.mktemp("data")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
+    provenance = {"target": target_folder, "target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    write_json(folder / "provenance.json", provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())})
+    return folder
+
+
+@pytest.fixture
+def train(target_folder: str, data: Path, tmp_path: Path) -> Callable[..., subprocess.Popen]:
+    """Starts `draftsmith train` into `tmp_path / name`; one thread and float32, so that equal runs are equal to the bit."""
+
+    def start(name: str, *options: str, family: str = "eagle3", processes: int = 1) -> subprocess.Popen:
+        launcher = [sys.executable, "-m", "draftsmith.cli"]
+        if processes > 1:
+            launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+            launcher += [f"--master_port={free_port()}", "-m", "draftsmith.cli"]
+        command = ["train", family, "--target", target_folder, "--data", str(data), "--out", str(tmp_path / name)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.Popen(
+            [*launcher, *command, "--dtype", "float32", *options],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def config(target_folder: str, data: Path, out: Path, **changes: object) -> TrainConfig:
+    values = {"family": "eagle3", "dtype": "float32", "target": target_folder, "data": str(data), "out": str(out)}
+    return TrainConfig(**values | changes)
+
+
+def finish(process: subprocess.Popen) -> str:
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    return said
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines]
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
+    options = ("--steps", "80", "--log-every", "5", "--save-every", "10", "optim.lr=3e-3")
+    finish(train("whole", *options))
+    killed = train("killed", *options)
+    while not (tmp_path / "killed/training/checkpoint-20/complete.json").exists():
+        assert killed.poll() is None, killed.stdout.read()
+        time.sleep(0.002)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "killed/draftsmith.json").exists(), "the kill came too late to show anything"
+    # What a kill in the middle of writing leaves behind: a checkpoint without its mark, half a line.
+    broken = tmp_path / "killed/training/checkpoint-70"
+    broken.mkdir()
+    (broken / "model.safetensors").write_bytes(b"half")
+    with open(tmp_path / "killed/metrics.jsonl", "a") as handle:
+        handle.write('{"step": 70, "lo')
+    finish(train("killed", *options))
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory, target_folder: str, data: Path) -> list[dict]:
+    """What two ranks with one pass a step must reproduce: one rank with two, which sees the same batches."""
+    out = tmp_path_factory.mktemp("one")
+    run(config(target_folder, data, out, steps=8, log_every=1, accumulate=2, batch_size=4))
+    return metrics(out)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_on_two_processes_equals_one(stage, train, tmp_path, one_process):
+    recipe = str(ROOT / f"recipes/zero{stage}.json")
+    options = ("--steps", "8", "--log-every", "1", "--batch-size", "4", "--deepspeed", recipe)
+    finish(train("ranks", *options, processes=2))
+    ranks = metrics(tmp_path / "ranks")
+    assert [line["step"] for line in ranks] == [line["step"] for line in one_process]
+    for ours, theirs in zip(ranks, one_process):
+        for name in ("loss", "kl_1", "alpha_1", "learning_rate"):
+            # Sums over ranks in another order, then Adam's division by small second moments: float32 noise, grown over 8 steps.
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-4), (ours["step"], name)
+    assert ranks[-1]["loss"] < ranks[0]["loss"]
+    # The saved draft is whole, whatever was partitioned.
+    state = load_file(tmp_path / "ranks/model.safetensors")
+    assert all(tensor.numel() > 0 and bool(tensor.float().isfinite().all()) for tensor in state.values())

@@ -1,0 +1,28 @@
+"""The libraries underneath keep quiet: their notices would tear the progress line."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+
+def quiet() -> None:
+    """Errors only. Call it before accelerate is imported, which imports DeepSpeed, which speaks as it is imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        # What it would find out by itself, and say so.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for name in ("DeepSpeed", "accelerate", "torch.distributed", "datasets", "peft"):
+        logging.getLogger(name).addFilter(_errors_only)
+
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def _errors_only(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
