@@ -16,12 +16,13 @@ def choose(impl: str, device: torch.device) -> Literal["triton", "torch"]:
     """`"auto"` is Triton on CUDA and torch elsewhere. Asking for Triton where it cannot run raises `ValueError`."""
     if impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLS)}")
-    if impl == "torch":
+    # Asked every round: the common case must not search for modules.
+    if impl == "torch" or (impl == "auto" and device.type != "cuda"):
         return "torch"
     obstacle = _obstacle(device)
     if impl == "triton" and obstacle:
         raise ValueError(f"impl 'triton' cannot run on {device}: {obstacle}")
-    if impl == "auto" and (obstacle or device.type != "cuda"):
+    if impl == "auto" and obstacle:
         return "torch"
     return "triton"
 

@@ -22,7 +22,7 @@ class Answer:
     num_tokens: int = 0
     text: str = ""
     begun_s: float = 0.0
-    first_s: float = 0.0  # when the first text came
+    first_s: float = 0.0  # when the first chunk of the answer came
     last_s: float = 0.0
     report: Body | None = None  # metrics.speculative_decoding
 
@@ -93,15 +93,14 @@ class Client:
 
 def _take(chunk: Body, answer: Answer) -> None:
     for choice in chunk["choices"]:
-        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-        ended = choice.get("finish_reason") is not None
-        if not text and not ended:
-            continue
+        delta = choice.get("delta", {})
+        if "role" in delta and not delta.get("content"):
+            continue  # opens a chat answer before any token
         now_s = perf_counter()
         if answer.first_s == 0.0:
             answer.first_s = now_s
         answer.last_s = now_s
-        answer.text += text
+        answer.text += choice.get("text") or delta.get("content") or ""
     if chunk.get("usage"):
         answer.num_tokens = chunk["usage"]["completion_tokens"]
     if chunk.get("metrics"):

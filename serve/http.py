@@ -88,7 +88,9 @@ def create_app(server: Server) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         server.check_model(body.model)
         prompts = completion_prompts(body.prompt, server.tokenizer)
-        responder = completion_responder(server.model, server.tokenizer, report=body.speculation.report)
+        responder = completion_responder(
+            server.model, server.tokenizer, report=body.speculation.report, as_ids=body.return_tokens_as_token_ids
+        )
         return await _answer(server, request, body, prompts, responder)
 
     @app.post("/v1/chat/completions")
@@ -155,8 +157,8 @@ async def _stream(
             if (opening := responder.opening(index)) is not None:
                 yield _event(responder.chunk([opening]))
         async for index, request, update in exchange.events():
-            if update.text or update.logprobs or update.finish_reason is not None:
-                yield _event(responder.chunk([responder.delta(index, request, update)]))
+            # Also without text (half a character, say): a client measures the arrival of tokens by it.
+            yield _event(responder.chunk([responder.delta(index, request, update)]))
             if update.finish_reason is not None:
                 server.metrics.finished(request)
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)

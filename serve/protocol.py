@@ -100,6 +100,7 @@ class Generation(Wire):
 class CompletionRequest(Generation):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_tokens_as_token_ids: bool = False  # as vLLM: tokens of logprobs are named "token_id:17", which text cannot confuse
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Annotated[int, Field(ge=1)] | None = None

@@ -58,6 +58,7 @@ class Responder:
     model: str
     vocabulary: Vocabulary
     report: bool
+    as_ids: bool = False  # name tokens of logprobs by id
     prefix: str = "cmpl"
     whole: str = "text_completion"
     piece: str = "text_completion"
@@ -93,7 +94,7 @@ class Responder:
         return self.chunk([]) | ({"usage": usage(requests, num_prompts)} if with_usage else {}) | self.metrics(requests)
 
     def token(self, token: int) -> str:
-        return self.vocabulary.decode([token])
+        return f"token_id:{token}" if self.as_ids else self.vocabulary.decode([token])
 
     def choice(self, index: int, request: Request) -> Body:
         raise NotImplementedError
@@ -175,8 +176,8 @@ class ChatResponder(Responder):
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
-def completion_responder(model: str, vocabulary: Vocabulary, *, report: bool) -> Responder:
-    return CompletionResponder(model, vocabulary, report)
+def completion_responder(model: str, vocabulary: Vocabulary, *, report: bool, as_ids: bool = False) -> Responder:
+    return CompletionResponder(model, vocabulary, report, as_ids)
 
 
 def chat_responder(model: str, vocabulary: Vocabulary, *, report: bool) -> Responder:
