@@ -42,6 +42,7 @@ class CausalLM:
         self.name = name
         self.config = model.config.get_text_config()
         self.layers = decoder_layers(model.base_model, self.config.num_hidden_layers)
+        self.eos_token_ids = end_of_text_ids(model)
         self._head = _head_alone(model)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._probe: Probe = check_model(self)
@@ -70,14 +71,6 @@ class CausalLM:
     @property
     def max_positions(self) -> int:
         return self.config.max_position_embeddings
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        generation = self.model.generation_config
-        ids = self.config.eos_token_id if generation is None or generation.eos_token_id is None else generation.eos_token_id
-        if ids is None:
-            return ()
-        return (ids,) if isinstance(ids, int) else tuple(ids)
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -116,6 +109,16 @@ class CausalLM:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model.get_input_embeddings()(ids)
+
+
+def end_of_text_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Chat models name all of theirs in the generation config, and only one in the config."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 class _GivenStates(torch.nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.drafters.answer import Sampling, answer_chunks
 from draftsmith.drafters.attention import AttentionContext
@@ -30,6 +30,8 @@ class Target(CausalLM):
     def __init__(self, model: PreTrainedModel, name: str):
         super().__init__(model, name)
         model.requires_grad_(False)
+        # `generate` would fill in what it finds there: penalties and filters that are no part of the target's law.
+        model.generation_config = GenerationConfig()
         self.revision = revision_of(model)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 

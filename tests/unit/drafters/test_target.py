@@ -137,6 +137,21 @@ def test_greedy_answers_do_not_depend_on_the_batch(pair):
         assert len(answer) == 10 or answer[-1] in target.eos_token_ids
 
 
+def test_the_checkpoints_generation_settings_change_no_law(tiny_target, tmp_path):
+    """Some checkpoints ship a repetition penalty; the target's law is that of its logits. Its end-of-text ids do count."""
+    folder = tiny_target("llama")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.repetition_penalty = 50.0
+    model.generation_config.eos_token_id = [0, 7]
+    model.save_pretrained(tmp_path)
+    target = Target.load(tmp_path)
+    assert target.eos_token_ids == (0, 7)
+    prompt = [5, 9, 9, 9, 9, 9]
+    answers = [t.answer([prompt], max_new_tokens=30, ignore_eos=True) for t in (target, Target.load(folder))]
+    assert answers[0] == answers[1]
+    assert len(set(answers[0][0])) < 30, "a penalty would have forbidden every repetition"
+
+
 def test_sampled_answers_follow_their_seed_alone(tiny_target):
     target = Target.load(tiny_target("llama"))
     prompts = [[5, 6, 7, 8], [9, 10], [11]]
