@@ -20,8 +20,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from draftsmith.drafters.attention import AttentionContext
-from draftsmith.drafters.head_config import config_dict, llama_config, shape_of
 from draftsmith.drafters.head_init import fitted_norm, frequent_tokens, output_table, shares_embeddings
+from draftsmith.drafters.head_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads import FeatureHead, HeadStep
 from draftsmith.drafters.options import Eagle3Options, default_taps
 from draftsmith.drafters.taps import check_taps

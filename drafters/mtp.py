@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from draftsmith.drafters.attention import AttentionContext
-from draftsmith.drafters.head_config import config_dict, llama_config, shape_of
 from draftsmith.drafters.head_init import fitted_norm, output_table
+from draftsmith.drafters.head_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads import FeatureHead, HeadStep
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target import Target
