@@ -53,10 +53,12 @@ find_python() {
     return 1
 }
 
-# install_torch PYTHON: the CPU build, unless a CUDA device answers.
+# install_torch PYTHON: the version in constraints.txt. Where no CUDA device answers and TORCH_CPU_INDEX holds the address of a
+# package index with PyTorch's CPU builds, from there: without it, pip's default on Linux x86-64 is the CUDA build, which also runs
+# without a device but is several GB.
 install_torch() {
-    local index=(--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
-    if nvidia-smi >/dev/null 2>&1 || [ "$(uname -s)" != Linux ]; then index=(); fi
+    local index=()
+    if ! nvidia-smi >/dev/null 2>&1 && [ -n "${TORCH_CPU_INDEX:-}" ]; then index=(--index-url "$TORCH_CPU_INDEX"); fi
     "$1" -m pip install --progress-bar off -c constraints.txt ${index[@]+"${index[@]}"} torch
 }
 
