@@ -60,7 +60,9 @@ COMMANDS = {
         "tok/s, TTFT, TPOT and tau, speculation off against on",
     ),
     "audit": Command(
-        "draftsmith.serve.config:AuditConfig", "draftsmith.serve.audit:run", "is it lossless? statistics with negative controls"
+        "draftsmith.serve.audit_config:AuditConfig",
+        "draftsmith.serve.audit:run",
+        "is it lossless? statistics with negative controls",
     ),
     "doctor": Command(
         "draftsmith.train.doctor_config:DoctorConfig",

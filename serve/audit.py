@@ -1,0 +1,36 @@
+"""`draftsmith audit`: is speculation lossless here? Exit status 0 only when every law held and every control was caught."""
+
+from __future__ import annotations
+
+from draftsmith.errors import UserError
+from draftsmith.files import write_json
+from draftsmith.serve.audit_config import AuditConfig
+from draftsmith.serve.audit_kernels import audit_kernels
+from draftsmith.serve.audit_report import Report
+from draftsmith.serve.audit_server import audit_server
+
+
+def run(config: AuditConfig) -> int:
+    check(config)
+    reports: list[Report] = []
+    if config.kernels:
+        reports.append(audit_kernels(config))
+    if config.url is not None:
+        reports.append(audit_server(config))
+    for report in reports:
+        print("\n".join(report.lines()))
+    if config.out:
+        write_json(config.out, [report.to_dict() for report in reports])
+    return 0 if all(report.verdict == "lossless" for report in reports) else 1
+
+
+def check(config: AuditConfig) -> None:
+    if not config.kernels and config.url is None:
+        raise UserError("nothing to audit; give --kernels, or --url with the address of a server")
+    if not 0 < config.false_alarm < 1:
+        raise UserError(f"false_alarm is {config.false_alarm}; it is a chance and must lie between 0 and 1")
+    if config.length < 3:
+        raise UserError(f"length is {config.length}; give at least 3, since speculation decides nothing before the second token")
+    least = 64 * 5 * config.contexts
+    if config.url is not None and config.samples < least:
+        raise UserError(f"samples is {config.samples}; the test has 64 cells, so give at least {least}")

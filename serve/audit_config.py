@@ -1,0 +1,36 @@
+"""What `draftsmith audit` can be told. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.config import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    kernels: bool = option(False, "audit this installation's verification kernels")
+    url: str | None = option(None, "audit a running OpenAI-compatible server, for example http://127.0.0.1:8000")
+    model: str | None = option(None, "model name; default: the first one that the server lists")
+    api_key: str | None = option(None, "bearer token")
+    target: str | None = option(
+        None, "take the law from this model, run here; default: from the server's own logprobs of the first token after a prompt"
+    )
+    prompt: str = option("The", "text that the audited contexts begin with")
+    contexts: int = option(4, "contexts, each continued many times")
+    samples: int = option(4000, "sampled continuations in all")
+    length: int = option(3, "tokens of a sampled continuation; the first one comes from the prefill and is tested apart")
+    temperature: float = option(1.0, "of the samples")
+    top_k: int = option(0, "of the samples")
+    top_p: float = option(1.0, "of the samples")
+    min_p: float = option(0.0, "of the samples")
+    greedy_tokens: int = option(32, "tokens of each context's greedy continuation")
+    margin: float = option(0.1, "a greedy divergence at a smaller top-2 logprob margin counts as numerical noise")
+    concurrency: int = option(8, "requests in flight")
+    timeout_s: float = option(120.0, "patience with one answer")
+    rounds: int = option(1_000_000, "rounds of each law of the kernel audit")
+    impl: str = option("auto", "kernels to audit", choices=("auto", "triton", "torch"))
+    device: str = option("cpu", "torch device of the kernel audit, and of the target when one is given")
+    false_alarm: float = option(1e-9, "chance that a lossless system fails any test, all tests together")
+    seed: int = option(0, "of the audit's own draws and of the sampled requests")
+    out: str | None = option(None, "write the report here as JSON")

@@ -1,0 +1,76 @@
+"""What an audit found: checks that must hold, controls that must be caught, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from draftsmith.kernels.statistics import Fit, detectable_bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """`law` must hold; `control` is broken on purpose and `passed` means that the audit saw it."""
+
+    name: str
+    kind: Literal["law", "control"]
+    passed: bool
+    said: str  # the evidence in one line
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+Verdict = Literal["lossless", "lossy", "powerless"]
+
+
+@dataclass(frozen=True)
+class Report:
+    subject: str
+    false_alarm: float
+    checks: Sequence[Check]
+    notes: Sequence[str] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """A broken law outweighs a missed control; without any law there is nothing to say."""
+        if any(check.kind == "law" and not check.passed for check in self.checks):
+            return "lossy"
+        caught = all(check.passed for check in self.checks)
+        return "lossless" if caught and any(check.kind == "law" for check in self.checks) else "powerless"
+
+    def sentence(self) -> str:
+        broken = ", ".join(check.name for check in self.checks if check.kind == "law" and not check.passed)
+        missed = ", ".join(check.name for check in self.checks if check.kind == "control" and not check.passed)
+        return {
+            "lossless": f"LOSSLESS: every law held and every control was caught (false alarm {self.false_alarm:g} over all)",
+            "lossy": f"LOSSY: {broken}",
+            "powerless": f"NO VERDICT: no law is broken, but the audit missed what it must see ({missed or 'nothing was run'})",
+        }[self.verdict]
+
+    def lines(self) -> list[str]:
+        width = max((len(check.name) for check in self.checks), default=0)
+        marks = {("law", True): "held", ("law", False): "BROKEN", ("control", True): "caught", ("control", False): "MISSED"}
+        rows = [f"  {check.name:<{width}}  {marks[check.kind, check.passed]:<6}  {check.said}" for check in self.checks]
+        return [f"audit of {self.subject}", *rows, *(f"  note: {note}" for note in self.notes), self.sentence()]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "subject": self.subject,
+            "verdict": self.verdict,
+            "sentence": self.sentence(),
+            "false_alarm": self.false_alarm,
+            "checks": [asdict(check) for check in self.checks],
+            "notes": list(self.notes),
+        }
+
+
+def fit_check(name: str, kind: Literal["law", "control"], fit: Fit, false_alarm: float) -> Check:
+    """A law holds when its p-value stays at or above the false-alarm rate; a control is caught when it does not."""
+    rejected = fit.p_value < false_alarm
+    power = detectable_bias(fit.num_samples, fit.degrees, false_alarm)
+    said = f"statistic {fit.statistic:.1f} on {fit.degrees} degrees, p {fit.p_value:.2g}, {fit.num_samples} samples"
+    if kind == "law":
+        said += f", would see a bias of {power:.2g}"
+    evidence = {**fit._asdict(), "false_alarm": false_alarm, "detectable_bias": power}
+    return Check(name=name, kind=kind, passed=rejected == (kind == "control"), said=said, evidence=evidence)

@@ -1,0 +1,209 @@
+"""The audit of a running server, ours or any OpenAI-compatible one that names tokens by id and tells logprobs.
+
+Sampled continuations of a few contexts are held against the laws of their prefixes in two ways. Counts: the tokens that followed
+one and the same prefix, for the prefixes that came up often. Transforms: numbers that are uniform exactly when every token
+followed the law of its own prefix, however rare (probability-integral transforms), two positions at a time. The first token
+after a prompt comes from the prefill, so a fault of speculation shows from the second one on. Greedy continuations must be the
+argmax everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import httpx
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.kernels.statistics import Fit, chi_square, chi_square_survival, g_test
+from draftsmith.progress import Progress
+from draftsmith.serve.audit_client import AuditClient
+from draftsmith.serve.audit_config import AuditConfig
+from draftsmith.serve.audit_law import CoarseLaw, LawSource, Text, law_source
+from draftsmith.serve.audit_report import Check, Report, fit_check
+
+CONTEXT_TOKENS = 16
+SIDE = 8  # two positions are tested on SIDE x SIDE cells
+BATCH = 200  # requests between two progress lines
+CONTROL_TEMPERATURE = 1.3
+
+
+class Samples(NamedTuple):
+    context: Text
+    tokens: list[list[int]]
+
+
+def audit_server(config: AuditConfig, transport: httpx.BaseTransport | None = None) -> Report:
+    client = AuditClient.connect(
+        config.url or "",
+        model=config.model,
+        api_key=config.api_key,
+        timeout_s=config.timeout_s,
+        concurrency=config.concurrency,
+        transport=transport,
+    )
+    laws = LawBook(law_source(config, client))
+    drafted_before = client.drafted()
+    contexts = [make_context(client, config, index) for index in range(config.contexts)]
+    greedy = [greedy_check(client, config, laws, context, index) for index, context in enumerate(contexts)]
+    samples = list(draw_samples(client, config, contexts))
+    drafted_after = client.drafted()
+    laws.learn(prefixes(samples))
+    checks = [*greedy, *sampled_checks(config, laws, samples)]
+    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, _notes(drafted_before, drafted_after, laws))
+
+
+def _notes(before: int | None, after: int | None, laws: LawBook) -> list[str]:
+    told = f"{len(laws.known)} laws of prefixes were asked for"
+    if before is None or after is None:
+        return [told, "the server counts no draft tokens; whether it speculated is not known"]
+    if after == before:
+        return [told, "NO draft token was offered meanwhile: this audit says nothing about speculation"]
+    return [told, f"{after - before} draft tokens were offered meanwhile"]
+
+
+class LawBook:
+    """Laws by text, asked for once."""
+
+    def __init__(self, source: LawSource):
+        self.source = source
+        self.known: dict[Text, CoarseLaw] = {}
+
+    def learn(self, texts: Iterator[Text]) -> None:
+        missing = sorted({text for text in texts if text not in self.known})
+        progress = Progress("laws", total=len(missing), unit="prefixes")
+        for begin in range(0, len(missing), BATCH):
+            part = missing[begin : begin + BATCH]
+            self.known.update(zip(part, self.source(part)))
+            progress.update(begin + len(part))
+        progress.close()
+
+    def __getitem__(self, text: Text) -> CoarseLaw:
+        return self.known[text]
+
+
+def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
+    """Token ids that the server itself wrote after the prompt, twice over: a repetition lets n-gram drafters draft, too."""
+    written = client.complete(
+        config.prompt, max_tokens=CONTEXT_TOKENS, temperature=1.0, seed=config.seed + index, ignore_eos=True
+    ).tokens
+    if len(written) != CONTEXT_TOKENS:
+        raise UserError(
+            f"the server wrote {len(written)} of {CONTEXT_TOKENS} tokens after {config.prompt!r}; give another prompt"
+        )
+    return (*written, *written, *written[: CONTEXT_TOKENS // 4])
+
+
+def greedy_check(client: AuditClient, config: AuditConfig, laws: LawBook, context: Text, index: int) -> Check:
+    """Every token of the greedy continuation is the likeliest one after its prefix, up to a margin of numerical noise."""
+    tokens = client.complete(list(context), max_tokens=config.greedy_tokens, temperature=0.0, ignore_eos=True).tokens
+    texts = [(*context, *tokens[:place]) for place in range(len(tokens))]
+    laws.learn(iter(texts))
+    wrong = [
+        {"place": place, "token": token, "likeliest": laws[text].ids[0], "margin": laws[text].top_gap}
+        for place, (text, token) in enumerate(zip(texts, tokens))
+        if laws[text].ids[0] != token
+    ]
+    worst = max((entry["margin"] for entry in wrong), default=0.0)
+    said = f"{len(tokens)} tokens, {len(wrong)} not the argmax" + (f", largest margin {worst:.3g}" if wrong else "")
+    passed = worst <= config.margin and len(tokens) == config.greedy_tokens
+    return Check(name=f"greedy identity, context {index}", kind="law", passed=passed, said=said, evidence={"divergences": wrong})
+
+
+def draw_samples(client: AuditClient, config: AuditConfig, contexts: list[Text]) -> Iterator[Samples]:
+    body = {"max_tokens": config.length, "temperature": config.temperature, "ignore_eos": True}
+    body |= {"top_k": config.top_k} if config.top_k else {}
+    body |= {"top_p": config.top_p} if config.top_p < 1 else {}
+    body |= {"min_p": config.min_p} if config.min_p else {}
+    each = config.samples // len(contexts)
+    progress = Progress("samples", total=each * len(contexts), unit="continuations")
+    for number, context in enumerate(contexts):
+        tokens: list[list[int]] = []
+        for begin in range(0, each, BATCH):
+            seeds = [config.seed + 1_000_003 * (number + 1) + index for index in range(begin, min(begin + BATCH, each))]
+            tokens += client.map(lambda seed, context=context: client.complete(list(context), seed=seed, **body).tokens, seeds)
+            progress.update(number * each + len(tokens))
+        yield Samples(context, tokens)
+    progress.close()
+
+
+def prefixes(samples: list[Samples]) -> Iterator[Text]:
+    for context, continuations in samples:
+        for tokens in continuations:
+            for place in range(len(tokens)):
+                yield (*context, *tokens[:place])
+
+
+def sampled_checks(config: AuditConfig, laws: LawBook, samples: list[Samples]) -> list[Check]:
+    pairs = [(place, place + 1) for place in range(1, config.length - 1)]
+    alarm = config.false_alarm / (config.length + len(pairs))
+    checks = [
+        fit_check(f"token {place + 1} given its prefix, counts", "law", conditional_fit(laws, samples, place), alarm)
+        for place in range(config.length)
+    ]
+    for first, second in pairs:
+        fit = joint_uniformity(laws, samples, (first, second), config.seed)
+        checks.append(fit_check(f"tokens {first + 1} and {second + 1}, transforms", "law", fit, alarm))
+    # Either way of testing may be the one that sees a wrong law.
+    wrong = (
+        conditional_fit(laws, samples, 1, temperature=CONTROL_TEMPERATURE),
+        joint_uniformity(laws, samples, pairs[0], config.seed, temperature=CONTROL_TEMPERATURE),
+    )
+    fit = min(wrong, key=lambda fit: fit.p_value)
+    return [*checks, fit_check(f"control: tokens against temperature {CONTROL_TEMPERATURE}", "control", fit, alarm)]
+
+
+def conditional_fit(laws: LawBook, samples: list[Samples], place: int, *, temperature: float | None = None) -> Fit:
+    """Pearson's statistics of the tokens at `place`, one for each prefix before it, added up. A prefix seen too rarely to fill
+    two cells adds nothing."""
+    followers: dict[Text, Counter[int]] = {}
+    for context, continuations in samples:
+        for tokens in continuations:
+            if place < len(tokens):
+                followers.setdefault((*context, *tokens[:place]), Counter())[tokens[place]] += 1
+    fits = []
+    for text, counter in followers.items():
+        law = laws[text] if temperature is None else laws[text].tempered(temperature)
+        counts = [counter[token] for token in law.ids]
+        counts.append(counter.total() - sum(counts))
+        fits.append(chi_square(torch.tensor(counts), torch.tensor([*law.probs, law.tail], dtype=torch.float64)))
+    forbidden = any(fit.p_value == 0 and math.isinf(fit.statistic) for fit in fits)
+    statistic, degrees = sum(fit.statistic for fit in fits), sum(fit.degrees for fit in fits)
+    p_value = 0.0 if forbidden else chi_square_survival(statistic, degrees)
+    return Fit(statistic, degrees, p_value, sum(fit.num_samples for fit in fits if fit.degrees))
+
+
+def joint_uniformity(
+    laws: LawBook, samples: list[Samples], pair: tuple[int, int], seed: int, *, temperature: float | None = None
+) -> Fit:
+    """G-test of the transforms of two positions on SIDE x SIDE cells. A token that its law forbids goes to a cell without
+    mass, which gives p-value 0."""
+    fractions = random.Random(seed)
+    counts = torch.zeros(SIDE * SIDE + 1, dtype=torch.int64)
+    for context, continuations in samples:
+        for tokens in continuations:
+            values = [_transform(laws, context, tokens, place, fractions, temperature) for place in pair if place < len(tokens)]
+            if len(values) == 2:
+                counts[_cell(values)] += 1
+    probs = torch.full((SIDE * SIDE + 1,), 1 / (SIDE * SIDE), dtype=torch.float64)
+    probs[-1] = 0
+    return g_test(counts, probs)
+
+
+def _transform(
+    laws: LawBook, context: Text, tokens: list[int], place: int, fractions: random.Random, temperature: float | None
+) -> float | None:
+    law = laws[(*context, *tokens[:place])]
+    law = law if temperature is None else law.tempered(temperature)
+    return law.transform(tokens[place], fractions.random())
+
+
+def _cell(values: list[float | None]) -> int:
+    first, second = values
+    if first is None or second is None:
+        return SIDE * SIDE
+    return min(int(first * SIDE), SIDE - 1) * SIDE + min(int(second * SIDE), SIDE - 1)

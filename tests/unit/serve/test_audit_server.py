@@ -1,0 +1,146 @@
+"""The server audit against a server that is a Markov chain: an honest one passes, each dishonest one fails for its reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.serve.audit_config import AuditConfig
+from draftsmith.serve.audit_law import CoarseLaw
+from draftsmith.serve.audit_report import Report
+from draftsmith.serve.audit_server import audit_server
+
+VOCAB = 40
+CONFIG = AuditConfig(url="http://chain", samples=2000, contexts=2, concurrency=1)
+
+
+@dataclass
+class ChainServer:
+    """An OpenAI-compatible server whose next token depends on the last one."""
+
+    drops_residual: bool = False
+    greedy_slip: int | None = None  # the place of a greedy token that is not the argmax
+    names_ids: bool = True
+    drafted: int = 0
+    counts_drafts: bool = True
+    table: torch.Tensor = field(
+        default_factory=lambda: 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
+    )
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "chain"}]})
+        if request.url.path == "/metrics":
+            text = f'vllm:spec_decode_num_draft_tokens_total{{a="b"}} {self.drafted}.0\n' if self.counts_drafts else ""
+            return httpx.Response(200, text=text)
+        return httpx.Response(200, json=self.complete(json.loads(request.content)))
+
+    def complete(self, body: dict) -> dict:
+        last = 0 if isinstance(body["prompt"], str) else body["prompt"][-1]
+        chance = random.Random(body.get("seed", 0))
+        names, tops = [], []
+        for place in range(body["max_tokens"]):
+            logprobs = self.table[last].log_softmax(-1)
+            last = self.next(logprobs, body, place, chance)
+            names.append(self.name(last))
+            ranked = logprobs.topk(body["logprobs"])
+            tops.append({self.name(i): value for i, value in zip(ranked.indices.tolist(), ranked.values.tolist())})
+        self.drafted += body["max_tokens"] - 1
+        return {"choices": [{"logprobs": {"tokens": names, "top_logprobs": tops}}]}
+
+    def name(self, token: int) -> str:
+        return f"token_id:{token}" if self.names_ids else chr(65 + token)
+
+    def next(self, logprobs: torch.Tensor, body: dict, place: int, chance: random.Random) -> int:
+        if body["temperature"] == 0:
+            return int(logprobs.argsort()[-2 if place == self.greedy_slip else -1])
+        logits = logprobs / body["temperature"]
+        if body.get("top_k"):
+            logits = logits.masked_fill(logits < logits.topk(body["top_k"]).values[-1], -math.inf)
+        p = logits.softmax(-1)
+        if self.drops_residual and place > 0:
+            kept = torch.minimum(p, p.roll(1))
+            p = kept + (1 - kept.sum()) * p
+        return chance.choices(range(VOCAB), p.tolist())[0]
+
+
+def audit(server: ChainServer, config: AuditConfig = CONFIG) -> Report:
+    return audit_server(config, httpx.MockTransport(server.handle))
+
+
+def broken(report: Report) -> list[str]:
+    return [check.name for check in report.checks if not check.passed]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 10}])
+def test_an_honest_server_passes(options: dict) -> None:
+    report = audit(ChainServer(), AuditConfig(url="http://chain", samples=2000, contexts=2, concurrency=1, **options))
+    assert report.verdict == "lossless", report.lines()
+    assert any("draft tokens were offered" in note for note in report.notes)
+    assert [check.kind for check in report.checks].count("control") == 1
+
+
+def test_a_biased_server_fails_where_speculation_begins() -> None:
+    report = audit(ChainServer(drops_residual=True), AuditConfig(url="http://chain", samples=4000, contexts=2, concurrency=1))
+    assert report.verdict == "lossy"
+    assert "token 2 given its prefix, counts" in broken(report)
+    assert "token 1 given its prefix, counts" not in broken(report), "the first token comes from the prefill"
+
+
+def test_a_greedy_slip_is_a_divergence_with_its_margin() -> None:
+    report = audit(ChainServer(greedy_slip=5))
+    assert broken(report) == ["greedy identity, context 0", "greedy identity, context 1"]
+    (divergence,) = report.checks[0].evidence["divergences"]
+    assert divergence["place"] == 5 and divergence["margin"] > 0.1
+
+
+def test_a_slip_within_the_margin_is_noise() -> None:
+    config = AuditConfig(url="http://chain", samples=2000, contexts=2, concurrency=1, margin=100.0)
+    assert audit(ChainServer(greedy_slip=5), config).verdict == "lossless"
+
+
+@pytest.mark.parametrize(
+    "server, note", [(ChainServer(counts_drafts=False), "not known"), (ChainServer(drafted=10**9), "says nothing")]
+)
+def test_silence_about_drafts_is_noted(server: ChainServer, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if server.drafted:
+        monkeypatch.setattr(ChainServer, "drafted", property(lambda self: 10**9, lambda self, value: None), raising=False)
+    assert any(note in line for line in audit(server).notes)
+
+
+def test_a_server_without_token_ids_is_refused() -> None:
+    with pytest.raises(UserError, match="return_tokens_as_token_ids"):
+        audit(ChainServer(names_ids=False))
+
+
+def test_a_filtered_law_needs_enough_logprobs() -> None:
+    with pytest.raises(UserError, match="top_k up to 20"):
+        audit(ChainServer(), AuditConfig(url="http://chain", temperature=0.5))
+
+
+def test_a_refusal_is_passed_on() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "chain"}]})
+        return httpx.Response(400, json={"error": {"message": "no seed here"}})
+
+    with pytest.raises(UserError, match="400: no seed here"):
+        audit_server(CONFIG, httpx.MockTransport(refuse))
+
+
+def test_transforms_cover_the_law() -> None:
+    law = CoarseLaw([7, 3], [0.5, 0.3], 0.5)
+    assert law.transform(7, 0.5) == 0.25
+    assert law.transform(3, 0.0) == 0.5
+    assert law.transform(99, 0.5) == pytest.approx(0.9)
+    whole = CoarseLaw([7, 3], [0.5, 0.5], 0.0)
+    assert whole.transform(99, 0.5) is None
+    warmer = law.tempered(2.0)
+    assert sum(warmer.probs) + warmer.tail == pytest.approx(1) and warmer.probs[0] < 0.5
