@@ -138,7 +138,7 @@ def first_pair(target: Target, drafter: object, params: SamplingParams, num_samp
     engine = Engine(target, drafter, EngineConfig(k=1, max_batch=64, max_round_tokens=1024, max_length=64))
     completions = engine.generate(prompts, params, text=False)
     firsts = sorted({completion.tokens[0] for completion in completions})
-    rows = [PROMPT + [first] for first in firsts]
+    rows = [[*PROMPT, first] for first in firsts]
     _, hidden = target.states(torch.tensor(rows), torch.ones(len(rows), len(rows[0])), ())
     laws = torch.softmax(target.head(hidden[:, -1]).double(), -1)
     counts = torch.zeros(target.vocab_size)
@@ -214,11 +214,12 @@ def test_a_stop_string_inside_accepted_drafts_ends_text_and_tokens(target: Targe
     assert words[at] not in completion.text and completion.finish_reason is FinishReason.STOP
 
 
-def test_the_models_own_end_token_stops_unless_ignored(tiny_target: Callable[..., str], greedy_text: Callable) -> None:
-    target = Target.load(tiny_target("llama"))
+def test_the_models_own_end_token_stops_unless_ignored(
+    target: Target, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = greedy_text(PROMPT, 8)
     at = next(i for i in range(2, 8) if text[i] not in text[:i])
-    target.model.generation_config.eos_token_id = text[at]
+    monkeypatch.setattr(target, "eos_token_ids", (text[at],))
     engine = Engine(target, Scripted(text), EngineConfig(k=4))
     stopped = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8))[0]
     assert stopped.tokens == text[: at + 1] and stopped.finish_reason is FinishReason.STOP
