@@ -12,7 +12,7 @@ from draftsmith.kernels.paged_attention import PagedPass, PagedPool, reference_a
 if TYPE_CHECKING:
     from draftsmith.drafters.causal_lm import CausalLM
 
-NUM_TOKENS = 6
+NUM_TOKENS, FIRST_CHUNK = 12, 4
 # Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes near these.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
@@ -60,19 +60,27 @@ def check_model(lm: CausalLM) -> Probe:
     """Compares three ways to the same logits: the model's own forward, body then head, and the paged pool in two chunks."""
     upper = lm.model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(upper, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).to(lm.device)
-    positions = torch.arange(NUM_TOKENS, device=lm.device)
-    expected = lm.model(input_ids=ids, use_cache=False).logits
-    recorder = Recorder()
     try:
-        states = lm.paged(ids, positions[None], recorder)
-    except TypeError as error:
-        raise UserError(refusal(lm, f"it does not pass extra arguments to its attention ({error})")) from error
-    _check_layers(lm, recorder)
-    _compare(lm, lm.head(states.final), expected, "its logits are not its head times its last hidden state")
+        return _probe(lm, ids)
+    except UserError:
+        raise
+    except Exception as error:
+        # Whatever a family's code raises here means that it cannot be run our way.
+        raise UserError(refusal(lm, f"its code fails in a probe pass ({type(error).__name__}: {error})")) from error
+
+
+def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
+    expected = lm.model(input_ids=ids, use_cache=False).logits
+    positions = torch.arange(NUM_TOKENS, device=lm.device)
+    final = lm.full(ids).final
+    _compare(lm, lm.head(final), expected, "its logits are not its head times its last hidden state")
+    recorder = Recorder()
+    lm.paged(ids, positions[None], recorder)
+    check_layers(lm, recorder)
     layers = [recorder.shapes[layer] for layer in range(lm.num_layers)]
     paged = torch.cat([lm.head(chunk) for chunk in _paged_chunks(lm, layers, ids, positions)], dim=1)
     _compare(lm, paged, expected, "its paged forward differs from its own, so some attention escapes the interface")
-    return Probe(states.final.shape[-1], expected.shape[-1], layers)
+    return Probe(final.shape[-1], expected.shape[-1], layers)
 
 
 def _paged_chunks(lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
@@ -84,14 +92,14 @@ def _paged_chunks(lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, pos
     )
     table = torch.zeros(1, 1, dtype=torch.int64, device=lm.device)
     chunks = []
-    for part in (slice(0, NUM_TOKENS - 2), slice(NUM_TOKENS - 2, NUM_TOKENS)):
+    for part in (slice(0, FIRST_CHUNK), slice(FIRST_CHUNK, NUM_TOKENS)):
         lengths = torch.tensor([part.stop - part.start], device=lm.device)
         context = PagedPass(pool, table, positions[part], lengths)
         chunks.append(lm.paged(ids[:, part], positions[None, part], context).final)
     return chunks
 
 
-def _check_layers(lm: CausalLM, recorder: Recorder) -> None:
+def check_layers(lm: CausalLM, recorder: Recorder) -> None:
     missing = [layer for layer in range(lm.num_layers) if layer not in recorder.shapes]
     if missing:
         raise UserError(refusal(lm, f"layer {missing[0]} has no attention that honours transformers' AttentionInterface"))
@@ -108,7 +116,9 @@ def _compare(lm: CausalLM, actual: torch.Tensor, expected: torch.Tensor, reason:
             f"{lm.name!r} gives logits that are not finite; its weights are corrupt, or {lm.dtype} is too narrow for it"
         )
     spread = expected.float().std() + 1e-6
-    if ((actual - expected).abs().max() / spread).item() > TOLERANCE[lm.dtype]:
+    # By token, and the median of them: in half precision a router near a tie may send a few tokens to other experts.
+    error = (actual - expected).abs().amax(dim=-1).median() / spread
+    if error.item() > TOLERANCE[lm.dtype]:
         raise UserError(refusal(lm, reason))
 
 

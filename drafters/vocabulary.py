@@ -16,6 +16,10 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(mapping, ensure_ascii=True).encode()).hexdigest()[:16]
 
 
+def template_hash(template: str | None) -> str:
+    return hashlib.sha256(json.dumps(template).encode()).hexdigest()[:16]
+
+
 def check_same_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
     """Raises a `UserError` that shows a token with two ids."""
     theirs, ours = draft.get_vocab(), target.get_vocab()

@@ -308,3 +308,37 @@ def test_inputs_are_left_alone(drafter, target, text):
     drafter.propose(inputs)
     for name in ("tokens", "starts", "lengths"):
         assert torch.equal(getattr(inputs, name), getattr(before, name))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+def test_half_precision_on_other_targets(tiny_target, kind, arch):
+    """bfloat16 throughout, as on an accelerator: laws stay float32 and what was drawn has mass."""
+    half = Target.load(tiny_target(arch), dtype=torch.bfloat16)
+    family, options = KINDS[kind]
+    drafter = FAMILIES[family].create(options, half, seed=0, token_counts=torch.ones(half.vocab_size).long())
+    drafter = drafter.to(device=half.device, dtype=torch.bfloat16).eval()
+    rows = [list(range(5, 14)), list(range(40, 45))]
+    tables = torch.arange(16).view(2, 8)
+    pool = drafter.new_pool(16, BLOCK, torch.device("cpu"), torch.bfloat16)
+    proposal = drafter.propose(inputs_for(drafter, half, rows, [0, 0], [3, 2], pool, temperature=1.0, tables=tables))
+    assert proposal.lengths.tolist() == [3, 2] and proposal.logits.dtype == torch.float32
+    drawn = proposal.logits.gather(2, proposal.tokens.clamp(min=0)[..., None])[..., 0]
+    assert torch.isfinite(drawn[proposal.tokens >= 0]).all()
+
+
+def test_autocast_trains_close_to_float32(tiny_target, text):
+    """bfloat16 autocast over float32 weights, as the trainer runs it."""
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    ids = torch.tensor([text[:60]])
+    for family, options in KINDS.values():
+        made = FAMILIES[family].create(options, target, seed=0, token_counts=torch.ones(target.vocab_size).long())
+        taps, _ = target.states(ids, torch.ones_like(ids), made.taps)
+        batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3)
+        exact = [step.hidden for step in made.unroll(batch)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough = [step.hidden for step in made.unroll(batch)]
+        sum(hidden.float().pow(2).sum() for hidden in rough).backward()
+        for one, other in zip(exact, rough):
+            assert (one - other.float()).pow(2).mean() < 0.02 * one.pow(2).mean()
