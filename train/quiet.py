@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 
 
 def quiet() -> None:
@@ -15,6 +16,8 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for name in ("DeepSpeed", "accelerate", "torch.distributed", "datasets", "peft"):
         logging.getLogger(name).addFilter(_errors_only)
+    # DeepSpeed calls collectives by the names they had before.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
     import datasets
     import transformers

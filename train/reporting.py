@@ -32,7 +32,7 @@ class MetricsFile:
 
 
 class Reporter(TrainerCallback):
-    """`batches_per_epoch` is in passes of all processes together."""
+    """Writes on rank 0 only; counts time and stops on every rank alike."""
 
     def __init__(self, folder: RunFolder, clock: Clock, *, steps_per_epoch: float, label: str):
         self.folder = folder
@@ -81,6 +81,9 @@ class Reporter(TrainerCallback):
             self.note = note_of(logs) or self.note
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+        if args.world_size > 1:
+            # Every rank has written its part.
+            torch.distributed.barrier()
         if state.is_world_process_zero:
             self.folder.complete(step=state.global_step, elapsed_s=self.clock.elapsed_s)
 

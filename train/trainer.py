@@ -122,6 +122,8 @@ class DraftTrainer(Trainer):
         self.model.train()
         metrics = {} if evaluation is None else {f"eval_{name}": value for name, value in evaluation.figures().items()}
         self.log(metrics)
+        # Also what marks this step as evaluated.
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -147,7 +149,7 @@ def once_each(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def gather_into(spare: torch.nn.Module, partitioned: torch.nn.Module) -> None:
     """Under ZeRO-3 each rank holds a part of every weight, and hooks that let go of gathered ones: a copy is safe to use."""
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     parameters = list(partitioned.parameters())
     with torch.no_grad(), GatheredParameters(parameters):

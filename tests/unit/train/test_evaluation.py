@@ -55,7 +55,7 @@ def draw(weights: list[float], random: Random) -> int:
 
 
 def speculate(p: list[list[float]], q: list[list[list[float]]], random: Random, *, num_tokens: int, k: int) -> int:
-    """Rounds of true rejection sampling until `num_tokens` are out after token 0. `p[v]` follows v, `q[s][v]` drafts at depth s."""
+    """Rounds of rejection sampling that put `num_tokens` out after token 0. `p[v]` follows v, `q[s][v]` drafts at depth s."""
     out, rounds = [0], 0
     while len(out) < 1 + num_tokens:
         rounds += 1

@@ -1,0 +1,197 @@
+"""Whole training runs in this process, on a tiny target."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith import cli
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptions
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train import session, trainer
+from draftsmith.train.config import OptimConfig, TrainConfig
+from draftsmith.train.run import run
+
+FAST = OptimConfig(lr=1e-2)
+
+
+@pytest.fixture
+def configure(tiny_target, write_data, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """A `TrainConfig` for answers of the tiny Llama."""
+    folder = tiny_target("llama")
+    target = Target.load(folder)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(24)]
+    answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=24)
+    rows = [
+        {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
+        for n, (prompt, answer) in enumerate(zip(prompts, answers))
+    ]
+    data = write_data(rows, provenance={"target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0})
+
+    def config(family: str = "eagle3", **changes: object) -> TrainConfig:
+        values = {"target": folder, "data": str(data), "out": str(tmp_path / "draft"), "dtype": "float32", "held_out": 0.2}
+        return TrainConfig(family=family, **values | {"steps": 40, "log_every": 5, "batch_size": 8, "optim": FAST} | changes)
+
+    return config
+
+
+def metrics(config: TrainConfig) -> list[dict]:
+    return [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("eagle3", {"eagle3": Eagle3Options(draft_vocab_size=200)}), ("mtp", {}), ("draft-lm", {})]
+)
+def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
+    config = configure(family, **options)
+    run(config)
+    first, *_, last = metrics(config)
+    assert last["loss"] < 0.8 * first["loss"]
+    assert last["alpha_1"] > first["alpha_1"] + 0.05
+    assert 1.0 < last["tau"] < 1 + config.unroll.steps
+    record = checkpoint.read_metadata(config.out)
+    assert record["family"] == family and record["training"]["steps"] == 40
+    (evaluation,) = record["evaluation"]
+    assert evaluation["temperature"] == 1.0 and evaluation["tau"]["low"] <= evaluation["tau"]["value"]
+    target = Target.load(config.target)
+    # The draft on disk is the one that was evaluated.
+    corpus = session.load_corpus(config, target)
+    again = session.evaluate_held_out(config, target, corpus, checkpoint.load(config.out, target))
+    assert again.tau.value == pytest.approx(evaluation["tau"]["value"], rel=1e-5)
+
+
+def test_mass_outside_the_draft_vocabulary_is_told(configure):
+    config = configure(eagle3=Eagle3Options(draft_vocab_size=30), steps=5)
+    run(config)
+    assert metrics(config)[-1]["outside"] > 0.02
+    full = configure(out=config.out + "-full", steps=5)
+    run(full)
+    assert metrics(full)[-1]["outside"] == 0.0
+
+
+def test_a_lost_run_stops_with_one_sentence_and_keeps_its_checkpoint(configure, monkeypatch):
+    config = configure(steps=40, save_every=10)
+    calls = 0
+    honest = trainer.unrolled_loss
+
+    def lost_after_25(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        unrolled = honest(*arguments, **options)
+        return unrolled._replace(total=unrolled.total * float("nan")) if calls > 25 else unrolled
+
+    monkeypatch.setattr(trainer, "unrolled_loss", lost_after_25)
+    with pytest.raises(UserError, match=r"diverged by step 30 .*checkpoint-20; lower optim.lr"):
+        run(config)
+    monkeypatch.setattr(trainer, "unrolled_loss", honest)
+    run(config)
+    lines = metrics(config)
+    assert [line["step"] for line in lines] == [1, *range(5, 41, 5)] and lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_the_clock_ends_the_run_and_the_schedule(configure):
+    config = configure(steps=None, minutes=0.03)
+    begun_s = time.monotonic()
+    run(config)
+    assert time.monotonic() - begun_s < 30
+    last = metrics(config)[-1]
+    assert last["elapsed_s"] >= 1.8
+    assert last["learning_rate"] < 0.2 * config.optim.lr
+
+
+def test_held_out_text_is_evaluated_while_training(configure):
+    config = configure(steps=20, eval_every=10)
+    run(config)
+    evaluated = [line for line in metrics(config) if "eval_tau" in line]
+    assert [line["step"] for line in evaluated] == [10, 20]
+    assert evaluated[1]["eval_tau"] == pytest.approx(
+        checkpoint.read_metadata(config.out)["evaluation"][0]["tau"]["value"], rel=1e-5
+    )
+
+
+def test_merged_lora_is_the_trained_model(configure, tiny_target, monkeypatch):
+    start = tiny_target("llama", 1)
+    config = configure("draft-lm", draft_lm=DraftLmOptions(init=start, lora=LoraOptions(rank=2)), steps=10)
+    trained = []
+    save = checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda drafter, *rest, **options: (trained.append(drafter), save(drafter, *rest, **options))
+    )
+    run(config)
+    target = Target.load(config.target)
+    ids = torch.randint(3, 288, (2, 10), generator=torch.Generator().manual_seed(0))
+    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=None, num_steps=1)
+
+    @torch.no_grad()
+    def logits(drafter: torch.nn.Module) -> torch.Tensor:
+        (step,) = drafter.unroll(batch)
+        return step.hidden @ drafter.head_weight().T
+
+    merged = logits(checkpoint.load(config.out, target))
+    assert torch.allclose(merged, logits(trained[0].eval()), atol=1e-4)
+    # Control: training moved it away from where it began.
+    untrained = session.FAMILIES["draft-lm"].create(DraftLmOptions(init=start), target, seed=0)
+    assert not torch.allclose(merged, logits(untrained), atol=1e-2)
+    assert not list(Path(config.out).glob("adapter*"))
+
+
+def test_weights_of_the_target_are_not_trained(configure):
+    config = configure(steps=1)
+    target = Target.load(config.target)
+    corpus = session.load_corpus(config, target)
+    place = session.find_place("float32")
+    trainee = trainer.Trainee(session.new_drafter(config, place, target, corpus), target, config.unroll)
+    owned = {parameter.data_ptr() for parameter in trainee.parameters()}
+    assert owned and not owned & {parameter.data_ptr() for parameter in target.model.parameters()}
+
+
+def test_going_on_with_other_options_is_refused(configure):
+    run(configure(steps=5))
+    with pytest.raises(UserError, match=r"optim.lr: 0.01 -> 0.5"):
+        run(configure(steps=10, optim=OptimConfig(lr=0.5)))
+    run(configure(steps=5, optim=OptimConfig(lr=0.02), resume=False))
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert cli.main(["train", *arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0, said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("eagle9",), "eagle9"),
+        (("eagle3", "optim.lrr=1"), "unknown option 'optim.lrr'; did you mean 'optim.lr'?"),
+        (("eagle3", "--steps", "many"), "option 'steps' is 'many'"),
+        (("eagle3", "--steps", "0"), "'steps' is 0"),
+        (("eagle3", "mtp.intermediate_size=4"), "options under 'mtp' are given but the family is 'eagle3'"),
+        (("eagle3", "optim.schedule=staircase"), "must be one of cosine, linear, constant"),
+        (("eagle3", "unroll.steps=0"), "unroll.steps"),
+        (("eagle3", "optim.warmup=2"), "between 0 and 1"),
+        (("eagle3", "--deepspeed", "no/such.json"), "DeepSpeed config 'no/such.json' does not exist"),
+    ],
+)
+def test_bad_options_are_one_sentence(arguments, said, configure, capsys):
+    config = configure()
+    common = ("--target", config.target, "--data", config.data, "--out", config.out)
+    assert said in error_of(capsys, *arguments, *common)
+
+
+def test_bad_folders_are_one_sentence(configure, capsys, tmp_path):
+    config = configure()
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "no/such/target" in error_of(capsys, "mtp", "--target", "no/such/target", "--data", config.data, "--out", config.out)
+    assert "is not a folder" in error_of(capsys, "mtp", "--target", config.target, "--data", "no/such", "--out", config.out)
+    assert "is a file" in error_of(capsys, "mtp", "--target", config.target, "--data", config.data, "--out", str(file))
