@@ -25,7 +25,7 @@ class Comparison(NamedTuple):
     """Paired by request: `gain` is the mean over requests of the mean difference over their positions."""
 
     gain: float
-    p_value: float  # bound on the chance of so much gain if there were none
+    p_value: float  # bound on the chance of so much gain, or loss if it is one, if there were no difference
     requests: int
     positions: int
     first: float  # mean over positions
@@ -36,14 +36,14 @@ def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Compar
     """Does `second` exceed `first`? One array a request, the same positions in both.
 
     If neither is better, swapping their names changes nothing, so that each request's difference d is as likely as -d.
-    Then P(sum d >= s) <= exp(-s^2 / (2 sum d^2)) whatever the sizes of the differences and however few they are.
+    Then P(sum d >= s) <= exp(-s^2 / (2 sum d^2)), and so for -s, whatever the sizes of the differences and however few.
     """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a)]
     if not pairs:
         return Comparison(0.0, 1.0, 0, 0, math.nan, math.nan)
     differences = np.array([float(np.mean(b - a)) for a, b in pairs])
     total, square = float(differences.sum()), float((differences**2).sum())
-    p_value = math.exp(-(total**2) / (2 * square)) if total > 0 and square > 0 else 1.0
+    p_value = math.exp(-(total**2) / (2 * square)) if square > 0 else 1.0
     everything = [np.concatenate(side) for side in zip(*pairs, strict=True)]
     return Comparison(
         float(differences.mean()),

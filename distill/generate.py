@@ -18,7 +18,7 @@ from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.place import load_target
 from draftsmith.distill.prompts import Prompt
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.kernels.laws import top_law
 from draftsmith.progress import Progress
@@ -128,7 +128,7 @@ def describe(config: GenerateConfig, target: Target, prompts: list[Prompt]) -> d
         "target": config.target,
         "target_revision": target.revision,
         "tokenizer_hash": tokenizer_hash(tokenizer),
-        "template_hash": _digest(tokenizer.chat_template),
+        "template_hash": template_hash(tokenizer.chat_template),
         "prompts": config.prompts,
         "prompts_hash": _digest([prompt.ids for prompt in prompts]),
         "count": len(prompts),

@@ -43,6 +43,7 @@ class Daemon:
         self.saves = StateFolder(self.root)
         self.counters, self.fresh, self.window, self.open = Counters(), [], [], OpenRequests()
         self.since_watch = 0  # held-out texts since the last look at the live version
+        self.is_gate_due = False  # stays set when a full disk prevented a publication
         self.saved_s = self.retained_s = self.active_s = time.monotonic()
         self.report: UpdateReport | None = None
         self.watched: Watched | None = None
@@ -64,9 +65,11 @@ class Daemon:
     # The loop.
 
     def loop(self, stop: threading.Event) -> None:
+        self.active_s = time.monotonic()
         while not stop.is_set() and not self.is_done():
-            busy = self.guarded(self.cycle)
-            if not busy:
+            if self.guarded(self.cycle):
+                self.active_s = time.monotonic()
+            else:
                 stop.wait(self.config.poll_s)
         if not stop.is_set() and self.config.until_idle_s is not None:
             self.guarded(self.finish)
@@ -79,7 +82,9 @@ class Daemon:
             self.sort_in(text)
         if self.fresh:
             self.update()
-        self.gate()
+            self.is_gate_due = True
+        if self.is_gate_due:
+            self.gate()
         self.show()
 
     def is_done(self) -> bool:
@@ -102,8 +107,9 @@ class Daemon:
         has_update = len(self.fresh) >= self.config.learn.fresh
         if has_update:
             self.update()
-            if self.counters.updates % self.config.gate.every == 0:
-                self.gate()
+            self.is_gate_due |= self.counters.updates % self.config.gate.every == 0
+        if self.is_gate_due:
+            self.gate()
         if self.since_watch >= self.config.gate.requests:
             self.watch()
         if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
@@ -124,9 +130,7 @@ class Daemon:
         self.open.add(own)
         for text in self.open.take(idle_s=self.config.idle_s):
             self.sort_in(text)
-        if reading.records:
-            self.active_s = time.monotonic()
-        return reading.more
+        return bool(reading.records)
 
     def sort_in(self, text: ServedText) -> None:
         if is_held_out(text, self.config.gate.held_out):
@@ -169,15 +173,17 @@ class Daemon:
             self.counters.gate_looks = looks
         if decision.decision == "accept":
             self.publish(decision)
+            self.is_gate_due = False
             return
+        self.is_gate_due = False
         self.decided(decision)
         if decision.decision == "refuse" or self.has_fallen_behind(decision):
             self.start_over()
 
     def has_fallen_behind(self, decision: Decision) -> bool:
-        """A candidate far below the live draft would take long to come back; the live draft is the better start."""
+        """A candidate that is worse with evidence would take long to come back; the live draft is the better start."""
         comparison = decision.comparison
-        return comparison is not None and comparison.gain < -self.config.gate.drop
+        return comparison is not None and comparison.gain < 0 and comparison.p_value <= self.config.gate.error
 
     def publish(self, decision: Decision) -> None:
         self.save()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
@@ -24,6 +25,8 @@ def device_of(name: str) -> torch.device:
 
 def load_target(path: str, *, dtype: str, device: str) -> Target:
     """`auto` is the checkpoint's own precision, but float32 on a CPU, where half precision is slow or inexact."""
+    # Commands show one progress line, their own.
+    transformers_logging.disable_progress_bar()
     place = device_of(device)
     auto = torch.float32 if place.type == "cpu" else "auto"
     return Target.load(path, dtype=DTYPES.get(dtype, auto), device=place)
