@@ -20,7 +20,7 @@ from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.metrics import ServerMetrics
 from draftsmith.serve.protocol import ChatRequest, CompletionRequest, Generation
 from draftsmith.serve.request import FinishReason
-from draftsmith.serve.responses import Responder, chat_responder, completion_responder, error_body
+from draftsmith.serve.responses import Extras, Responder, chat_responder, completion_responder, error_body
 from draftsmith.serve.scheduler import QueueFull
 from draftsmith.serve.tokens import chat_prompt, completion_prompts
 from draftsmith.version import __version__
@@ -88,19 +88,21 @@ def create_app(server: Server) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         server.check_model(body.model)
         prompts = completion_prompts(body.prompt, server.tokenizer)
-        responder = completion_responder(
-            server.model, server.tokenizer, report=body.speculation.report, as_ids=body.return_tokens_as_token_ids
-        )
+        responder = completion_responder(server.model, server.tokenizer, _extras(body))
         return await _answer(server, request, body, prompts, responder)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         server.check_model(body.model)
         prompt = chat_prompt([message.plain() for message in body.messages], server.tokenizer)
-        responder = chat_responder(server.model, server.tokenizer, report=body.speculation.report)
+        responder = chat_responder(server.model, server.tokenizer, _extras(body))
         return await _answer(server, request, body, [prompt], responder)
 
     return app
+
+
+def _extras(body: Generation) -> Extras:
+    return Extras(body.speculation.report, bool(body.return_token_ids), bool(body.return_tokens_as_token_ids))
 
 
 async def _answer(server: Server, request: Request, body: Generation, prompts: list[list[int]], responder: Responder) -> Response:
@@ -158,7 +160,7 @@ async def _stream(
                 yield _event(responder.chunk([opening]))
         async for index, request, update in exchange.events():
             # Also without text (half a character, say): a client measures the arrival of tokens by it.
-            yield _event(responder.chunk([responder.delta(index, request, update)]))
+            yield _event(responder.update(index, request, update))
             if update.finish_reason is not None:
                 server.metrics.finished(request)
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)

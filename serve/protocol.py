@@ -47,6 +47,8 @@ class Generation(Wire):
     user: str | None = None
     speculation: Speculation = Field(default_factory=Speculation)
     request_class: str = ""
+    return_token_ids: bool | None = None  # as vLLM: each choice also carries its tokens
+    return_tokens_as_token_ids: bool | None = None  # as vLLM: tokens of logprobs are named "token_id:17"
 
     presence_penalty: Literal[0, 0.0] | None = None
     frequency_penalty: Literal[0, 0.0] | None = None
@@ -100,7 +102,6 @@ class Generation(Wire):
 class CompletionRequest(Generation):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    return_tokens_as_token_ids: bool = False  # as vLLM: tokens of logprobs are named "token_id:17", which text cannot confuse
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Annotated[int, Field(ge=1)] | None = None

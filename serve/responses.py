@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from draftsmith.serve.request import FinishReason, Request, SpeculationStats, TokenLogprob, Update
 
@@ -51,14 +51,21 @@ def finish_name(reason: FinishReason | None) -> str | None:
     return None if reason is None else reason.value
 
 
+class Extras(NamedTuple):
+    """What a request asked for beyond OpenAI's fields."""
+
+    report: bool = False  # what became of the drafts
+    token_ids: bool = False  # each choice also carries its tokens
+    name_by_id: bool = False  # tokens of logprobs are named "token_id:17", which text cannot confuse
+
+
 @dataclass
 class Responder:
     """Shared by both endpoints: identity of the response, usage, the optional report."""
 
     model: str
     vocabulary: Vocabulary
-    report: bool
-    as_ids: bool = False  # name tokens of logprobs by id
+    extras: Extras
     prefix: str = "cmpl"
     whole: str = "text_completion"
     piece: str = "text_completion"
@@ -73,28 +80,35 @@ class Responder:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def body(self, requests: Sequence[Request], num_prompts: int) -> Body:
-        choices = [self.choice(index, request) for index, request in enumerate(requests)]
+        choices = [self.choice(index, request) | self.tokens(request.output) for index, request in enumerate(requests)]
         body = {**self.head(self.whole), "choices": choices, "usage": usage(requests, num_prompts)}
         return body | self.metrics(requests)
 
     def metrics(self, requests: Sequence[Request]) -> Body:
-        if not self.report:
+        if not self.extras.report:
             return {}
         # As vLLM: one report belongs to one choice, and several choices have none.
         single = requests[0] if len(requests) == 1 else None
         return {"metrics": {"speculative_decoding": single and speculation_report(single.speculation, single.k)}}
 
+    def tokens(self, tokens: list[int]) -> Body:
+        return {"token_ids": tokens} if self.extras.token_ids else {}
+
     def chunk(self, choices: list[Body]) -> Body:
         return {**self.head(self.piece), "choices": choices}
 
+    def update(self, index: int, request: Request, update: Update) -> Body:
+        """The chunk of one round."""
+        return self.chunk([self.delta(index, request, update) | self.tokens(update.tokens)])
+
     def closing(self, requests: Sequence[Request], num_prompts: int, *, with_usage: bool) -> Body | None:
         """The chunk without choices that ends a stream, if the client asked for what it holds."""
-        if not with_usage and not self.report:
+        if not with_usage and not self.extras.report:
             return None
         return self.chunk([]) | ({"usage": usage(requests, num_prompts)} if with_usage else {}) | self.metrics(requests)
 
     def token(self, token: int) -> str:
-        return f"token_id:{token}" if self.as_ids else self.vocabulary.decode([token])
+        return f"token_id:{token}" if self.extras.name_by_id else self.vocabulary.decode([token])
 
     def choice(self, index: int, request: Request) -> Body:
         raise NotImplementedError
@@ -176,12 +190,12 @@ class ChatResponder(Responder):
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
-def completion_responder(model: str, vocabulary: Vocabulary, *, report: bool, as_ids: bool = False) -> Responder:
-    return CompletionResponder(model, vocabulary, report, as_ids)
+def completion_responder(model: str, vocabulary: Vocabulary, extras: Extras) -> Responder:
+    return CompletionResponder(model, vocabulary, extras)
 
 
-def chat_responder(model: str, vocabulary: Vocabulary, *, report: bool) -> Responder:
-    return ChatResponder(model, vocabulary, report, prefix="chatcmpl", whole="chat.completion", piece="chat.completion.chunk")
+def chat_responder(model: str, vocabulary: Vocabulary, extras: Extras) -> Responder:
+    return ChatResponder(model, vocabulary, extras, prefix="chatcmpl", whole="chat.completion", piece="chat.completion.chunk")
 
 
 def error_body(message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> Body:

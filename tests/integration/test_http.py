@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.target import Target
+from draftsmith.serve.config import EngineConfig
+
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+PROMPT = "def draft(self, tokens):\n    return"
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(target: Target, live_server: Callable) -> Any:
+    return live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_client_lists_the_model(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_openai_client_completes_and_streams_the_same(client: openai.OpenAI, target: Target) -> None:
+    whole = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=12, extra_body={"ignore_eos": True})
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            temperature=0,
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+    )
+    ids = target.tokenizer()(PROMPT)["input_ids"]
+    expected = target.tokenizer().decode(target.answer([ids], max_new_tokens=12, ignore_eos=True)[0])
+    assert whole.choices[0].text == expected
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert whole.usage == chunks[-1].usage
+    assert whole.usage.prompt_tokens == len(ids) and whole.usage.completion_tokens == 12
+
+
+def test_openai_client_chats_and_streams_the_same(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "print the names"}]
+    options = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 9}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert whole.choices[0].message.role == "assistant" and whole.object == "chat.completion"
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_a_stream_ends_with_done(server: Any) -> None:
+    with server.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line[6:])["object"] == "text_completion" for line in lines[:-1])
+
+
+def test_several_prompts_and_choices_come_in_order(server: Any) -> None:
+    prompts = ["import os", PROMPT]
+    together = server.complete(prompts, n=2, seed=5, temperature=0.8, max_tokens=8, return_token_ids=True).json()
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
+    for number, prompt in enumerate(prompts):
+        alone = server.complete(prompt, seed=5, temperature=0.8, max_tokens=8, return_token_ids=True).json()
+        assert together["choices"][2 * number]["token_ids"] == alone["choices"][0]["token_ids"]
+    assert together["choices"][0]["token_ids"] != together["choices"][1]["token_ids"]
+    assert together["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in together["choices"])
+
+
+def test_prompts_may_be_token_ids(server: Any, target: Target) -> None:
+    ids = target.tokenizer()(PROMPT)["input_ids"]
+    texts = [server.complete(prompt, **GREEDY).json()["choices"][0]["text"] for prompt in (PROMPT, ids, [ids])]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_logprobs_of_both_endpoints(client: openai.OpenAI) -> None:
+    text = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=5, logprobs=2, temperature=0).choices[0]
+    assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == len(text.logprobs.top_logprobs) == 5
+    # Greedy takes the likeliest token, so nothing in the list beats it.
+    assert all(max(top.values()) == own for top, own in zip(text.logprobs.top_logprobs, text.logprobs.token_logprobs))
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=4, logprobs=True, top_logprobs=3
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == chat.usage.completion_tokens
+    assert all(len(entry.top_logprobs) == 3 for entry in content)
+
+
+def test_a_stop_string_is_not_part_of_the_answer(server: Any) -> None:
+    whole = server.complete(PROMPT, **GREEDY).json()["choices"][0]["text"]
+    stop = next(c for c in whole[2:] if c.isascii() and c.isprintable())
+    choice = server.complete(PROMPT, **GREEDY, stop=[stop]).json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["text"] == whole[: whole.index(stop)]
+    streamed = ""
+    body = {"model": "tiny", "prompt": PROMPT, **GREEDY, "stop": stop, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                streamed += json.loads(line[6:])["choices"][0]["text"]
+    assert streamed == choice["text"]
+
+
+def test_speculation_is_reported_when_asked(server: Any) -> None:
+    body = server.complete([7, 8, 9, 7, 8, 9, 7, 8], **{**GREEDY, "max_tokens": 30}, speculation={"report": True}).json()
+    report = body["metrics"]["speculative_decoding"]
+    assert report["num_committed_tokens"] == 30
+    assert len(report["acceptance_histogram"]) == report["num_spec_tokens"] + 1 == 4
+    assert sum(report["acceptance_histogram"]) == report["num_spec_steps"] == len(report["per_step_drafted"]) > 0
+    assert sum(report["per_step_accepted"]) == report["num_accepted_draft_tokens"] <= report["num_draft_tokens"]
+    off = server.complete(PROMPT, **GREEDY, speculation={"k": 0, "report": True}).json()["metrics"]["speculative_decoding"]
+    assert off["num_spec_steps"] == 0 and off["num_target_passes"] == 12
+    assert "metrics" not in server.complete(PROMPT, **GREEDY).json()
+
+
+BAD = [
+    ({"flavour": 1}, "flavour"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 9999}, None),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"logit_bias": {"3": 1}}, "logit_bias"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 3}, None),
+    ({"logprobs": 50}, "logprobs"),
+    ({"stop": [""]}, None),
+    ({"stream_options": {"include_usage": True}}, None),
+    ({"speculation": {"depth": 3}}, None),
+    ({"speculation": {"k": 100}}, None),
+    ({"prompt": ""}, None),
+    ({"prompt": []}, None),
+    ({"prompt": [99999]}, None),
+    ({"prompt": "x" * 1000}, None),
+    ({"prompt": None}, "prompt"),
+]
+
+
+@pytest.mark.parametrize("change, param", BAD, ids=[str(change)[:40] for change, _ in BAD])
+def test_bad_input_is_an_openai_error_of_one_sentence(change: dict, param: str | None, server: Any) -> None:
+    response = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", **change})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"] and "\n" not in error["message"]
+    assert param is None or error["param"] == param
+    # The server goes on.
+    assert server.complete("hi", max_tokens=1).status_code == 200
+
+
+CHAT_BAD = [
+    {"messages": []},
+    {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
+    {"tools": []},
+    {"top_logprobs": 2},
+    {"response_format": {"type": "json_object"}},
+    {"max_tokens": 3, "max_completion_tokens": 4},
+]
+
+
+@pytest.mark.parametrize("change", CHAT_BAD, ids=[str(change)[:40] for change in CHAT_BAD])
+def test_bad_chat_input_is_refused(change: dict, server: Any) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **change}
+    response = server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content, headers", [
+    (b"{bad", {"content-type": "application/json"}),
+    (b"{bad", {}),
+    (b"[1]", {"content-type": "application/json"}),
+    (b"", {"content-type": "application/json"}),
+    (b"\xff\xfe", {"content-type": "application/json"}),
+])  # fmt: skip
+def test_what_is_no_json_object_is_refused(content: bytes, headers: dict, server: Any) -> None:
+    response = server.http.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_other_models_and_paths_are_not_found(server: Any) -> None:
+    missing = server.http.post("/v1/completions", json={"model": "other", "prompt": "x"})
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+    for response in (server.http.get("/v1/nothing"), server.http.get("/v1/completions")):
+        assert response.status_code in (404, 405) and response.json()["error"]["message"]
+
+
+def test_a_tokenizer_without_chat_template_refuses_chat(tiny_target: Callable[..., str], live_server: Callable) -> None:
+    target = Target.load(tiny_target("llama"))
+    target.tokenizer().chat_template = None
+    server = live_server(target, None, EngineConfig())
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    response = server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_cancels_its_request(stream: bool, target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig(max_batch=1))
+    stats = server.engine.stats
+    # So slow a pass that the answer cannot be done before the client leaves.
+    step = server.engine.step
+    server.engine.step = lambda: (time.sleep(0.05), step())[1]
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    with httpx.Client(base_url=server.url, timeout=0.7) as client, pytest.raises(httpx.TimeoutException):
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                for count, _ in enumerate(response.iter_lines()):
+                    if count == 3:
+                        raise httpx.ReadTimeout("the reader has had enough")
+        else:
+            client.post("/v1/completions", json=body)
+    wait_until(lambda: stats.finished["abort"] == 1)
+    assert not server.engine.scheduler.busy
+    assert server.engine.scheduler.blocks.num_free == server.engine.scheduler.blocks.num_usable
+
+
+def test_a_full_queue_answers_503(target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig(max_batch=1, max_queue=2))
+    response = server.complete(["a", "b", "c", "d", "e"], max_tokens=100, ignore_eos=True)
+    assert response.status_code == 503 and response.json()["error"]["code"] == "overloaded"
+    assert server.complete("a", max_tokens=2).status_code == 200
+
+
+def test_an_api_key_is_asked_for_where_one_is_set(target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig(), api_key="secret")
+    assert server.complete("x").status_code == 401
+    assert server.complete("x").json()["error"]["code"] == "invalid_api_key"
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+def test_metrics_count_what_happened(target: Target, live_server: Callable) -> None:
+    server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3))
+    body = server.complete([7, 8, 9] * 5, **{**GREEDY, "max_tokens": 40}, speculation={"report": True}).json()
+    report = body["metrics"]["speculative_decoding"]
+    assert server.metric("vllm:spec_decode_num_drafts_total") == report["num_spec_steps"] > 0
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") == report["num_draft_tokens"]
+    accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    assert report["num_accepted_draft_tokens"] - 3 <= accepted <= report["num_accepted_draft_tokens"]
+    assert server.metric("vllm:generation_tokens_total") == 40
+    assert server.metric("vllm:prompt_tokens_total") == 15
+    assert server.metric("vllm:request_success_total", finished_reason="length") == 1
+    assert server.metric("vllm:time_to_first_token_seconds_count") == 1
+    offered = [server.metric("draftsmith_offered_total", position=str(i)) for i in range(3)]
+    reached = [server.metric("draftsmith_reached_total", position=str(i)) for i in range(3)]
+    assert sum(offered) == report["num_draft_tokens"] and offered[0] == reached[0]
+    assert all(r <= o for r, o in zip(reached, offered))
+    assert sum(server.metric("draftsmith_time_seconds_total", phase=p) for p in ("draft", "verify", "sample", "host")) > 0
+
+
+def test_health_and_version(server: Any) -> None:
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/version").json()["version"]
