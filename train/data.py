@@ -56,7 +56,7 @@ def read_corpus(folder: str | Path, *, max_length: int, vocab_size: int, held_ou
     """Reads and checks the folder. `vocab_size` is the target's; ids beyond it mean another tokenizer."""
     folder = Path(folder)
     provenance = read_json(folder / "provenance.json", "data provenance") if (folder / "provenance.json").is_file() else {}
-    rows = _open(folder)
+    rows = open_rows(folder)
     sequences, splits, cut, empty = [], [], 0, 0
     for number, row in enumerate(rows):
         cut += len(row["input_ids"]) > max_length
@@ -169,7 +169,8 @@ def batches_per_epoch(num_sequences: int, batch_size: int) -> int:
     return -(-num_sequences // batch_size)
 
 
-def _open(folder: Path) -> Any:
+def open_rows(folder: Path) -> Any:
+    """The folder's rows as a `datasets.Dataset` of the columns that training reads."""
     import datasets
 
     if not folder.is_dir():
