@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draftsmith.drafters import unroll
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -134,6 +135,22 @@ def test_the_depth_matters_to_heads_alone(drafter, target, text):
     at_zero, at_two = (unrolled_logits(drafter, target, text[:70], depth, offset).softmax(-1) for depth in (0, 2))
     difference = float((at_zero - at_two).abs().max())
     assert difference > 1e-3 if drafter.taps else difference == 0
+
+
+def test_long_texts_give_the_same_states_and_gradients(drafter, target, text, monkeypatch):
+    """Beyond `LONG` the attention weights are recomputed in the backward pass."""
+    ids = torch.tensor([text])
+    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
+    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3)
+    found = []
+    for limit in (LENGTH, LENGTH - 1):
+        monkeypatch.setattr(unroll, "LONG", limit)
+        drafter.zero_grad()
+        sum(step.hidden.pow(2).sum() for step in drafter.unroll(batch)).backward()
+        found.append([parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None])
+    drafter.zero_grad()
+    for kept, recomputed in zip(*found, strict=True):
+        torch.testing.assert_close(kept, recomputed)
 
 
 @torch.no_grad()
