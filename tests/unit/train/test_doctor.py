@@ -1,0 +1,257 @@
+"""Every defect that doctor knows is planted, found under its name, and gone when the thing is sound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
+from draftsmith.files import read_json, write_json
+from draftsmith.train.checkup.data import Row, check_ends, check_masks, check_start, rendered
+from draftsmith.train.checkup.memory import compare
+from draftsmith.train.doctor import run
+from draftsmith.train.doctor_config import DoctorConfig
+
+
+@pytest.fixture
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture
+def diagnose(target: Target, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, dict[str, str]]]:
+    """Findings by check; the exit status must agree with them."""
+
+    def examine(**options: Any) -> dict[str, dict[str, str]]:
+        capsys.readouterr()
+        status = run(DoctorConfig(**{"target": target.name, "json": True, **options}))
+        report = json.loads(capsys.readouterr().out)
+        assert status == (1 if report["fail"] else 0)
+        assert len(report["findings"]) == report["ok"] + report["warn"] + report["fail"]
+        assert all(finding["mend"] for finding in report["findings"] if finding["status"] != "ok")
+        return {finding["check"]: finding for finding in report["findings"]}
+
+    return examine
+
+
+@pytest.fixture
+def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
+    """A folder as `generate` writes it: the target's own answers, unless rows are given."""
+
+    def make(rows: list[Row] | None = None, temperature: float = 1.0, **provenance: Any) -> str:
+        folder = tmp_path / f"data-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        rows = own_rows(target, temperature) if rows is None else rows
+        columns = {
+            "input_ids": [row.input_ids for row in rows],
+            "loss_mask": [[int(bit) for bit in row.loss_mask] for row in rows],
+        }
+        types = {"input_ids": pyarrow.list_(pyarrow.int32()), "loss_mask": pyarrow.list_(pyarrow.int8())}
+        table = pyarrow.table({name: pyarrow.array(column, types[name]) for name, column in columns.items()})
+        pyarrow.parquet.write_table(table, folder / "part-00000.parquet")
+        record = {
+            "target": target.name, "target_revision": target.revision, "tokenizer_hash": tokenizer_hash(target.tokenizer()),
+            "template_hash": template_hash(target.tokenizer().chat_template), "temperature": temperature, "complete": True,
+        }  # fmt: skip
+        write_json(folder / "provenance.json", record | provenance)
+        return str(folder)
+
+    return make
+
+
+def own_rows(target: Target, temperature: float) -> list[Row]:
+    prompts = [[5 + index, 9, 14] for index in range(12)]
+    answers = target.answer(prompts, max_new_tokens=24, temperature=temperature)
+    return [Row(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers, strict=True)]
+
+
+def save_eagle3(folder: Path, target: Target, **options: Any) -> str:
+    counts = torch.arange(target.vocab_size, 0, -1)
+    drafter = Eagle3.create(Eagle3Options(taps=(1, 2, 3), **options), target, seed=0, token_counts=counts)
+    checkpoint.save(drafter, folder, target)
+    return str(folder)
+
+
+def test_sound_input_has_no_complaint_but_the_missing_evaluation(
+    target: Target, diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
+) -> None:
+    found = diagnose(draft=save_eagle3(tmp_path / "draft", target), data=make_data())
+    complaints = {check for check, finding in found.items() if finding["status"] != "ok"}
+    assert complaints <= {"draft.evaluation", "draft.alpha", "data.ends"}, found
+    assert {"target.attention", "draft.taps", "memory.serving", "memory.training", "data.text", "data.law"} <= found.keys()
+    assert "raw layer ids [1, 2, 3] of 4" in found["draft.taps"]["what"]
+
+
+def test_a_table_for_people(diagnose: Callable[..., Any], target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(DoctorConfig(target="gone")) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("fail  target.loads  model 'gone' cannot be loaded")
+    assert "-> check the path or Hub id" in shown and shown.endswith("0 ok, 0 warn, 1 fail\n")
+
+
+def test_a_target_that_holds_nan_fails(diagnose: Callable[..., Any], target: Target, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(target.name, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][200:] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    found = diagnose(target=str(broken))
+    assert any(finding["status"] == "fail" for finding in found.values()), found
+
+
+def test_a_draft_of_another_vocabulary_fails(
+    diagnose: Callable[..., Any], tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    other = Target.load(tiny_target("other_vocab"))
+    found = diagnose(draft=save_eagle3(tmp_path / "draft", other))
+    assert found["draft.loads"]["status"] == "fail" and "288" in found["draft.loads"]["what"]
+
+
+def test_a_draft_with_nan_fails(diagnose: Callable[..., Any], target: Target, tmp_path: Path) -> None:
+    draft = Path(save_eagle3(tmp_path / "draft", target))
+    tensors = load_file(draft / "model.safetensors")
+    tensors["fc.weight"][0, 0] = float("nan")
+    save_file(tensors, draft / "model.safetensors")
+    found = diagnose(draft=str(draft))
+    assert found["draft.loads"]["status"] == "fail" and "'fc.weight'" in found["draft.loads"]["what"]
+
+
+def test_a_draft_of_other_weights_is_warned_of(
+    diagnose: Callable[..., Any], tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    found = diagnose(draft=save_eagle3(tmp_path / "draft", Target.load(tiny_target("llama", seed=1))))
+    assert found["draft.target"]["status"] == "warn"
+    assert found["draft.evaluation"]["status"] == "warn"
+
+
+def test_taps_out_of_order_and_too_few_positions_are_warned_of(
+    diagnose: Callable[..., Any], target: Target, tmp_path: Path
+) -> None:
+    draft = Path(save_eagle3(tmp_path / "draft", target))
+    config = read_json(draft / "config.json")
+    write_json(draft / "config.json", config | {"eagle_aux_hidden_state_layer_ids": [3, 2, 1], "max_position_embeddings": 128})
+    found = diagnose(draft=str(draft))
+    assert found["draft.taps"]["status"] == "warn" and "[3, 2, 1]" in found["draft.taps"]["what"]
+    assert found["draft.positions"]["status"] == "warn" and "128" in found["draft.positions"]["what"]
+
+
+def test_mass_outside_the_draft_vocabulary_bounds_alpha(
+    diagnose: Callable[..., Any], target: Target, make_data: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = own_rows(target, 1.0)
+    found = diagnose(draft=save_eagle3(tmp_path / "draft", target, draft_vocab_size=100), data=make_data(rows))
+    probs = []
+    for row in rows:
+        ids = torch.tensor([row.input_ids])
+        _, hidden = target.states(ids, torch.ones_like(ids), ())
+        probs.append(target.head(hidden)[0, 2:-1].double().softmax(-1))
+    # Counts fall with the id, so the draft has the ids below 100.
+    outside = torch.cat(probs)[:, 100:].sum(-1).mean().item()
+    assert f"{outside:.1%}" in found["draft.outside"]["what"] and f"at most {1 - outside:.3f}" in found["draft.outside"]["what"]
+    assert found["draft.outside"]["status"] == ("warn" if outside > 0.1 else "ok")
+    alpha = float(found["draft.alpha"]["what"].split()[2])
+    assert alpha <= 1 - outside + 5e-4
+
+
+def test_alpha_of_the_target_as_its_own_draft_is_one(
+    diagnose: Callable[..., Any], target: Target, make_data: Callable[..., str], tmp_path: Path
+) -> None:
+    checkpoint.save(DraftLm.create(DraftLmOptions(init=target.name), target, seed=0), tmp_path / "draft", target)
+    found = diagnose(draft=str(tmp_path / "draft"), data=make_data())
+    assert "alpha_1 is 1.000" in found["draft.alpha"]["what"]
+
+
+def test_text_of_another_model_is_noticed(
+    diagnose: Callable[..., Any], make_data: Callable[..., str], tiny_target: Callable[..., str]
+) -> None:
+    other = Target.load(tiny_target("llama", seed=1))
+    for temperature in (0.0, 1.0):
+        assert diagnose(data=make_data(temperature=temperature))["data.law"]["status"] == "ok"
+        foreign = make_data(own_rows(other, temperature), temperature=temperature, target_revision=other.revision)
+        found = diagnose(data=foreign)
+        assert found["data.law"]["status"] == "warn", found["data.law"]
+        assert found["data.target"]["status"] == "warn"
+    filtered = diagnose(data=make_data(own_rows(other, 1.0), top_p=0.5))
+    assert "data.law" not in filtered, "the law of filtered text is not the target's"
+
+
+@pytest.mark.parametrize(
+    ("provenance", "check", "status"),
+    [
+        ({"tokenizer_hash": "x"}, "data.tokenizer", "fail"),
+        ({"template_hash": "x"}, "data.template", "warn"),
+        ({"complete": False}, "data.complete", "warn"),
+    ],
+)
+def test_provenance(
+    diagnose: Callable[..., Any], make_data: Callable[..., str], provenance: Any, check: str, status: str
+) -> None:
+    assert diagnose(data=make_data(**provenance))[check]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("row", "check", "status"),
+    [
+        (Row([5, 6, 288], [False, True, True]), "data.ids", "fail"),
+        (Row([5, 6, 7], [True, False, False]), "data.masks", "fail"),
+        (Row([5, 6, 7], [True, True, True]), "data.masks", "warn"),
+        (Row([5] * 60, [False] * 59 + [True]), "data.length", "warn"),
+        (Row([5, 6, 7], [False, True]), "data.shapes", "fail"),
+    ],
+)
+def test_rows(diagnose: Callable[..., Any], make_data: Callable[..., str], row: Row, check: str, status: str) -> None:
+    assert diagnose(data=make_data([row, row]), max_length=50)[check]["status"] == status
+
+
+def test_unreadable_data_fails(diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path) -> None:
+    assert diagnose(data="gone")["data.reads"]["status"] == "fail"
+    assert diagnose(data=make_data([]))["data.reads"]["status"] == "fail"
+    folder = Path(make_data())
+    (folder / "part-00000.parquet").write_bytes(b"PAR1 broken")
+    assert diagnose(data=str(folder))["data.reads"]["status"] == "fail"
+
+
+def test_doubled_beginnings_and_endings() -> None:
+    doubled, single = Row([2, 2, 7], [False, False, True]), Row([2, 7, 2], [False, True, True])
+    assert check_start([doubled, single], 2).status == "fail"
+    assert check_start([single], 2).status == "ok" and check_start([doubled], None).status == "ok"
+    assert check_ends([doubled], (0,)).status == "warn" and check_ends([doubled], (7,)).status == "ok"
+    assert check_masks([single, Row([3], [True])]).status == "warn"
+
+
+def test_rendered_text_marks_what_the_target_wrote(target: Target) -> None:
+    tokenizer = target.tokenizer()
+    prompt, answer = (
+        tokenizer("def f", add_special_tokens=False)["input_ids"],
+        tokenizer("(x):\n", add_special_tokens=False)["input_ids"],
+    )
+    shown = rendered([Row(prompt + answer, [False] * len(prompt) + [True] * len(answer))], tokenizer)
+    assert shown == r"def f[[(x):\n]]"
+
+
+def test_memory_beyond_the_machine_is_warned_of() -> None:
+    assert compare("memory.serving", "much", 2**60, torch.device("cpu"), "less").status == "warn"
+    assert compare("memory.serving", "little", 2**20, torch.device("cpu"), "less").status == "ok"
+
+
+def test_a_model_that_ignores_the_attention_interface_fails(diagnose: Callable[..., Any], tmp_path: Path) -> None:
+    from transformers import FalconConfig
+
+    config = FalconConfig(vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "falcon")
+    assert diagnose(target=str(tmp_path / "falcon"))["target.loads"]["status"] == "fail"
