@@ -50,7 +50,7 @@ def _log_norms(logits: torch.Tensor, temperatures: list[float]) -> list[float]:
     """log sum_v exp(logprob_v / temperature), 0 where the temperature is 0 or 1."""
     if all(temperature in (0.0, 1.0) for temperature in temperatures):
         return [0.0] * len(temperatures)
-    scale = torch.tensor([1.0 if t == 0.0 else t for t in temperatures], device=logits.device)[:, None]
+    scale = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=logits.device)[:, None]
     return torch.logsumexp(torch.log_softmax(logits, dim=-1) / scale, dim=-1).tolist()
 
 

@@ -1,0 +1,173 @@
+"""What the sink is told about every round."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.record import Law, RoundRecord
+from draftsmith.serve.request import Request, SamplingParams
+
+PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.records: list[RoundRecord] = []
+
+    def put(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+def eagle3(target: Target) -> Eagle3:
+    return Eagle3.create(Eagle3Options(), target, seed=0).eval()
+
+
+def serve(engine: Engine, params: list[SamplingParams], **options: object) -> list[Request]:
+    requests = [engine.submit(prompt, p, **options) for prompt, p in zip(PROMPTS, params)]
+    while engine.busy:
+        engine.step()
+    return requests
+
+
+def by_request(records: list[RoundRecord]) -> dict[str, list[RoundRecord]]:
+    found: dict[str, list[RoundRecord]] = defaultdict(list)
+    for record in records:
+        found[record.request].append(record)
+    return found
+
+
+def params(temperature: float, **options: object) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, seed=1, **options)
+
+
+def test_contexts_and_commits_join_to_the_text_of_every_request(target: Target) -> None:
+    sink = ListSink()
+    engine = Engine(target, eagle3(target), EngineConfig(k=3, max_batch=2), sink=sink, draft_version="7")
+    requests = serve(engine, [params(0.0), params(1.0), params(0.8, k=0)], request_class="code")
+    texts = []
+    for rounds in by_request(sink.records).values():
+        assert [record.round for record in rounds] == list(range(len(rounds)))
+        text: list[int] = []
+        for record in rounds:
+            text += record.context
+            assert record.position == len(text)
+            text += record.committed
+        texts.append(text)
+    assert sorted(texts) == sorted(request.tokens for request in requests)
+    drafted = [record for record in sink.records if record.drafted]
+    assert {record.draft_version for record in drafted} == {"7"}
+    assert {record.request_class for record in sink.records} == {"code"}
+    # A request without speculation is one record: its text, and nothing about drafts.
+    silent = [record for record in sink.records if record.temperature == 0.8]
+    assert len(silent) == 1 and not silent[0].drafted and silent[0].draft_version == ""
+
+
+def dense(law: Law, vocab_size: int) -> torch.Tensor:
+    probs = torch.zeros(vocab_size, dtype=torch.float64)
+    probs[law.ids] = torch.tensor(law.logprobs, dtype=torch.float64).exp()
+    return probs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(temperature: float, target: Target) -> None:
+    sink, laws = ListSink(), []
+    drafter = eagle3(target)
+
+    class Listening:
+        family, taps, new_pool, cached_after = drafter.family, drafter.taps, drafter.new_pool, drafter.cached_after
+
+        def propose(self, inputs: DraftInputs) -> Proposal:
+            proposal = drafter.propose(inputs)
+            laws.append(proposal)
+            return proposal
+
+    engine = Engine(target, Listening(), EngineConfig(k=3), sink=sink)
+    serve(engine, [params(temperature, top_k=40)])
+    records = [record for record in sink.records if record.drafted]
+    assert len(records) == len(laws) > 3
+    text: list[int] = []
+    rounds = iter(laws)
+    for record in sink.records:
+        text += record.context
+        if record.drafted:
+            proposal = next(rounds)
+            tokens = torch.tensor([text + record.drafted])
+            _, hidden = target.states(tokens, torch.ones_like(tokens), ())
+            logits = target.head(hidden[0, len(text) - 1 : -1]).double()
+            for depth in range(len(record.drafted)):
+                p = torch.softmax(logits[depth], -1)
+                told = dense(record.p[depth], target.vocab_size)
+                assert len(record.p[depth].ids) == 64
+                torch.testing.assert_close(told[record.p[depth].ids], p[record.p[depth].ids], atol=1e-5, rtol=1e-4)
+                assert float(told.sum()) + record.p[depth].tail == pytest.approx(1, abs=1e-5)
+                if temperature not in (0.0, 1.0):
+                    norm = torch.logsumexp(torch.log_softmax(logits[depth], -1) / temperature, -1)
+                    assert record.p_log_norm[depth] == pytest.approx(float(norm), abs=1e-4)
+                else:
+                    assert record.p_log_norm[depth] == 0.0
+                q = torch.softmax(proposal.logits[0, depth].double(), -1)
+                torch.testing.assert_close(dense(record.q[depth], target.vocab_size), q, atol=1e-5, rtol=1e-4)
+                assert all(math.isfinite(value) for value in record.q[depth].logprobs)
+        text += record.committed
+
+
+def test_accepted_counts_and_the_emitted_token_fit_the_text(target: Target) -> None:
+    sink = ListSink()
+    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=4), sink=sink)
+    requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
+    counts = AcceptanceCounts()
+    for record in (record for record in sink.records if record.drafted):
+        assert record.committed == [*record.drafted[: record.accepted], record.emitted][: len(record.committed)]
+        assert [(law.ids, law.logprobs, law.tail) for law in record.q] == [([t], [0.0], 0.0) for t in record.drafted]
+        counts.add([len(record.drafted)], [record.accepted], [len(record.committed)])
+    assert counts.offered == engine.stats.acceptance.offered and counts.accepted == engine.stats.acceptance.accepted
+    assert counts.tau == engine.stats.acceptance.tau
+    assert sum(request.speculation.num_committed for request in requests) == 60
+
+
+def test_a_request_may_stay_out_of_the_buffer(target: Target) -> None:
+    sink = ListSink()
+    engine = Engine(target, eagle3(target), EngineConfig(k=3), sink=sink)
+    serve(engine, [params(0.0), params(0.0), params(0.0)], learn=False)
+    assert sink.records == [] and engine.stats.num_drafts > 0
+
+
+def test_the_header_keeps_a_request_out_of_the_buffer(target: Target, live_server: Callable) -> None:
+    sink = ListSink()
+    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=sink)
+    body = {"model": "tiny", "prompt": [7, 8, 7, 8, 7], "max_tokens": 8, "ignore_eos": True}
+    server.http.post("/v1/completions", json=body, headers={"x-draftsmith-learn": "off"})
+    assert sink.records == []
+    server.http.post("/v1/completions", json=body)
+    assert sink.records
+
+
+def test_a_sink_that_fails_stops_nothing_but_recording(target: Target) -> None:
+    class Failing(ListSink):
+        def put(self, record: RoundRecord) -> None:
+            raise OSError("the disk is full")
+
+    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3), sink=Failing())
+    requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
+    assert all(request.num_output == 20 for request in requests)

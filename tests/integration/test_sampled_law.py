@@ -1,0 +1,122 @@
+"""Sampled output over HTTP has the target's law, whichever drafter; the same test rejects a drafter that lies about q."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.mtp import Mtp
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
+from draftsmith.serve.config import EngineConfig
+
+FALSE_ALARM = 1e-6
+NUM_SAMPLES = 1536
+LENGTH = 3
+SAMPLING = {"temperature": 1.2, "top_k": 4}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("qwen3"))
+
+
+def make(family: str, target: Target) -> ServingDrafter:
+    if family == "ngram":
+        return Ngram(min_n=1, max_n=3)
+    if family == "eagle3":
+        return Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    if family == "mtp":
+        return Mtp.create(MtpOptions(), target, seed=1).eval()
+    # Close to the target, so that many drafts are kept: its weights with some noise.
+    drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return drafter.eval()
+
+
+class Lying:
+    """Draws its tokens from one law and hands verification another."""
+
+    def __init__(self, drafter: ServingDrafter):
+        self.drafter = drafter
+        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
+        self.cached_after = drafter.cached_after
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        proposal = self.drafter.propose(inputs)
+        return replace(proposal, logits=torch.where(proposal.logits > -torch.inf, -proposal.logits, -torch.inf))
+
+
+@pytest.fixture(scope="module")
+def prompt(target: Target) -> list[int]:
+    """One whose likely next tokens occur in it, so that n-gram lookup has something to offer."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(500):
+        tokens = torch.randint(3, target.vocab_size, (30,), generator=generator)
+        _, hidden = target.states(tokens[None], torch.ones(1, 30), ())
+        likeliest = target.head(hidden[0, -1]).topk(SAMPLING["top_k"]).indices
+        if torch.isin(likeliest, tokens).sum() >= 2:
+            return tokens.tolist()
+    raise AssertionError("no prompt with likely repetitions was found")
+
+
+@pytest.fixture(scope="module")
+def law(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """Every answer of LENGTH tokens with its probability, by enumeration under the target."""
+    rows = SamplingRows.of([SAMPLING["temperature"]], top_k=[SAMPLING["top_k"]])
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, mass in law.items():
+            tokens = torch.tensor([prompt + list(text)])
+            _, hidden = target.states(tokens, torch.ones_like(tokens), ())
+            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[0]
+            longer |= {(*text, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()}
+        law = longer
+    return law
+
+
+def fit(server: Any, prompt: list[int], law: dict[tuple[int, ...], float]) -> Fit:
+    texts = {text: index for index, text in enumerate(law)}
+    counts = torch.zeros(len(law) + 1)
+    for start in range(0, NUM_SAMPLES, 128):
+        body = server.complete(
+            prompt, n=128, max_tokens=LENGTH, ignore_eos=True, return_token_ids=True, seed=1000 * start, **SAMPLING
+        ).json()
+        for choice in body["choices"]:
+            counts[texts.get(tuple(choice["token_ids"]), len(law))] += 1
+    return chi_square(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
+
+
+def start(live_server: Callable, target: Target, drafter: ServingDrafter) -> Any:
+    return live_server(target, drafter, EngineConfig(k=2, max_batch=64, max_length=64, max_round_tokens=1024))
+
+
+@pytest.mark.parametrize("family", ["ngram", "eagle3", "mtp", "draft-lm"])
+def test_the_joint_law_of_served_tokens_is_the_targets(
+    family: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+) -> None:
+    server = start(live_server, target, make(family, target))
+    found = fit(server, prompt, law)
+    assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
+    assert server.engine.stats.num_drafts > NUM_SAMPLES / 4 and not server.engine.stats.fallbacks
+
+
+def test_a_wrong_q_is_rejected(
+    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+) -> None:
+    found = fit(start(live_server, target, Lying(make("draft-lm", target))), prompt, law)
+    assert found.p_value < FALSE_ALARM, found

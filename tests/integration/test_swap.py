@@ -1,0 +1,185 @@
+"""New draft weights under a running engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.mtp import Mtp
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.options import Eagle3Options, MtpOptions
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.request import FinishReason, SamplingParams
+from draftsmith.serve.watch import VersionWatcher
+
+PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+def new_eagle3(target: Target, seed: int, **options: int) -> Eagle3:
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    return Eagle3.create(Eagle3Options(**options), target, seed=seed, token_counts=counts).eval()
+
+
+def saved(target: Target, drafter: object, folder: Path) -> str:
+    checkpoint.save(drafter, folder, target)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("drafts")
+    return [saved(target, new_eagle3(target, seed), root / str(seed)) for seed in (1, 2)]
+
+
+def test_greedy_requests_in_flight_do_not_notice_swaps(target: Target, folders: list[str]) -> None:
+    expected = [completion.tokens for completion in Engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)]
+    drafter = new_eagle3(target, 0)
+    engine = Engine(target, drafter, EngineConfig(k=3))
+    addresses = {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()}
+    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    rounds = 0
+    while engine.scheduler.busy:
+        if rounds % 3 == 1:
+            engine.swap(folders[rounds % 2], str(rounds))
+        engine.step()
+        rounds += 1
+    assert [request.output for request in requests] == expected
+    assert engine.stats.num_swaps > 5 and not engine.stats.fallbacks
+    assert {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()} == addresses
+
+
+def test_after_a_swap_the_engine_drafts_with_the_new_weights(target: Target, folders: list[str]) -> None:
+    drafter = new_eagle3(target, 0)
+    engine = Engine(target, drafter, EngineConfig(k=3), draft_version="0")
+    swap = engine.swap(folders[0], "1")
+    assert not swap.done.is_set() and engine.stats.draft_version == "0"
+    engine.step()
+    assert swap.done.is_set() and engine.stats.draft_version == "1" and engine.stats.swap_pauses_s == [swap.pause_s]
+    published = checkpoint.load(folders[0], target).state_dict()
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, published[name])
+
+
+@pytest.mark.parametrize("case", ["family", "shape", "nan", "missing", "corrupt"])
+def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(case: str, target: Target, tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    if case == "family":
+        saved(target, Mtp.create(MtpOptions(), target, seed=0), folder)
+    elif case == "shape":
+        saved(target, new_eagle3(target, 1, draft_vocab_size=100), folder)
+    elif case != "missing":
+        saved(target, new_eagle3(target, 1), folder)
+        weights = folder / "model.safetensors"
+        if case == "nan":
+            tensors = load_file(weights)
+            tensors["fc.weight"][0, 0] = torch.nan
+            save_file(tensors, weights)
+        else:
+            weights.write_bytes(weights.read_bytes()[:-100])
+    drafter = new_eagle3(target, 0)
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    engine = Engine(target, drafter, EngineConfig(), draft_version="0")
+    with pytest.raises(UserError) as error:
+        engine.swap(str(folder), "1")
+    assert "\n" not in str(error.value)
+    engine.step()
+    assert engine.stats.num_swaps_refused == 1 and engine.stats.num_swaps == 0 and engine.stats.draft_version == "0"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+
+
+def test_only_a_trained_draft_can_be_swapped(target: Target, folders: list[str]) -> None:
+    for drafter in (None, Ngram()):
+        with pytest.raises(UserError, match="without a trained draft"):
+            Engine(target, drafter, EngineConfig()).swap(folders[0], "1")
+
+
+def publish(root: Path, target: Target, drafter: Eagle3, parent: int | None) -> int:
+    return versions.publish(
+        root,
+        lambda folder: checkpoint.save(drafter, folder, target),
+        family="eagle3",
+        target=checkpoint.identity(target),
+        parent=parent,
+        data_range={},
+        gate={},
+    )
+
+
+def test_the_watcher_follows_new_versions_and_rollbacks_under_load(target: Target, tmp_path: Path) -> None:
+    expected = [completion.tokens for completion in Engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)]
+    engine = Engine(target, new_eagle3(target, 0), EngineConfig(k=3))
+    loop = EngineLoop(engine).start()
+    watcher = VersionWatcher(loop, tmp_path, poll_s=0.01).start()
+    # Making a draft runs the target, which is the engine's alone once requests are running.
+    first, second = new_eagle3(target, 1), new_eagle3(target, 2)
+    finished: list[threading.Event] = []
+    requests = []
+    try:
+        for number, act in enumerate(
+            [
+                lambda: publish(tmp_path, target, first, None),
+                lambda: publish(tmp_path, target, second, 1),
+                lambda: versions.rollback(tmp_path, 1, "a test"),
+            ]
+        ):
+            for prompt in PROMPTS:
+                done = threading.Event()
+                finished.append(done)
+                requests.append(
+                    loop.submit(prompt, GREEDY, lambda request, update, done=done: update.finish_reason and done.set())
+                )
+            act()
+            wanted = ("1", "2", "1")[number]
+            wait_until(lambda wanted=wanted: engine.stats.draft_version == wanted)
+        assert all(done.wait(30) for done in finished)
+    finally:
+        watcher.stop()
+        loop.close()
+    assert [request.output for request in requests] == expected * 3
+    assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
+    assert engine.stats.num_swaps == 3 and max(engine.stats.swap_pauses_s) < 1.0
+
+
+def test_the_watcher_leaves_a_corrupt_version_alone_and_takes_the_next(target: Target, tmp_path: Path) -> None:
+    engine = Engine(target, new_eagle3(target, 0), EngineConfig())
+    loop = EngineLoop(engine).start()
+    watcher = VersionWatcher(loop, tmp_path)
+    try:
+        assert not watcher.look()
+        publish(tmp_path, target, new_eagle3(target, 1), None)
+        weights = versions.folder_of(tmp_path, 1) / "model.safetensors"
+        good = weights.read_bytes()
+        weights.write_bytes(good[:-1] + b"x")
+        assert not watcher.look() and not watcher.look()
+        publish(tmp_path, target, new_eagle3(target, 2), None)
+        assert watcher.look() and engine.stats.draft_version == "2"
+        (tmp_path / "current").write_text("one", encoding="utf-8")
+        assert not watcher.look()
+    finally:
+        loop.close()
+    assert engine.stats.num_swaps == 1
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.005)
