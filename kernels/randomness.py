@@ -6,6 +6,7 @@ numbers in any batch row, after preemption and with any chunking.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from functools import lru_cache
 
@@ -37,7 +38,7 @@ def stream_keys(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose |
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-    """One draw per row, seeds [N] and positions [N] int64 -> [N] float64, strictly inside (0, 1)."""
+    """One draw for each seed and position (int64, broadcast together) -> float64, strictly inside (0, 1)."""
     return _unit_interval(_mix_(stream_keys(seeds, positions, purpose)), torch.float64)
 
 
@@ -51,22 +52,35 @@ def sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, p
 
 def race(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The exponential race: token v arrives at time E_v / exp(logit_v), E_v ~ Exp(1); the first one wins. Computed in logs."""
-    scores = logits - token_noise(keys, logits.shape[-1], logits.dtype)
+    scores = _sparse_scores(logits, keys) if logits.device.type == "cpu" else None
+    if scores is None:
+        scores = logits - token_noise(keys[:, None], _token_offsets(logits.shape[-1], logits.device), logits.dtype)
     best, ids = scores.max(dim=-1)
-    return torch.where(best == -float("inf"), -1, ids)
+    return torch.where(best == -math.inf, -1, ids)
 
 
-def token_noise(keys: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """log E of every token, keys [N] -> [N, num_tokens], E ~ Exp(1)."""
-    bits = _mix_(keys[:, None] + _token_offsets(num_tokens, keys.device))
-    uniforms = _unit_interval(bits, dtype)
+def _sparse_scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """The same scores, with noise made only for tokens that have mass; None when most have. Greedy and filtered laws have few."""
+    possible = logits > -math.inf
+    if int(possible.sum()) * 4 > logits.numel():
+        return None
+    rows, ids = possible.nonzero(as_tuple=True)
+    noise = token_noise(keys[rows], _token_offsets(logits.shape[-1], logits.device)[ids], logits.dtype)
+    scores = torch.full_like(logits, -math.inf)
+    scores[rows, ids] = logits[rows, ids] - noise
+    return scores
+
+
+def token_noise(keys: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """log E with E ~ Exp(1), for keys and token offsets that broadcast together."""
+    uniforms = _unit_interval(_mix_(keys + offsets), dtype)
     # The winner has a small E. E = -log1p(-u) keeps all the relative precision of a small u; -log(u) would lose it near u = 1.
     return uniforms.neg_().log1p_().neg_().log_()
 
 
 @lru_cache(maxsize=16)
 def _token_offsets(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Offset 0 belongs to `uniform`."""
+    """What each token adds to a row's key; 0 belongs to `uniform`."""
     return torch.arange(1, num_tokens + 1, device=device) * GOLDEN
 
 

@@ -69,27 +69,29 @@ def verify_chain_torch(
     """The reference. Computes in the dtype of the logits, float32 at least."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
-    p_logits = _as_law(p_logits)
-    q_logits = None if q_logits is None else _as_law(q_logits)
+    log_p = log_law(p_logits)
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     depths = torch.arange(num_draft, device=device)
-    offered = depths < lengths[:, None]
+    offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     p_rows = torch.where(offered, first_rows[:, None] + depths, 0)
     ids = draft_tokens.clamp(min=0)
-    log_p = token_logprob(p_logits, p_rows, ids)
-    log_q = torch.zeros_like(log_p) if q_logits is None else _drafted_logprob(q_logits, ids)
-    row_seeds, row_positions = seeds[:, None].expand(-1, num_draft), positions[:, None] + depths
-    log_u = uniform(row_seeds.reshape(-1), row_positions.reshape(-1), Purpose.ACCEPT).log().view(num_rows, num_draft)
-    keep = offered & (draft_tokens >= 0) & accepts(log_u, log_p, log_q)
+    places = torch.arange(num_rows, device=device)
+    log_q = None if q_logits is None else log_law(q_logits)
+    told_q = 0.0 if log_q is None else log_q.gather(-1, ids[..., None])[..., 0]
+    log_u = uniform(seeds[:, None], positions[:, None] + depths, Purpose.ACCEPT).log()
+    keep = offered & accepts(log_u, log_p[p_rows, ids], torch.as_tensor(told_q, device=device))
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
     rejected = accepted < lengths
 
-    final_p = p_logits[first_rows + accepted]
-    final_logits = final_p
-    if num_draft:
-        at = torch.arange(num_rows, device=device), accepted.clamp(max=num_draft - 1)
-        final_q = one_hot_logits(draft_tokens[at], final_p) if q_logits is None else q_logits[at]
-        final_logits = torch.where(rejected[:, None], residual_logits(final_p, final_q), final_p)
+    final_rows = first_rows + accepted
+    final_logits = clean(_wide(p_logits[final_rows]))
+    if bool(rejected.any()):
+        at = places[rejected], accepted[rejected]
+        rest_p = log_p[final_rows[rejected]]
+        rest_q = one_hot_logits(draft_tokens[at], rest_p) if log_q is None else log_q[at]
+        residual = residual_law(rest_p, rest_q)
+        has_mass = (residual > -math.inf).any(dim=-1, keepdim=True)
+        final_logits[rejected] = torch.where(has_mass, residual, final_logits[rejected])
     purposes = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
     emitted = race(final_logits, stream_keys(seeds, positions + accepted, purposes))
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
@@ -100,14 +102,17 @@ def accepts(log_u: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> to
     return (log_u + log_q < log_p) & (log_q > -math.inf)
 
 
-def residual_logits(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
-    """log max(p - q, 0) of laws given as logits [N, V]; rows without any such mass fall back to p."""
-    log_p, log_q = _log_softmax(p_logits), _log_softmax(q_logits)
+def residual_law(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """log max(p - q, 0) of laws given as logprobs [N, V]; -inf everywhere when p = q."""
     # log(p - q) = log p + log(1 - exp(log q - log p)), without the cancellation of p - q in a narrow float.
     gap = torch.where(log_q == -math.inf, -math.inf, log_q - log_p)
-    residual = torch.where(gap < 0, log_p + torch.log(-torch.expm1(gap)), -math.inf)
-    has_mass = (residual > -math.inf).any(dim=-1, keepdim=True)
-    return torch.where(has_mass, residual, p_logits)
+    return torch.where(gap < 0, log_p + torch.log(-torch.expm1(gap)), -math.inf)
+
+
+def residual_logits(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """The law a rejected token is replaced from, of processed logits [N, V]: the residual, or p where it has no mass."""
+    residual = residual_law(log_law(p_logits), log_law(q_logits))
+    return torch.where((residual > -math.inf).any(dim=-1, keepdim=True), residual, p_logits)
 
 
 def one_hot_logits(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -116,11 +121,14 @@ def one_hot_logits(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, -math.inf).scatter_(-1, tokens.clamp(min=0)[:, None], at_token[:, None])
 
 
-def token_logprob(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """log-probability of `ids` under the laws `logits[rows]`; rows and ids of one shape."""
-    normaliser = torch.logsumexp(logits, dim=-1)
-    logprob = logits[rows, ids] - normaliser[rows]
-    return torch.where(normaliser[rows] == -math.inf, -math.inf, logprob)
+def log_law(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [..., V] of logits; NaN counts as -inf, and a row without mass is -inf everywhere."""
+    law = torch.log_softmax(_wide(logits), dim=-1)
+    # One NaN, one +inf or no mass at all makes the whole row NaN, so one column tells.
+    if not bool(law[..., :1].isnan().any()):
+        return law
+    law = torch.log_softmax(clean(_wide(logits)), dim=-1)
+    return torch.where(law.isnan(), -math.inf, law)
 
 
 def assemble(draft_tokens: torch.Tensor, accepted: torch.Tensor, emitted: torch.Tensor) -> torch.Tensor:
@@ -131,17 +139,5 @@ def assemble(draft_tokens: torch.Tensor, accepted: torch.Tensor, emitted: torch.
     return torch.where(columns == accepted[:, None], emitted[:, None], tokens)
 
 
-def _drafted_logprob(q_logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    flat = q_logits.flatten(0, 1)
-    rows = torch.arange(len(flat), device=flat.device).view(ids.shape)
-    return token_logprob(flat, rows, ids)
-
-
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """log-softmax in which an all -inf row stays -inf instead of turning to NaN."""
-    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-    return torch.where(normaliser == -math.inf, -math.inf, logits - normaliser)
-
-
-def _as_law(logits: torch.Tensor) -> torch.Tensor:
-    return clean(logits if logits.dtype == torch.float64 else logits.float())
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

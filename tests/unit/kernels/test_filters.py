@@ -38,6 +38,25 @@ def test_a_mixed_batch_is_transformers_row_by_row(spread: float) -> None:
     assert kept.min() == 1 and kept.max() == 301, "the cases must reach from one kept token to all"
 
 
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+def test_top_p_of_a_large_vocabulary_is_transformers(spread: float, top_p: float) -> None:
+    """Peaked rows are decided by their likeliest tokens, flat ones by an order of all, and both stand in one batch."""
+    logits = torch.tensor([[spread], [3.0]] * 3) * torch.randn(6, 5000, generator=torch.Generator().manual_seed(4))
+    processed = process(logits, SamplingRows.of([1.0] * 6, top_p=[top_p] * 6))
+    for index in range(6):
+        assert torch.equal(processed[index : index + 1], warped(logits[index : index + 1], 1.0, 0, top_p, 0.0))
+
+
+def test_top_p_ends_within_a_tie() -> None:
+    """Which of equal tokens stay is a matter of order; how many is not."""
+    logits = torch.randn(4, 2000, generator=torch.Generator().manual_seed(5)).mul(8).round()
+    processed = process(logits, SamplingRows.of([1.0] * 4, top_p=[0.6, 0.7, 0.8, 0.9]))
+    for index, top_p in enumerate((0.6, 0.7, 0.8, 0.9)):
+        theirs = warped(logits[index : index + 1], 1.0, 0, top_p, 0.0)
+        assert torch.equal(processed[index].sort().values, theirs[0].sort().values)
+
+
 def test_filters_are_sequential() -> None:
     """Of .35 .25 .20 .05, top-k 4 leaves .85; renormalised, three tokens reach top-p .82. Jointly it would take four."""
     probs = torch.tensor([[0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03]])

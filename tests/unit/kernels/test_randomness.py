@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from draftsmith.kernels.randomness import Purpose, sample, stream_keys, token_noise, uniform
+from draftsmith.kernels.randomness import GOLDEN, Purpose, sample, stream_keys, token_noise, uniform
 from draftsmith.kernels.statistics import g_test, uniformity
 
 COUNT = 20_000
@@ -88,7 +88,8 @@ def test_samples_follow_the_law(num_tokens: int, dtype: torch.dtype) -> None:
 def test_noise_is_exponential_down_to_its_smallest_values() -> None:
     """The winner has a small E, so the small end is tested on its own scale: min of 1000 has rate 1000."""
     keys = stream_keys(*grid(1, 0), Purpose.RESIDUAL)[:20_000]
-    smallest = token_noise(keys, 1000, torch.float32).exp().min(dim=-1).values.double()
+    offsets = torch.arange(1, 1001) * GOLDEN
+    smallest = token_noise(keys[:, None], offsets, torch.float32).exp().min(dim=-1).values.double()
     assert uniformity(1 - (-1000 * smallest).exp()).p_value > FALSE_ALARM
     # float32 itself makes some twenty pairs equal; a 24-bit uniform would leave 16,000 values near 1 / 1000.
     assert len(smallest.unique()) > 19_900
@@ -107,3 +108,13 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     together = sample(logits, seeds, positions, Purpose.BONUS)
     alone = [sample(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], Purpose.BONUS).item() for i in range(50)]
     assert together.tolist() == alone
+
+
+def test_noise_is_made_only_where_there_is_mass_and_is_the_same() -> None:
+    logits = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
+    seeds, positions = torch.arange(40), torch.arange(40)
+    full = sample(logits, seeds, positions, Purpose.DRAFT)
+    filtered = torch.full_like(logits, -math.inf)
+    filtered[torch.arange(40), full] = logits[torch.arange(40), full]
+    filtered[:, 5:9] = logits[:, 5:9]
+    assert torch.equal(sample(filtered, seeds, positions, Purpose.DRAFT), full), "fewer rivals leave the winner the winner"
