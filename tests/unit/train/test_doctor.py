@@ -57,10 +57,8 @@ def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
         folder = tmp_path / f"data-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         rows = own_rows(target, temperature) if rows is None else rows
-        columns = {
-            "input_ids": [row.input_ids for row in rows],
-            "loss_mask": [[int(bit) for bit in row.loss_mask] for row in rows],
-        }
+        masks = [[int(bit) for bit in row.loss_mask] for row in rows]
+        columns = {"input_ids": [row.input_ids for row in rows], "loss_mask": masks}
         types = {"input_ids": pyarrow.list_(pyarrow.int32()), "loss_mask": pyarrow.list_(pyarrow.int8())}
         table = pyarrow.table({name: pyarrow.array(column, types[name]) for name, column in columns.items()})
         pyarrow.parquet.write_table(table, folder / "part-00000.parquet")
@@ -97,10 +95,10 @@ def test_sound_input_has_no_complaint_but_the_missing_evaluation(
     assert "raw layer ids [1, 2, 3] of 4" in found["draft.taps"]["what"]
 
 
-def test_a_table_for_people(diagnose: Callable[..., Any], target: Target, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(DoctorConfig(target="gone")) == 1
+def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(DoctorConfig(target=str(tmp_path / "gone"))) == 1
     shown = capsys.readouterr().out
-    assert shown.startswith("fail  target.loads  model 'gone' cannot be loaded")
+    assert shown.startswith("fail  target.loads  model ") and "cannot be loaded" in shown
     assert "-> check the path or Hub id" in shown and shown.endswith("0 ok, 0 warn, 1 fail\n")
 
 
@@ -199,7 +197,7 @@ def test_text_of_another_model_is_noticed(
     ],
 )
 def test_provenance(
-    diagnose: Callable[..., Any], make_data: Callable[..., str], provenance: Any, check: str, status: str
+    diagnose: Callable[..., Any], make_data: Callable[..., str], provenance: dict[str, Any], check: str, status: str
 ) -> None:
     assert diagnose(data=make_data(**provenance))[check]["status"] == status
 
@@ -236,10 +234,7 @@ def test_doubled_beginnings_and_endings() -> None:
 
 def test_rendered_text_marks_what_the_target_wrote(target: Target) -> None:
     tokenizer = target.tokenizer()
-    prompt, answer = (
-        tokenizer("def f", add_special_tokens=False)["input_ids"],
-        tokenizer("(x):\n", add_special_tokens=False)["input_ids"],
-    )
+    prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("def f", "(x):\n"))
     shown = rendered([Row(prompt + answer, [False] * len(prompt) + [True] * len(answer))], tokenizer)
     assert shown == r"def f[[(x):\n]]"
 
