@@ -1,0 +1,77 @@
+"""Every shipped recipe is read by the command it is for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from draftsmith.config import build, merge, read_yaml
+from draftsmith.errors import UserError
+from draftsmith.files import read_json
+from draftsmith.train import resolve
+from draftsmith.train.arguments import deepspeed_config, training_arguments, zero_stage
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.place import find_place
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+FAMILIES = ("draft-lm", "eagle3", "mtp")
+
+
+def family_of(recipe: Path) -> str:
+    return next(family for family in FAMILIES if recipe.stem.startswith(family))
+
+
+def config_of(recipe: Path, **changes: object) -> TrainConfig:
+    required = {"family": family_of(recipe), "target": "t", "data": "d", "out": "o"}
+    return build(TrainConfig, merge(read_yaml(recipe), required | changes))
+
+
+def test_there_is_a_recipe_for_every_family():
+    assert {family_of(recipe) for recipe in RECIPES.glob("*.yaml")} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
+def test_recipe_is_read_and_resolved(recipe, tmp_path):
+    config = config_of(recipe)
+    resolve.check(config)
+    assert config != TrainConfig(family=config.family, target="t", data="d", out="o"), "it changes nothing"
+    arguments = training_arguments(config, find_place("float32"), folder=tmp_path, max_steps=10)
+    assert arguments.learning_rate == config.optim.lr
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
+def test_a_recipe_of_another_family_is_refused_where_it_speaks_of_it(recipe):
+    speaks = any(section in read_yaml(recipe) for section in ("eagle3", "mtp", "draft_lm"))
+    other = "mtp" if family_of(recipe) != "mtp" else "eagle3"
+    config = config_of(recipe, family=other)
+    if not speaks:
+        return resolve.check(config)
+    with pytest.raises(UserError, match="but the family is"):
+        resolve.check(config)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_recipes_leave_the_numbers_to_the_command_line(stage):
+    path = RECIPES / f"zero{stage}.json"
+    assert zero_stage(str(path)) == stage
+    config = deepspeed_config(str(path))
+    assert config["optimizer"]["params"]["torch_adam"] is True
+    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        assert config[name] == "auto"
+
+
+def test_a_deepspeed_file_without_zero_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('{"optimizer": {}}')
+    with pytest.raises(UserError, match="zero_optimization"):
+        deepspeed_config(str(tmp_path / "a.json"))
+    (tmp_path / "b.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        deepspeed_config(str(tmp_path / "b.json"))
+
+
+def test_options_that_may_change_between_a_run_and_its_continuation_exist():
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert names >= resolve.CONTINUABLE
+    assert read_json(RECIPES / "zero1.json")["zero_optimization"]["stage"] == 1

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from draftsmith.config import to_dict
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.errors import UserError
+from draftsmith.train import resolve
+from draftsmith.train.config import OptimConfig, TrainConfig
+
+
+def config(family: str = "eagle3", **changes: object) -> TrainConfig:
+    return TrainConfig(family=family, target="t", data="d", out="o", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, 25),  # one epoch of 100 batches, 2 ranks, 2 passes a step
+        ({"epochs": 2.0}, 50),
+        ({"steps": 7}, 7),
+        ({"steps": 70, "epochs": 2.0}, 50),
+        ({"steps": 7, "minutes": 1.0}, 7),
+        ({"epochs": 0.0001}, 1),
+    ],
+)
+def test_the_first_bound_that_runs_out_counts(changes, steps):
+    assert resolve.total_steps(config(accumulate=2, **changes), 100, 2) == steps
+
+
+def test_time_alone_leaves_the_steps_open():
+    assert resolve.total_steps(config(minutes=1.0), 100, 2) >= 10**6
+
+
+def test_checkpoints_fall_on_log_lines():
+    assert resolve.save_interval(config(save_every=25, log_every=10)) == 30
+    assert resolve.save_interval(config(save_every=30, log_every=10)) == 30
+    assert resolve.save_interval(config(save_every=1, log_every=10)) == 10
+
+
+def test_options_of_the_chosen_family_and_no_other():
+    assert resolve.drafter_options(config()) == Eagle3Options()
+    chosen = Eagle3Options(draft_vocab_size=7)
+    assert resolve.drafter_options(config(eagle3=chosen)) is chosen
+    with pytest.raises(UserError, match="options under 'draft_lm' are given but the family is 'eagle3'"):
+        resolve.drafter_options(config(eagle3=chosen, draft_lm=DraftLmOptions()))
+
+
+def test_a_record_read_back_is_the_same_run_but_for_what_may_change():
+    first = config(eagle3=Eagle3Options(taps=(1, 2)), steps=5)
+    recorded = json.loads(json.dumps(to_dict(first)))
+    assert resolve.different_from(first, recorded) is None
+    assert resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 2)), steps=9, log_every=1), recorded) is None
+    assert resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 3)), steps=5), recorded) == "eagle3.taps: [1, 2] -> [1, 3]"
+    assert resolve.different_from(config(steps=5), recorded) == "eagle3.taps: [1, 2] -> None"
+    assert resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 2)), optim=OptimConfig(lr=1.0)), recorded).startswith(
+        "optim.lr"
+    )
