@@ -50,7 +50,11 @@ class AuditClient:
             raise UserError(f"{base} does not answer /v1/models ({error}); check the URL and that the server runs") from error
 
     def complete(self, prompt: str | list[int], **body: Any) -> Completion:
-        """One completion. Token ids are asked for as vLLM names them: text would not tell tokens of equal text apart."""
+        return self.choices(prompt, **body)[0]
+
+    def choices(self, prompt: str | list[int], **body: Any) -> list[Completion]:
+        """The `n` choices of one request. Token ids are asked for as vLLM names them: text cannot tell tokens of equal text
+        apart."""
         fields = {"model": self.model, "prompt": prompt, "return_tokens_as_token_ids": True, "logprobs": 0, **body}
         try:
             response = self.http.post("/v1/completions", json=fields)
@@ -58,9 +62,7 @@ class AuditClient:
             raise UserError(f"the server did not answer a completion ({error!r}); is it still running?") from error
         if response.status_code != 200:
             raise UserError(f"the server refused an audit request with {response.status_code}: {_message(response)}")
-        logprobs = response.json()["choices"][0]["logprobs"] or {}
-        names, tops = logprobs.get("tokens") or [], logprobs.get("top_logprobs") or []
-        return Completion([_token_id(name) for name in names], [_by_id(top) for top in tops])
+        return [_completion(choice["logprobs"] or {}) for choice in response.json()["choices"]]
 
     def map(self, function: Callable[[Given], Answer], given: Sequence[Given]) -> list[Answer]:
         """`function` of every element, `concurrency` at a time, in order."""
@@ -79,6 +81,11 @@ class AuditClient:
             if line.startswith("vllm:spec_decode_num_draft_tokens_total")
         ]
         return int(sum(counts)) if counts else None
+
+
+def _completion(logprobs: dict[str, Any]) -> Completion:
+    names, tops = logprobs.get("tokens") or [], logprobs.get("top_logprobs") or []
+    return Completion([_token_id(name) for name in names], [_by_id(top) for top in tops])
 
 
 def _token_id(name: str) -> int:

@@ -26,6 +26,7 @@ class AuditConfig:
     min_p: float = option(0.0, "of the samples")
     greedy_tokens: int = option(32, "tokens of each context's greedy continuation")
     margin: float = option(0.1, "a greedy divergence at a smaller top-2 logprob margin counts as numerical noise")
+    choices: int = option(16, "continuations asked for in one request; its n")
     concurrency: int = option(8, "requests in flight")
     timeout_s: float = option(120.0, "patience with one answer")
     rounds: int = option(1_000_000, "rounds of each law of the kernel audit")

@@ -21,14 +21,14 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.kernels.statistics import Fit, chi_square, chi_square_survival, g_test
 from draftsmith.progress import Progress
-from draftsmith.serve.audit_client import AuditClient
+from draftsmith.serve.audit_client import AuditClient, Completion
 from draftsmith.serve.audit_config import AuditConfig
 from draftsmith.serve.audit_law import CoarseLaw, LawSource, Text, law_source
 from draftsmith.serve.audit_report import Check, Report, fit_check
 
 CONTEXT_TOKENS = 16
 SIDE = 8  # two positions are tested on SIDE x SIDE cells
-BATCH = 200  # requests between two progress lines
+BATCH = 200  # laws asked for between two progress lines
 CONTROL_TEMPERATURE = 1.3
 
 
@@ -119,14 +119,20 @@ def draw_samples(client: AuditClient, config: AuditConfig, contexts: list[Text])
     body |= {"top_k": config.top_k} if config.top_k else {}
     body |= {"top_p": config.top_p} if config.top_p < 1 else {}
     body |= {"min_p": config.min_p} if config.min_p else {}
-    each = config.samples // len(contexts)
-    progress = Progress("samples", total=each * len(contexts), unit="continuations")
+    each = -(-config.samples // (len(contexts) * config.choices))
+    progress = Progress("samples", total=each * len(contexts), unit="requests")
     for number, context in enumerate(contexts):
         tokens: list[list[int]] = []
-        for begin in range(0, each, BATCH):
-            seeds = [config.seed + 1_000_003 * (number + 1) + index for index in range(begin, min(begin + BATCH, each))]
-            tokens += client.map(lambda seed, context=context: client.complete(list(context), seed=seed, **body).tokens, seeds)
-            progress.update(number * each + len(tokens))
+        for begin in range(0, each, config.concurrency):
+            seeds = [
+                config.seed + 1_000_003 * (number + 1) + index for index in range(begin, min(begin + config.concurrency, each))
+            ]
+
+            def ask(seed: int, context: Text = context) -> list[Completion]:
+                return client.choices(list(context), seed=seed, n=config.choices, **body)
+
+            tokens += [choice.tokens for choices in client.map(ask, seeds) for choice in choices]
+            progress.update(number * each + begin + len(seeds))
         yield Samples(context, tokens)
     progress.close()
 

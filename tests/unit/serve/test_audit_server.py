@@ -40,11 +40,12 @@ class ChainServer:
         if request.url.path == "/metrics":
             text = f'vllm:spec_decode_num_draft_tokens_total{{a="b"}} {self.drafted}.0\n' if self.counts_drafts else ""
             return httpx.Response(200, text=text)
-        return httpx.Response(200, json=self.complete(json.loads(request.content)))
+        body = json.loads(request.content)
+        return httpx.Response(200, json={"choices": [self.choice(body, index) for index in range(body.get("n", 1))]})
 
-    def complete(self, body: dict) -> dict:
+    def choice(self, body: dict, index: int) -> dict:
         last = 0 if isinstance(body["prompt"], str) else body["prompt"][-1]
-        chance = random.Random(body.get("seed", 0))
+        chance = random.Random(body.get("seed", 0) * 1000 + index)
         names, tops = [], []
         for place in range(body["max_tokens"]):
             logprobs = self.table[last].log_softmax(-1)
@@ -53,7 +54,7 @@ class ChainServer:
             ranked = logprobs.topk(body["logprobs"])
             tops.append({self.name(i): value for i, value in zip(ranked.indices.tolist(), ranked.values.tolist())})
         self.drafted += body["max_tokens"] - 1
-        return {"choices": [{"logprobs": {"tokens": names, "top_logprobs": tops}}]}
+        return {"logprobs": {"tokens": names, "top_logprobs": tops}}
 
     def name(self, token: int) -> str:
         return f"token_id:{token}" if self.names_ids else chr(65 + token)
