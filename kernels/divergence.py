@@ -19,7 +19,10 @@ import torch
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.laws import TopLaw
 
-CHUNK_ELEMENTS = 1 << 24  # logits of one chunk: 64 MiB in float32
+CHUNK_ELEMENTS = 1 << 24  # logits of one chunk on an accelerator: 64 MiB in float32
+# On a CPU a chunk that stays in its cache is twice as fast (768 x 4096: 54 ms in chunks of 128 rows, 115 ms whole), but the
+# draft head is read once a chunk, so there must be rows enough to pay for that.
+CPU_CHUNK_ELEMENTS, CPU_CHUNK_ROWS = 1 << 19, 128
 LOG_ZERO = -1e30  # stands in for log 0 where it meets a zero weight; 0 * -inf would be NaN
 
 TargetLogits = Callable[[slice], torch.Tensor]
@@ -64,14 +67,20 @@ def forward_kl(
         vocab_map: [Vd] target id of each draft id; None when the vocabularies are the same.
         tokens: [T] target ids that `keep` is wanted for.
         impl: "auto", "triton" or "torch", for the row-wise part; the products are torch's.
-        chunk_size: rows a chunk; by default what `CHUNK_ELEMENTS` allows.
+        chunk_size: rows a chunk; by default what suits the device.
     """
     if impl == "auto" and draft_hidden.dtype == torch.float64:
         impl = "torch"  # the Triton kernel computes in float32
     rows = _row_function(choose(impl, draft_hidden.device))
-    chunk_size = chunk_size or max(1, CHUNK_ELEMENTS // len(draft_head))
+    chunk_size = chunk_size or default_chunk_size(draft_hidden.device, len(draft_head))
     job = _Job(target_logits, weights, vocab_map, tokens, rows, chunk_size)
     return Divergence(*_ForwardKL.apply(draft_hidden, draft_head, job))
+
+
+def default_chunk_size(device: torch.device, vocab_size: int) -> int:
+    if device.type == "cpu":
+        return max(CPU_CHUNK_ROWS, CPU_CHUNK_ELEMENTS // vocab_size)
+    return max(1, CHUNK_ELEMENTS // vocab_size)
 
 
 RowFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], RowTerms]
@@ -93,23 +102,25 @@ def forward_kl_rows(
     tokens: torch.Tensor | None,
 ) -> RowTerms:
     """The reference: raw logits [t, Vd] and [t, V], weights [t] -> terms of every row. Computes in the dtype of the weights."""
-    log_q = torch.log_softmax(draft_logits.to(weights.dtype), dim=-1).clamp(min=LOG_ZERO)
+    log_q = torch.log_softmax(draft_logits.to(weights.dtype), dim=-1).clamp_(min=LOG_ZERO)
     wide_target = target_logits.to(weights.dtype)
     normaliser = torch.logsumexp(wide_target, dim=-1, keepdim=True)
     inside = wide_target if vocab_map is None else wide_target[:, vocab_map]
-    log_p = (inside - normaliser).clamp(min=LOG_ZERO)
+    log_p = (inside - normaliser).clamp_(min=LOG_ZERO)
     p, q = log_p.exp(), log_q.exp()
     mass = p.sum(dim=-1)
     alpha = torch.minimum(p, q).sum(dim=-1)
+    # In place from here on: on a CPU the time goes into passes over these rows.
+    log_ratio = log_p.sub_(log_q)
     keep = None
     if tokens is not None:
         column = draft_columns(tokens, vocab_map, target_logits.shape[-1])
-        ratio = (log_q - log_p).gather(-1, column.clamp(min=0)[:, None])[:, 0].clamp(max=0).exp()
+        ratio = (-log_ratio.gather(-1, column.clamp(min=0)[:, None]))[:, 0].clamp(max=0).exp()
         keep = torch.where(column >= 0, ratio, 0.0)
     outside = torch.zeros_like(mass) if vocab_map is None else (1 - mass).clamp(min=0)
     counted = weights != 0
-    kl = torch.where(counted, weights * (p * (log_p - log_q)).sum(dim=-1), 0.0)
-    grad = torch.where(counted[:, None], weights[:, None] * (q * mass[:, None] - p), 0.0)
+    kl = torch.where(counted, weights * log_ratio.mul_(p).sum(dim=-1), 0.0)
+    grad = q.mul_(mass[:, None]).sub_(p).mul_(weights[:, None]).masked_fill_(~counted[:, None], 0.0)
     return RowTerms(kl, alpha, keep, outside, grad.to(draft_logits.dtype))
 
 
