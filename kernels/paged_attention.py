@@ -59,10 +59,10 @@ class PagedPass:
 
     def __init__(self, pool: PagedPool, block_tables: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor):
         self.pool, self.block_tables, self.positions = pool, block_tables, positions
-        size = pool.block_size
-        rows = torch.repeat_interleave(torch.arange(len(lengths), device=positions.device), lengths)
+        size, counts = pool.block_size, lengths.tolist()
+        rows = 0 if len(counts) == 1 else torch.repeat_interleave(lengths, output_size=len(positions))
         self.slots = block_tables[rows, positions // size] * size + positions % size
-        self._runs = _find_runs(lengths.tolist(), positions)
+        self._runs = _find_runs(counts, positions)
         self._parts: dict[int | None, list[_Part]] = {}
 
     def attend(
@@ -116,7 +116,9 @@ class _Run(NamedTuple):
 
 def _find_runs(lengths: list[int], positions: torch.Tensor) -> list[_Run]:
     ends = list(itertools.accumulate(lengths))
-    contexts = [last + 1 for last in positions[torch.tensor(ends, device=positions.device) - 1].tolist()]
+    # On a CPU one copy of all positions is cheaper than picking the last ones.
+    every = positions.tolist()
+    contexts = [every[end - 1] + 1 for end in ends]
     runs: list[_Run] = []
     for row, (length, end, context) in enumerate(zip(lengths, ends, contexts)):
         last = runs[-1] if runs else None

@@ -42,7 +42,9 @@ class ServeConfig:
     block_size: int = option(16, "positions of a block of keys and values")
     num_blocks: int | None = option(None, "blocks of the paged pool; default: what memory_gib or the batch needs")
     memory_gib: float = option(2.0, "most memory for keys and values of the target when num_blocks is not given")
-    dtype: str = option("auto", "weights' type", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto", "weights' type; auto: the checkpoint's own, float32 on a CPU", choices=("auto", "float32", "bfloat16", "float16")
+    )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: torch's own choice")
     seed: int = option(0, "seeds the requests that bring none")

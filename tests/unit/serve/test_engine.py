@@ -12,8 +12,11 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.decide import Streams, decide
+from draftsmith.serve.drafting import Drafts
 from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import FinishReason, SamplingParams, Update
+from draftsmith.serve.request import FinishReason, Request, SamplingParams, Update
+from draftsmith.serve.scheduler import Row
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -321,3 +324,19 @@ def test_sampling_parameters_out_of_range_are_refused(params: dict) -> None:
 def test_engine_sizes_that_cannot_work_are_refused(config: dict, target: Target) -> None:
     with pytest.raises(ValueError):
         Engine(target, None, EngineConfig(**config))
+
+
+def test_the_short_cut_for_greedy_batches_decides_as_verification_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        lengths = torch.randint(0, 4, (5,), generator=generator)
+        # Few distinct values, so that ties are common and chance drafts are kept.
+        logits = torch.randint(0, 3, (int(lengths.sum()) + 5, 4), generator=generator).float()
+        tokens = torch.randint(0, 4, (5, 3), generator=generator)
+        chains = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist())]
+        drafts = Drafts(chains, [True] * 5, tokens, lengths, None)
+        requests = [Request(f"{i}", [1, 2], 1, GREEDY, seed=i, k=3, max_tokens=9) for i in range(5)]
+        streams = Streams([Row(request, 1, 1, 3) for request in requests], torch.device("cpu"))
+        short = decide(logits, chains, drafts, streams)
+        monkeypatch.setattr(streams, "all_greedy", False)
+        assert short == decide(logits, chains, drafts, streams)
