@@ -59,7 +59,8 @@ find_python() {
 install_torch() {
     local index=()
     if ! nvidia-smi >/dev/null 2>&1 && [ -n "${TORCH_CPU_INDEX:-}" ]; then index=(--index-url "$TORCH_CPU_INDEX"); fi
-    "$1" -m pip install --progress-bar off -c constraints.txt ${index[@]+"${index[@]}"} torch
+    # What torch itself requires comes with the project, from the ordinary index.
+    "$1" -m pip install --no-deps --progress-bar off -c constraints.txt ${index[@]+"${index[@]}"} torch
 }
 
 install_project() {
