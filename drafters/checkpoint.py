@@ -19,6 +19,7 @@ from draftsmith.errors import UserError
 
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +110,12 @@ def check_target(record: dict[str, Any], target: Target, folder: Path) -> None:
         log.warning("draft %s was trained for other weights of its target; expect a lower acceptance", folder)
 
 
-def locate(path: str | Path, what: str = "draft") -> Path:
-    """The local folder of a path or Hub id; an error calls it `what`."""
+def locate(path: str | Path, what: str = "draft", *, weights: bool = True) -> Path:
+    """The local folder of a path or Hub id; an error calls it `what`. Without `weights`, no weights are downloaded."""
     folder = Path(path)
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(str(path)))
+        return Path(snapshot_download(str(path), ignore_patterns=None if weights else list(WEIGHT_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(f"{what} {str(path)!r} is neither a folder nor a reachable Hub id; check the path") from error

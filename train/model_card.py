@@ -76,7 +76,19 @@ def measured(found: list[dict[str, Any]]) -> str:
 def training(record: dict[str, Any]) -> str:
     if not record:
         return "The checkpoint carries no training record."
-    return "The record that the trainer left:\n\n```json\n" + json.dumps(record, indent=2, ensure_ascii=False) + "\n```"
+    shown = json.dumps(record, indent=2, ensure_ascii=False)
+    return f"{summary(record)}The whole record that the trainer left:\n\n```json\n{shown}\n```"
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Data and method in a sentence, from a record of `draftsmith train`; nothing from another's."""
+    data = record.get("data") or {}
+    if not {"prompts", "answers", "tokens", "temperature"} <= data.keys() or "steps" not in record:
+        return ""
+    return (
+        f"Forward KL against the live target, {record['steps']} steps, on {data['answers']} answers ({data['tokens']} tokens) "
+        f"that the target wrote at temperature {data['temperature']:g} to prompts from `{data['prompts']}`. "
+    )
 
 
 def serving(source: Source, *, engine: str, name: str) -> str:

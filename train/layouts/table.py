@@ -11,6 +11,9 @@ from draftsmith.train.layouts.source import Source
 
 Writer = Callable[[Source, Path], None]
 
+# The families that become part of their target's checkpoint; for others its configuration and tokenizer are enough.
+STITCHED = ("mtp",)
+
 WRITERS: dict[str, dict[str, Writer]] = {
     "eagle3": {"vllm": eagle3.write_vllm, "sglang": eagle3.write_portable, "speculators": eagle3.write_speculators},
     "draft-lm": {"vllm": draft_lm.write_plain, "sglang": draft_lm.write_plain, "hf": draft_lm.write_plain},

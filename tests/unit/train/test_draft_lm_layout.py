@@ -46,6 +46,16 @@ def test_the_folder_is_a_model_of_its_own(tmp_path: Path, tiny_target: Callable[
     )
 
 
+def test_transformers_drafts_with_it(tmp_path: Path, tiny_target: Callable[..., str]) -> None:
+    target = AutoModelForCausalLM.from_pretrained(tiny_target("llama"))
+    options = DraftLmOptions(init=tiny_target("llama"))
+    trained(tmp_path / "draft", Target.load(tiny_target("llama")), options)
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="hf", out=str(tmp_path / "out")))
+    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    plain = target.generate(IDS, max_new_tokens=24, do_sample=False)
+    assert torch.equal(target.generate(IDS, max_new_tokens=24, do_sample=False, assistant_model=assistant), plain)
+
+
 def test_adapters_are_merged(tmp_path: Path, tiny_target: Callable[..., str]) -> None:
     target = Target.load(tiny_target("llama"))
     options = DraftLmOptions(init=tiny_target("llama", seed=1), lora=LoraOptions(rank=2))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from draftsmith.drafters import checkpoint
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.export import run
@@ -84,6 +85,22 @@ def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path) -> None:
     assert "is not valid JSON" in refusal(draft)
 
 
+def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
+    draft: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def snapshot(name: str, *, ignore_patterns: list[str] | None) -> str:
+        asked.append((name, ignore_patterns))
+        return tiny_target("llama")
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot)
+    set_record(draft, target={"name": "ann/target"})
+    card = (export(draft) / "README.md").read_text()
+    assert [(name, "*.safetensors" in patterns) for name, patterns in asked] == [("ann/target", True)]
+    assert "base_model: ann/target" in card
+
+
 def estimate(value: float) -> dict[str, float]:
     return {"value": value, "low": value - 0.01, "high": value + 0.01}
 
@@ -102,6 +119,13 @@ def test_the_card_shows_what_was_measured(draft: Path) -> None:
     assert "| 0 | 2.50 (2.49 to 2.51) | 0.710 | 0.620 | - | 1234 |" in card
     assert card.index("| 0 | 2.50") < card.index("| 1 | 2.25")
     assert '"steps": 7' in card and "Method: by a test." in card
+
+
+def test_the_card_names_data_and_method(draft: Path) -> None:
+    data = {"prompts": "stdlib:code", "answers": 24, "tokens": 1130, "temperature": 1.0}
+    set_record(draft, training={"steps": 300, "data": data})
+    card = (export(draft) / "README.md").read_text()
+    assert "300 steps, on 24 answers (1130 tokens) that the target wrote at temperature 1 to prompts from `stdlib:code`" in card
 
 
 def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
