@@ -29,6 +29,7 @@ class AuditConfig:
     choices: int = option(16, "continuations asked for in one request; its n")
     concurrency: int = option(8, "requests in flight")
     timeout_s: float = option(120.0, "patience with one answer")
+    seeded: bool = option(True, "send a seed with every request, so that an audit can be repeated; not all servers can take one")
     rounds: int = option(1_000_000, "rounds of each law of the kernel audit")
     impl: str = option("auto", "kernels to audit", choices=("auto", "triton", "torch"))
     device: str = option("cpu", "torch device of the kernel audit, and of the target when one is given")

@@ -88,9 +88,8 @@ class LawBook:
 
 def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
     """Token ids that the server itself wrote after the prompt, twice over: a repetition lets n-gram drafters draft, too."""
-    written = client.complete(
-        config.prompt, max_tokens=CONTEXT_TOKENS, temperature=1.0, seed=config.seed + index, ignore_eos=True
-    ).tokens
+    body = {"max_tokens": CONTEXT_TOKENS, "temperature": 1.0, "ignore_eos": True}
+    written = client.complete(config.prompt, **body, **_seed(config, index)).tokens
     if len(written) != CONTEXT_TOKENS:
         raise UserError(
             f"the server wrote {len(written)} of {CONTEXT_TOKENS} tokens after {config.prompt!r}; give another prompt"
@@ -124,17 +123,20 @@ def draw_samples(client: AuditClient, config: AuditConfig, contexts: list[Text])
     for number, context in enumerate(contexts):
         tokens: list[list[int]] = []
         for begin in range(0, each, config.concurrency):
-            seeds = [
-                config.seed + 1_000_003 * (number + 1) + index for index in range(begin, min(begin + config.concurrency, each))
-            ]
+            numbers = range(begin, min(begin + config.concurrency, each))
 
-            def ask(seed: int, context: Text = context) -> list[Completion]:
-                return client.choices(list(context), seed=seed, n=config.choices, **body)
+            def ask(index: int, number: int = number, context: Text = context) -> list[Completion]:
+                seed = _seed(config, 1_000_003 * (number + 1) + index)
+                return client.choices(list(context), n=config.choices, **body, **seed)
 
-            tokens += [choice.tokens for choices in client.map(ask, seeds) for choice in choices]
-            progress.update(number * each + begin + len(seeds))
+            tokens += [choice.tokens for choices in client.map(ask, numbers) for choice in choices]
+            progress.update(number * each + begin + len(numbers))
         yield Samples(context, tokens)
     progress.close()
+
+
+def _seed(config: AuditConfig, index: int) -> dict[str, int]:
+    return {"seed": config.seed + index} if config.seeded else {}
 
 
 def prefixes(samples: list[Samples]) -> Iterator[Text]:
