@@ -17,22 +17,34 @@ class Drawing:
         self.vocab_map = vocab_map
         size, self.depth = len(inputs.num_draft), int(inputs.num_draft.max())
         device = inputs.num_draft.device
+        # A greedy draft is the argmax, and its law is one-hot: a batch of them needs no laws at all.
+        self.greedy = bool((inputs.sampling.temperature == 0).all())
+        self.sound = True  # no NaN was met
         self.tokens = torch.full((size, self.depth), -1, dtype=torch.int64, device=device)
-        self.logits = torch.full((size, self.depth, vocab_size), -torch.inf, device=device)
+        self.shape = (size, self.depth, vocab_size)
+        self.logits = None if self.greedy else self._no_mass()
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
 
     def draw(self, rows: torch.Tensor, depth: int, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Raw draft logits [R, Vd] of `rows` [R]; the tokens drawn are those of the absolute `positions` [R]."""
-        processed = process(logits, self.inputs.sampling.select(rows))
-        # A law without mass (NaN weights) draws -1; token 0 at -inf says the same and can be embedded.
-        tokens = sample(processed, self.inputs.seeds[rows], positions, Purpose.DRAFT).clamp(min=0)
-        if self.vocab_map is None:
-            self.logits[rows, depth] = processed
+        if self.logits is None:
+            best = logits.max(dim=-1)  # the first of equal logits
+            self.sound = self.sound and bool(torch.isfinite(best.values).all())
+            tokens = best.indices
         else:
-            tokens = self.vocab_map[tokens]
-            self.logits[rows[:, None], depth, self.vocab_map[None, :]] = processed
-        self.tokens[rows, depth] = tokens
+            whole = len(rows) == len(self.lengths)
+            processed = process(logits, self.inputs.sampling if whole else self.inputs.sampling.select(rows))
+            # A law without mass (NaN weights) draws -1; token 0 at -inf says the same and can be embedded.
+            tokens = sample(processed, self.inputs.seeds[rows], positions, Purpose.DRAFT).clamp(min=0)
+            if self.vocab_map is None:
+                self.logits[rows, depth] = processed
+            else:
+                self.logits[rows[:, None], depth, self.vocab_map[None, :]] = processed
+        self.tokens[rows, depth] = tokens if self.vocab_map is None else self.vocab_map[tokens]
         self.lengths[rows] = depth + 1
 
     def proposal(self) -> Proposal:
-        return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits)
+        return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits if self.sound else self._no_mass())
+
+    def _no_mass(self) -> torch.Tensor:
+        return torch.full(self.shape, -torch.inf, device=self.tokens.device)

@@ -250,8 +250,19 @@ def test_greedy_rows_take_the_best_token(drafter, target, text):
     for depth in range(3):
         raw = unrolled_logits(drafter, target, [*text[:25], *drafted[:depth]], depth, 2 if drafter.taps else 1)
         assert int(raw.argmax()) == drafted[depth]
+    assert proposal.logits is None  # a one-hot law
+
+
+@torch.no_grad()
+def test_a_greedy_row_among_sampled_ones_has_a_one_hot_law(drafter, target, text):
+    inputs = inputs_for(drafter, target, [text[:25], text[:20]], [0, 0], [3, 3], new_pool(drafter, 2), temperature=1.0)
+    alone = drafter.propose(inputs_for(drafter, target, [text[:25]], [0], [3], new_pool(drafter, 1)))
+    mixed = replace(inputs, sampling=SamplingRows.of([0.0, 1.0]))
+    proposal = drafter.propose(mixed)
+    assert proposal.tokens[0].tolist() == alone.tokens[0].tolist()
+    for depth, token in enumerate(proposal.tokens[0].tolist()):
         law = proposal.logits[0, depth].softmax(-1)
-        assert law[drafted[depth]] == 1.0 and law.sum() == 1.0
+        assert law[token] == 1.0 and law.sum() == 1.0
 
 
 def first_token_statistic(drawn: torch.Tensor, law: torch.Tensor) -> float:
