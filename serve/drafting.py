@@ -24,7 +24,7 @@ LONGEST_PAUSE = 256  # rounds without drafting after a drafter has failed again 
 class Drafts:
     """A proposal as the round uses it; row b of the drafting rows."""
 
-    chains: list[list[int]]  # usable tokens; empty where the drafter gave none or failed
+    chains: list[list[int]]  # usable tokens; empty where the drafter gave none or its first law failed
     sound: list[bool]  # False: what the drafter did for this row is not trusted, its cache does not advance
     tokens: torch.Tensor  # [B, K] int64
     lengths: torch.Tensor  # [B] int64
@@ -106,14 +106,16 @@ class Drafting:
         chains = [chain[:length] for chain, length in zip(tokens, lengths)]
         if any(not 0 <= token < self.vocab_size for chain in chains for token in chain):
             raise BadProposal(f"drafted {chains}, with a token outside the vocabulary of {self.vocab_size}")
-        sound = [True] * len(rows)
+        usable = lengths
         if proposal.logits is not None and proposal.tokens.shape[1] > 0:
-            # A law that gives no mass to its own draw is no law: NaN weights end here.
+            # A law that gives no mass to its own draw is no law: NaN weights end here. What was drafted before it is verified
+            # all the same: to drop a token for what came of it later would be to choose among the draws (law 4).
             drawn = proposal.logits.gather(2, proposal.tokens.clamp(min=0)[:, :, None])[:, :, 0]
-            finite = torch.isfinite(drawn).tolist()
-            sound = [all(row[:length]) for row, length in zip(finite, lengths)]
-        chains = [chain if good else [] for chain, good in zip(chains, sound)]
-        used = proposal.lengths if all(sound) else torch.tensor([len(c) for c in chains], device=proposal.lengths.device)
+            finite = torch.isfinite(drawn).long().cumprod(dim=1).sum(dim=1).tolist()
+            usable = [min(pair) for pair in zip(lengths, finite)]
+        sound = [kept == length for kept, length in zip(usable, lengths)]
+        chains = [chain[:kept] for chain, kept in zip(chains, usable)]
+        used = proposal.lengths if all(sound) else torch.tensor(usable, device=proposal.lengths.device)
         return Drafts(chains, sound, proposal.tokens, used, proposal.logits)
 
     def _failed(self, cause: str, error: object) -> None:
