@@ -18,9 +18,11 @@ from draftsmith.train.checkup.memory import check_serving, check_training
 from draftsmith.train.checkup.target import check_target
 from draftsmith.train.doctor_config import DoctorConfig
 from draftsmith.train.place import find_place
+from draftsmith.train.quiet import quiet
 
 
 def run(config: DoctorConfig) -> int:
+    quiet()
     if config.rows < 1 or config.max_length < 2 or config.sequences < 1:
         raise UserError("--rows and --sequences must be at least 1 and --max-length at least 2; raise them")
     findings = examine(config)
