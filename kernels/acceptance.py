@@ -99,12 +99,13 @@ def bootstrap_ratio(
         raise ValueError(f"{len(numerators)} numerators and {len(denominators)} denominators; give one pair a unit, at least one")
     top, bottom = torch.tensor(numerators, dtype=torch.float64), torch.tensor(denominators, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    ratios = torch.empty(resamples, dtype=torch.float64)
-    for index in range(resamples):
-        chosen = torch.randint(len(top), (len(top),), generator=generator)
-        ratios[index] = top[chosen].sum() / bottom[chosen].sum()
+    ratios = []
+    # So many resamples at once that their indices stay small.
+    for begin in range(0, resamples, step := max(1, 2**20 // len(top))):
+        chosen = torch.randint(len(top), (min(step, resamples - begin), len(top)), generator=generator)
+        ratios.append(top[chosen].sum(dim=1) / bottom[chosen].sum(dim=1))
     outside = (1 - level) / 2
-    low, high = torch.quantile(ratios, torch.tensor([outside, 1 - outside], dtype=torch.float64)).tolist()
+    low, high = torch.quantile(torch.cat(ratios), torch.tensor([outside, 1 - outside], dtype=torch.float64)).tolist()
     return Interval(low, high)
 
 

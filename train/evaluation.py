@@ -82,7 +82,6 @@ class DocumentCounts(NamedTuple):
     accepted: list[float]
 
 
-@torch.no_grad()
 def evaluate_draft(
     drafter: Unrollable,
     target: Target,
@@ -94,13 +93,28 @@ def evaluate_draft(
     seed: int = 0,
 ) -> Evaluation:
     """`sequences` must be the target's own text at this temperature: its greedy answers for 0, unfiltered samples otherwise."""
+    counts = count_documents(drafter, target, sequences, temperature=temperature, k=k, batch_size=batch_size)
+    return summarise(counts, temperature=temperature, k=k, seed=seed)
+
+
+@torch.no_grad()
+def count_documents(
+    drafter: Unrollable,
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    *,
+    temperature: float,
+    k: int,
+    batch_size: int = 8,
+) -> list[DocumentCounts]:
+    """One entry a name that wrote something, in order of length."""
     if not sequences:
         raise ValueError("no sequence to evaluate on; give at least one")
     counts: list[DocumentCounts] = []
     ordered = sorted(sequences, key=lambda sequence: len(sequence.input_ids))
     for begin in range(0, len(ordered), batch_size):
         counts += _count(drafter, target, ordered[begin : begin + batch_size], temperature=temperature, k=k)
-    return summarise(merge_documents(counts), temperature=temperature, k=k, seed=seed)
+    return merge_documents(counts)
 
 
 def _count(

@@ -1,0 +1,104 @@
+"""What `eval` says offline is what the engine does: the same draft, the same text, the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.request import SamplingParams
+from draftsmith.train.config import OptimConfig, TrainConfig
+from draftsmith.train.data import TokenSequence
+from draftsmith.train.evaluation import count_documents
+from draftsmith.train.run import run
+
+K = 3
+
+
+@dataclass(frozen=True)
+class Pair:
+    target: Target
+    drafter: TrainedDrafter
+
+
+def some_prompts(count: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 288, (3 + number % 6,), generator=generator).tolist() for number in range(count)]
+
+
+@pytest.fixture(scope="module", params=["eagle3", "mtp", "draft-lm"])
+def pair(request: pytest.FixtureRequest, tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A tiny target and a draft trained on its answers, sampled and greedy, until it is right about a third of the time."""
+    target = Target.load(tiny_target("llama"))
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    rows = []
+    for temperature in (0.0, 1.0):
+        prompts = some_prompts(32, seed=0)
+        answers = target.answer(prompts, max_new_tokens=16, temperature=temperature, ignore_eos=True, batch_size=32)
+        rows += [
+            {"name": f"{prompt}", "input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+            for prompt, answer in zip(prompts, answers)
+        ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
+    config = TrainConfig(
+        family=request.param,
+        target=target.name,
+        data=str(folder),
+        out=str(folder / "draft"),
+        dtype="float32",
+        steps=60,
+        held_out=0.0,
+        optim=OptimConfig(lr=1e-2),
+    )
+    run(config)
+    return Pair(target, checkpoint.load(config.out, target))
+
+
+def speculate(pair: Pair, temperature: float, count: int) -> tuple[list[TokenSequence], torch.Tensor]:
+    """Texts that the engine wrote, without their first token, which no draft precedes; and the rounds it took for the rest."""
+    engine = Engine(pair.target, pair.drafter, EngineConfig(k=K, max_batch=16))
+    prompts = some_prompts(count, seed=1)
+    params = SamplingParams(temperature=temperature, max_tokens=21, ignore_eos=True)
+    completions = engine.generate(prompts, params)
+    sequences, rounds = [], []
+    for number, (prompt, completion) in enumerate(zip(prompts, completions)):
+        ids = torch.tensor(prompt + completion.tokens)
+        sequences.append(TokenSequence(f"{number}", ids, torch.arange(len(ids)) > len(prompt)))
+        rounds.append(completion.speculation.num_passes - 1)
+    return sequences, torch.tensor(rounds, dtype=torch.float64)
+
+
+def expected(pair: Pair, sequences: list[TokenSequence], temperature: float, k: int = K) -> torch.Tensor:
+    counts = count_documents(pair.drafter, pair.target, sequences, temperature=temperature, k=k, batch_size=50)
+    rounds = {count.name: count.rounds_by_k[-1] for count in counts}
+    return torch.tensor([rounds[sequence.name] for sequence in sequences], dtype=torch.float64)
+
+
+def test_greedy_rounds_are_the_same_number(pair):
+    sequences, rounds = speculate(pair, 0.0, 12)
+    assert rounds.sum() < 12 * 20, "something must be accepted for this to say anything"
+    assert expected(pair, sequences, 0.0).tolist() == pytest.approx(rounds.tolist())
+
+
+def test_sampled_rounds_have_the_expected_mean(pair):
+    """Given a text, its rounds are random with the walk's mean: the paired difference has mean zero."""
+    sequences, rounds = speculate(pair, 1.0, 150)
+    assert rounds.mean() < 17
+
+    def z(predicted: torch.Tensor) -> float:
+        difference = rounds - predicted
+        return abs(float(difference.mean() / (difference.std() / len(difference) ** 0.5)))
+
+    # False alarm: 6e-5 a family. Negative control: the walk of a shorter chain is told apart.
+    assert z(expected(pair, sequences, 1.0)) < 4.0
+    assert z(expected(pair, sequences, 1.0, k=1)) > 4.0
