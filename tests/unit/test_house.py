@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -171,3 +172,23 @@ def test_console_script_is_quiet_when_its_reader_leaves() -> None:
 def test_no_tracked_file_names_a_machine_path() -> None:
     finished = subprocess.run(["git", "grep", "-nIF", f"{ROOT.parent}/"], cwd=ROOT, capture_output=True, text=True)
     assert finished.stdout == ""
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    # tomllib is younger than Python 3.10; quoted requirements are all that is wanted of the file.
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    named = {match[1].lower() for line in lines if (match := re.match(r'^    "([A-Za-z0-9-]+)[<>=]', line))}
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[:40]}
+    assert {"torch", "transformers", "pytest"} <= named
+    assert named <= pinned
+
+
+@pytest.mark.parametrize("script", ["scripts/test", "scripts/quickstart"])
+def test_scripts_explain_themselves_without_an_environment(script: str) -> None:
+    finished = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, timeout=30)
+    assert finished.returncode == 0 and script in finished.stdout
+
+
+def test_continuous_integration_runs_the_same_command() -> None:
+    finished = subprocess.run([ROOT / ".ci" / "run", "--help"], capture_output=True, text=True, timeout=30)
+    assert finished.returncode == 0 and "scripts/test --all" in finished.stdout
