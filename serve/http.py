@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -158,7 +159,12 @@ async def _stream(
         for index in range(len(exchange.requests)):
             if (opening := responder.opening(index)) is not None:
                 yield _event(responder.chunk([opening]))
+        previous_s: dict[int, float] = {}
         async for index, request, update in exchange.events():
+            now_s = time.monotonic()
+            if index in previous_s:
+                server.metrics.updated(now_s - previous_s[index])
+            previous_s[index] = now_s
             # Also without text (half a character, say): a client measures the arrival of tokens by it.
             yield _event(responder.update(index, request, update))
             if update.finish_reason is not None:

@@ -14,6 +14,7 @@ from draftsmith.serve.request import FinishReason, Request
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": "Arrival to first token.",
+    "vllm:inter_token_latency_seconds": "Time between two rounds that gave a request tokens.",
     "vllm:request_time_per_output_token_seconds": "Mean time of the tokens after the first, by request.",
     "vllm:e2e_request_latency_seconds": "Arrival to last token.",
     "vllm:request_queue_time_seconds": "Arrival to admission.",
@@ -120,6 +121,10 @@ class ServerMetrics:
         self._observe("vllm:request_queue_time_seconds", request.admitted_s - request.arrival_s)
         if request.num_output > 1:
             self._observe("vllm:request_time_per_output_token_seconds", (last_s - first_s) / (request.num_output - 1))
+
+    def updated(self, seconds: float) -> None:
+        """Between two updates of a streaming request; a round may bring several tokens."""
+        self._observe("vllm:inter_token_latency_seconds", seconds)
 
     def _observe(self, name: str, seconds: float) -> None:
         self._histograms[name].labels(self._model).observe(seconds)
