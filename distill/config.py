@@ -37,12 +37,12 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnConfig:
-    lr: float = option(2e-4, "learning rate, constant after the first warm-up steps")
+    lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")
     warmup: int = option(10, "steps over which the learning rate rises")
     weight_decay: float = option(0.0, "AdamW's")
     clip: float = option(1.0, "gradient norm limit")
     batch: int = option(8, "sequences a step")
-    steps: int = option(4, "optimizer steps an update")
+    steps: int = option(8, "optimizer steps an update")
     fresh: int = option(8, "new sequences that start an update")
     replay: float = option(0.3, "share of each batch drawn from the reservoir of older traffic")
     reservoir: int = option(512, "sequences kept for replay")
@@ -55,10 +55,10 @@ class LearnConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
-    every: int = option(4, "updates between two gate decisions")
-    requests: int = option(16, "fewest held-out requests to decide on")
-    window: int = option(128, "newest held-out requests that are scored")
-    held_out: float = option(0.2, "share of the requests that is never trained on, by hash of the prompt")
+    every: int = option(2, "updates between two gate decisions")
+    requests: int = option(12, "fewest held-out requests to decide on")
+    window: int = option(48, "newest held-out requests that are scored")
+    held_out: float = option(0.25, "share of the requests that is never trained on, by hash of the prompt")
     error: float = option(0.05, "chance of publishing any candidate that is no better, between two promotions")
     gain: float = option(0.002, "least gain in alpha worth a swap")
     drop: float = option(0.03, "loss of live alpha that calls for a rollback, if the evidence holds")

@@ -15,10 +15,8 @@ import numpy as np
 import torch
 
 from draftsmith.distill.config import GateConfig
-from draftsmith.distill.scoring import score
+from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.traffic import ServedText
-from draftsmith.drafters.target import Target
-from draftsmith.train.objective import Unrollable
 
 
 class Comparison(NamedTuple):
@@ -74,15 +72,7 @@ class Decision:
 
 
 def decide(
-    live: Unrollable,
-    candidate: torch.nn.Module,
-    target: Target,
-    texts: Sequence[ServedText],
-    config: GateConfig,
-    *,
-    max_depth: int,
-    max_length: int,
-    looks: int,
+    live: Scorer, candidate: torch.nn.Module, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int, looks: int
 ) -> Decision:
     """`looks` counts the decisions since the last promotion, this one included: the allowed error is spread over all of them,
     error / (looks * (looks + 1)) each, which sums to `error` however many there will be."""
@@ -90,12 +80,16 @@ def decide(
         return Decision("refuse", "the candidate has weights that are not finite")
     if len(texts) < config.requests:
         return Decision("hold", f"{len(texts)} held-out requests, {config.requests} are needed")
-    size = {"max_depth": max_depth, "max_length": max_length}
-    live_alpha = [one.alpha for one in score(live, target, texts, **size)]
-    candidate_alpha = [one.alpha for one in score(candidate, target, texts, **size)]
-    if any(np.isnan(alpha).any() for alpha in candidate_alpha):
+    scored = live.score(texts, max_depth=max_depth)
+    agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
+    if len(agreeing) < config.requests:
+        count = len(texts) - len(agreeing)
+        return Decision("refuse", f"{count} of {len(texts)} held-out requests contradict this target in their logged laws")
+    chosen = [texts[index] for index in agreeing]
+    new = Scorer(candidate, live.target, max_length=live.max_length).score(chosen, max_depth=max_depth)
+    if any(np.isnan(one.alpha).any() for one in new):
         return Decision("refuse", "the candidate gives laws that are not finite")
-    return weigh(compare(live_alpha, candidate_alpha), config, looks)
+    return weigh(compare([scored[index].alpha for index in agreeing], [one.alpha for one in new]), config, looks)
 
 
 def weigh(comparison: Comparison, config: GateConfig, looks: int) -> Decision:

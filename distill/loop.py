@@ -18,6 +18,7 @@ from draftsmith.distill.learner import Learner, UpdateReport
 from draftsmith.distill.place import load_target
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.regression import Watched, served_by, watch
+from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.state import Counters, StateFolder, TrafficState
 from draftsmith.distill.status import Status
 from draftsmith.distill.traffic import OpenRequests, ServedText, is_held_out
@@ -47,6 +48,7 @@ class Daemon:
         self.saved_s = self.retained_s = self.active_s = time.monotonic()
         self.report: UpdateReport | None = None
         self.watched: Watched | None = None
+        self._new_scorers()
         self._restore()
         self.saved_cursor = dict(self.reader.cursor)
 
@@ -61,6 +63,11 @@ class Daemon:
         if restored.live_version != self.publisher.version:
             self._new_live_version()
         self.status.event(f"goes on after update {self.counters.updates}, version {self.publisher.version} is live")
+
+    def _new_scorers(self) -> None:
+        live, parent = self.publisher.live, self.publisher.parent
+        self.live = Scorer(live, self.target, max_length=self.length)
+        self.parent = Scorer(parent, self.target, max_length=self.length) if parent is not None else None
 
     # The loop.
 
@@ -165,10 +172,9 @@ class Daemon:
         return min(self.config.learn.max_length, self.target.max_positions)
 
     def gate(self) -> None:
-        live, candidate = self.publisher.live, self.learner.drafter
         looks = self.counters.gate_looks + 1
-        size = {"max_depth": self.depth, "max_length": self.length}
-        decision = decide(live, candidate, self.target, self.window, self.config.gate, looks=looks, **size)
+        candidate = self.learner.drafter
+        decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, looks=looks)
         if decision.comparison is not None:
             self.counters.gate_looks = looks
         if decision.decision == "accept":
@@ -206,6 +212,7 @@ class Daemon:
 
     def _new_live_version(self) -> None:
         """Error budgets and the watch count from here."""
+        self._new_scorers()
         self.counters.gate_looks = self.counters.watch_looks = self.since_watch = 0
 
     def decided(self, decision: Decision, *, version: int | None = None) -> None:
@@ -223,14 +230,12 @@ class Daemon:
             return
         self.counters.watch_looks += 1
         self.watched = watch(
-            self.publisher.live,
-            self.publisher.parent,
-            self.target,
+            self.live,
+            self.parent,
             texts,
             self.config.gate,
             version=self.publisher.version,
             max_depth=self.depth,
-            max_length=self.length,
             looks=self.counters.watch_looks,
         )
         if self.watched.reason and self.publisher.parent is not None:

@@ -15,10 +15,8 @@ import numpy as np
 
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate import Comparison, compare
-from draftsmith.distill.scoring import score
+from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.traffic import ServedText
-from draftsmith.drafters.target import Target
-from draftsmith.train.objective import Unrollable
 
 
 @dataclass(frozen=True)
@@ -45,27 +43,26 @@ def served_by(texts: Sequence[ServedText], version: int) -> list[ServedText]:
 
 
 def watch(
-    live: Unrollable,
-    parent: Unrollable | None,
-    target: Target,
+    live: Scorer,
+    parent: Scorer | None,
     texts: Sequence[ServedText],
     config: GateConfig,
     *,
     version: int,
     max_depth: int,
-    max_length: int,
     looks: int,
 ) -> Watched:
     """`texts` were served by `version`, in part at least. A reason is given only for a loss above `config.drop` with evidence."""
-    size = {"max_depth": max_depth, "max_length": max_length}
-    scored = score(live, target, texts, **size)
+    everything = live.score(texts, max_depth=max_depth)
+    agreeing = [index for index, one in enumerate(everything) if one.is_consistent]
+    texts, scored = [texts[index] for index in agreeing], [everything[index] for index in agreeing]
     mine = [np.array([name == str(version) for name in one.version], dtype=bool) for one in scored]
     kept = [one.kept[chosen] for one, chosen in zip(scored, mine, strict=True)]
     should = [one.alpha[chosen] for one, chosen in zip(scored, mine, strict=True)]
     served = compare(kept, should)
     against_parent = None
     if parent is not None:
-        old = score(parent, target, texts, **size)
+        old = parent.score(texts, max_depth=max_depth)
         against_parent = compare([one.alpha for one in scored], [one.alpha for one in old])
     # Two tests a look share its part of the error.
     level = config.error / (2 * looks * (looks + 1))

@@ -1,4 +1,4 @@
-"""The gate: logged laws under every sampling, alpha against a direct computation, and its error rates."""
+"""The gate: alpha against a direct computation and against what was accepted, its error rates, harmful candidates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.distill import scoring
 from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.gate import compare, decide, weigh
 from draftsmith.distill.learner import Learner
-from draftsmith.distill.logged_law import Logged, processed_law
-from draftsmith.distill.scoring import score
+from draftsmith.distill.scoring import Scorer, score
 from draftsmith.distill.traffic import ServedText, stitch
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.kernels.laws import top_law, top_overlap
-from draftsmith.serve.record import Law, RoundRecord
+from draftsmith.serve.record import RoundRecord
 
 
 def texts_of(records: list[RoundRecord]) -> list[ServedText]:
@@ -27,43 +26,6 @@ def texts_of(records: list[RoundRecord]) -> list[ServedText]:
     for record in records:
         grouped.setdefault(record.request, []).append(record)
     return [stitch(mine) for mine in grouped.values()]
-
-
-def logged(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Logged:
-    law = top_law(logits[None])
-    norm = float((logits.log_softmax(-1) / temperature).logsumexp(-1)) if temperature else 0.0
-    record = RoundRecord(
-        request="r", round=0, request_class="", target="", target_revision="", draft_version="", time_s=0.0,
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=1, context=[1], drafted=[1], accepted=0,
-        committed=[1], emitted=1, p=[Law(law.ids[0].tolist(), law.logprobs[0].tolist(), float(law.tail))], p_log_norm=[norm],
-    )  # fmt: skip
-    return Logged(record, 0)
-
-
-@pytest.mark.parametrize("vocab", [40, 300])
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "min_p"),
-    [
-        (1.0, 0, 1.0, 0.0),
-        (0.0, 0, 1.0, 0.0),
-        (0.7, 0, 1.0, 0.0),
-        (1.3, 20, 1.0, 0.0),
-        (0.8, 0, 0.7, 0.0),
-        (1.0, 0, 1.0, 0.1),
-        (0.9, 30, 0.8, 0.05),
-    ],
-)
-def test_logged_law_bounds_the_true_overlap(vocab: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    sampling = {"top_k": [top_k] * 20, "top_p": [top_p] * 20, "min_p": [min_p] * 20}
-    p_raw, q_raw = torch.randn(2, 20, vocab, generator=generator) * 2.5
-    rows = SamplingRows.of([temperature] * 20, **sampling)
-    truth = overlap(process(p_raw, rows), process(q_raw, rows))
-    law = processed_law([logged(row, temperature, top_k, top_p, min_p) for row in p_raw])
-    low, high = top_overlap(law, process(q_raw, rows))
-    assert bool((low <= truth + 1e-5).all()) and bool((truth <= high + 1e-5).all())
-    exact = vocab <= 64 or temperature == 0 or top_k or top_p < 1 or min_p
-    assert float((high - low).max()) < (1e-5 if exact else 0.2)
 
 
 def test_score_is_the_overlap_of_the_laws_at_verified_positions(
@@ -83,6 +45,7 @@ def test_score_is_the_overlap_of_the_laws_at_verified_positions(
                 expected.append(float(overlap(p, process(other.logits(context[-1])[None], rows))))
                 kept.append(depth < record.accepted)
         np.testing.assert_allclose(scored.alpha, expected, atol=1e-4)
+        assert scored.is_consistent
         assert scored.kept.tolist() == kept and set(scored.version) == {"1"}
 
 
@@ -93,7 +56,7 @@ def test_score_of_the_served_draft_predicts_its_acceptance(
     served = bigram(288)
     with torch.no_grad():
         served.states.weight.mul_(4)
-    texts = texts_of(serving(target, served, prompts(60), traffic(depth=2, top_k=40)))
+    texts = texts_of(serving(target, served, prompts(60), traffic(depth=2)))
     mine = score(served, target, texts, max_depth=2, max_length=512)
     kept, alpha = np.concatenate([one.kept for one in mine]), np.concatenate([one.alpha for one in mine])
     error = 4 * np.sqrt(np.mean(alpha * (1 - alpha)) / len(alpha))
@@ -103,6 +66,37 @@ def test_score_of_the_served_draft_predicts_its_acceptance(
         uniform.head.zero_()
     flat = np.concatenate([one.alpha for one in score(uniform, target, texts, max_depth=2, max_length=512)])
     assert abs(flat.mean() - alpha.mean()) > 2 * error
+
+
+def test_texts_of_another_target_contradict_their_logged_laws(
+    target: Target, tiny_target: Callable, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    other = Target.load(tiny_target("llama", seed=1))
+    foreign = texts_of(serving(other, bigram(288), prompts(16), traffic(temperature=0.5)))
+    sharp = bigram(288)
+    with torch.no_grad():
+        sharp.states.weight.mul_(8)
+    assert not any(one.is_consistent for one in score(sharp, target, foreign, max_depth=3, max_length=512))
+    assert all(one.is_consistent for one in score(sharp, other, foreign, max_depth=3, max_length=512))
+    scorer = Scorer(sharp, target, max_length=512)
+    decision = decide(scorer, bigram(288), foreign, GateConfig(requests=16), max_depth=3, looks=1)
+    assert decision.decision == "refuse" and "contradict" in decision.reason
+
+
+def test_scorer_remembers_scores_of_texts_still_asked_for(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = texts_of(serving(target, bigram(288), prompts(6), traffic()))
+    scorer = Scorer(bigram(288), target, max_length=512)
+    first = scorer.score(texts[:4], max_depth=3)
+    asked: list[int] = []
+    real = scoring.score
+    monkeypatch.setattr(scoring, "score", lambda d, t, new, **size: asked.append(len(new)) or real(d, t, new, **size))
+    second = scorer.score(texts[2:], max_depth=3)
+    assert asked == [2]
+    assert all(np.array_equal(a.alpha, b.alpha) for a, b in zip(first[2:], second[:2], strict=True))
+    scorer.score(texts[:1], max_depth=3)
+    assert asked == [2, 1]
 
 
 def paired(generator: np.random.Generator, requests: int, effect: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -158,15 +152,15 @@ def test_candidates_better_equal_shuffled_and_broken(
     with torch.no_grad():
         broken.head[5, 5] = float("nan")
     config = GateConfig(requests=16)
-    size = {"max_depth": 3, "max_length": 512, "looks": 1}
+    size = {"max_depth": 3, "looks": 1}
     decisions = {
-        name: decide(live, candidate, target, texts, config, **size)
+        name: decide(Scorer(live, target, max_length=512), candidate, texts, config, **size)
         for name, candidate in [("better", better), ("same", live), ("shuffled", shuffled), ("broken", broken)]
     }
     assert {name: one.decision for name, one in decisions.items()} == {
         "better": "accept", "same": "hold", "shuffled": "hold", "broken": "refuse",
     }  # fmt: skip
-    few = decide(live, better, target, texts[:10], config, **size)
+    few = decide(Scorer(live, target, max_length=512), better, texts[:10], config, **size)
     assert few.decision == "hold" and "10 held-out requests" in few.reason
 
 
@@ -180,7 +174,8 @@ def test_overflowing_candidate_is_refused(
         candidate.states.weight.fill_(1e30)
         candidate.head.fill_(1e30)
         candidate.head[::2].neg_()
-    decision = decide(bigram(288), candidate, target, texts, GateConfig(requests=4), max_depth=3, max_length=512, looks=1)
+    scorer = Scorer(bigram(288), target, max_length=512)
+    decision = decide(scorer, candidate, texts, GateConfig(requests=4), max_depth=3, looks=1)
     assert decision.decision == "refuse"
 
 
