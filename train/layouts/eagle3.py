@@ -7,17 +7,15 @@ a draft that breaks one of these rules is served without complaint and accepts n
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.drafters.weights import read_weights
+from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
-from draftsmith.train.layouts.source import Source, tensor_shapes, text_config, write_config
+from draftsmith.train.layouts.source import Source, tensor_shapes, text_config
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SPECULATORS_VERSION = "0.5.0"
@@ -57,25 +55,23 @@ def optional_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def write_portable(source: Source, out: Path) -> None:
     """For vLLM and SGLang alike: the checkpoint as it is, once it is known to mean the same in both."""
-    check(source)
     check_sglang(source.config)
-    copy_weights(source, out)
-    write_config(out, source.config)
+    write_vllm(source, out)
 
 
 def write_vllm(source: Source, out: Path) -> None:
     check(source)
-    copy_weights(source, out)
-    write_config(out, source.config)
+    # SGLang leaves the layer at random values if it is called `layers.0`.
+    write_weights(out, source.config, {portable_name(name): tensor for name, tensor in read_weights(source.draft).items()})
 
 
 def write_speculators(source: Source, out: Path) -> None:
     """Started as `vllm serve OUT`: the target is named inside."""
     check(source)
     tensors = read_weights(source.draft)
-    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    save_file(renamed, out / "model.safetensors", metadata={"format": "pt"})
-    write_config(out, speculators_config(source))
+    write_weights(
+        out, speculators_config(source), {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    )
 
 
 def speculators_config(source: Source) -> dict[str, Any]:
@@ -104,10 +100,6 @@ def speculators_config(source: Source) -> dict[str, Any]:
             "verifier": {"name_or_path": source.target_name, "architectures": source.target_config["architectures"]},
         },
     }
-
-
-def copy_weights(source: Source, out: Path) -> None:
-    shutil.copyfile(source.draft / "model.safetensors", out / "model.safetensors")
 
 
 def check(source: Source) -> None:

@@ -168,6 +168,16 @@ def test_speculators_layout(make_draft: Callable[..., Path], tiny_target: Callab
     assert not [name for name in tensors if name.startswith("midlayer")]
 
 
+def test_the_other_layer_prefix_is_renamed(make_draft: Callable[..., Path]) -> None:
+    def prefixed(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("midlayer.")]:
+            tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+
+    draft = make_draft(prefixed)
+    assert sglang_unfilled(list(load_file(draft / "model.safetensors"))), "the defect that the export mends"
+    assert sglang_unfilled(list(load_file(export(draft, "sglang") / "model.safetensors"))) == set()
+
+
 def test_full_vocabulary_needs_no_map(make_draft: Callable[..., Path]) -> None:
     def full(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         config["draft_vocab_size"] = VOCAB
