@@ -12,11 +12,21 @@ from functools import lru_cache
 
 import torch
 
-# SplitMix64's odd constants, written as the signed integers torch holds.
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-MIX_2 = 0x94D049BB133111EB - (1 << 64)
+WORD = (1 << 64) - 1
+
+
+def signed(word: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit number: torch holds no others."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+# SplitMix64's odd constants.
+GOLDEN = signed(0x9E3779B97F4A7C15)
+MIX_1 = signed(0xBF58476D1CE4E5B9)
+MIX_2 = signed(0x94D049BB133111EB)
 UNIT = 2.0**-52
+# A batch of at most so many rows on the CPU is hashed in Python's own numbers: thirty small tensor operations cost more.
+FEW = 32
 
 
 class Purpose(IntEnum):
@@ -32,9 +42,18 @@ NUM_PURPOSES = 8  # room for more purposes without changing the streams of these
 
 
 def stream_keys(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose | torch.Tensor) -> torch.Tensor:
-    """The 64-bit key [N] of each row's stream. `purpose` may be one for all or [N] int64."""
+    """The 64-bit key of each row's stream; seeds, positions and purposes are int64 and broadcast together."""
+    if seeds.device.type == "cpu" and max(seeds.numel(), positions.numel()) <= FEW:
+        return _few_keys(seeds, positions, torch.as_tensor(purpose))
     counters = positions * NUM_PURPOSES + purpose
     return _mix_(_mix_(seeds + GOLDEN) + counters * GOLDEN)
+
+
+def _few_keys(seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
+    rows = torch.broadcast_tensors(seeds, positions, purposes)
+    numbers = zip(*(tensor.flatten().tolist() for tensor in rows))
+    keys = [_mix(_mix(seed + GOLDEN) + (position * NUM_PURPOSES + purpose) * GOLDEN) for seed, position, purpose in numbers]
+    return torch.tensor([signed(key) for key in keys], dtype=torch.int64).view(rows[0].shape)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
@@ -99,3 +118,11 @@ def _mix_(x: torch.Tensor) -> torch.Tensor:
     x *= MIX_2
     x ^= (x >> 31) & ((1 << 33) - 1)
     return x
+
+
+def _mix(x: int) -> int:
+    """The same finaliser on one number; the bits come back unsigned."""
+    x &= WORD
+    x = (x ^ (x >> 30)) * MIX_1 & WORD
+    x = (x ^ (x >> 27)) * MIX_2 & WORD
+    return x ^ (x >> 31)

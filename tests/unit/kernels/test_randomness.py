@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from draftsmith.kernels.randomness import GOLDEN, Purpose, sample, stream_keys, token_noise, uniform
+from draftsmith.kernels.randomness import FEW, GOLDEN, Purpose, sample, stream_keys, token_noise, uniform
 from draftsmith.kernels.statistics import g_test, uniformity
 
 COUNT = 20_000
@@ -26,8 +26,11 @@ def splitmix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def test_bits_are_the_published_hash() -> None:
-    seeds, positions = torch.tensor([0, 1, -5, 2**63 - 1, -(2**63)]), torch.tensor([0, 9, 3, 100_000, 2**31])
+@pytest.mark.parametrize("repeats", [1, FEW])
+def test_bits_are_the_published_hash(repeats: int) -> None:
+    """Few rows are hashed one by one, many as tensors."""
+    seeds = torch.tensor([0, 1, -5, 2**63 - 1, -(2**63)]).repeat(repeats)
+    positions = torch.tensor([0, 9, 3, 100_000, 2**31]).repeat(repeats)
     golden = 0x9E3779B97F4A7C15
     for purpose in Purpose:
         keys, draws = stream_keys(seeds, positions, purpose), uniform(seeds, positions, purpose)
@@ -105,6 +108,7 @@ def test_one_hot_and_empty_rows() -> None:
 def test_a_row_does_not_depend_on_its_batch() -> None:
     seeds, positions = torch.randint(2**62, (50,), generator=torch.Generator().manual_seed(0)), torch.arange(50)
     logits = torch.randn(50, 33, generator=torch.Generator().manual_seed(1))
+    assert len(seeds) > FEW
     together = sample(logits, seeds, positions, Purpose.BONUS)
     alone = [sample(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], Purpose.BONUS).item() for i in range(50)]
     assert together.tolist() == alone
