@@ -15,7 +15,7 @@ from draftsmith.train.resolve import save_interval
 
 def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_steps: int) -> TrainingArguments:
     on_cpu = place.device.type == "cpu"
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=max_steps,
         per_device_train_batch_size=config.batch_size,
@@ -46,6 +46,11 @@ def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_s
         remove_unused_columns=False,
         log_level="error",
     )
+    # With several devices and no launcher the Trainer would reach for nn.DataParallel, which splits batches of tensors only and
+    # knows nothing of the target; one device it is. `device` first: reading it sets the count.
+    if arguments.device.type == "cuda":
+        arguments._n_gpu = 1
+    return arguments
 
 
 def deepspeed_config(path: str | None) -> dict | None:
