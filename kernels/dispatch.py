@@ -8,20 +8,22 @@ from typing import Literal
 
 import torch
 
+from draftsmith.errors import UserError
+
 Impl = Literal["auto", "triton", "torch"]
 IMPLS = ("auto", "triton", "torch")
 
 
 def choose(impl: str, device: torch.device) -> Literal["triton", "torch"]:
-    """`"auto"` is Triton on CUDA and torch elsewhere. Asking for Triton where it cannot run raises `ValueError`."""
+    """`"auto"` is Triton on CUDA and torch elsewhere. Asking for Triton where it cannot run raises a `UserError`."""
     if impl not in IMPLS:
-        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(IMPLS)}")
+        raise UserError(f"impl is {impl!r}; it must be one of {', '.join(IMPLS)}")
     # Asked every round: the common case must not search for modules.
     if impl == "torch" or (impl == "auto" and device.type != "cuda"):
         return "torch"
     obstacle = _obstacle(device)
     if impl == "triton" and obstacle:
-        raise ValueError(f"impl 'triton' cannot run on {device}: {obstacle}")
+        raise UserError(f"impl 'triton' cannot run on {device}: {obstacle}")
     if impl == "auto" and obstacle:
         return "torch"
     return "triton"

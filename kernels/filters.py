@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from draftsmith.errors import UserError
+
 # Below this, logits / temperature of ordinary models nears the float32 range and the law is greedy anyway.
 MIN_TEMPERATURE = 1e-6
 # Nearly always enough tokens to reach top-p, and far cheaper to find than an order of the whole vocabulary.
@@ -36,14 +38,14 @@ class SamplingRows:
         min_p: Sequence[float] | None = None,
         device: torch.device | str = "cpu",
     ) -> SamplingRows:
-        """From one Python value a row; a filter left out is off. A value outside its range raises `ValueError`."""
+        """From one Python value a row; a filter left out is off. A value outside its range raises a `UserError`."""
         num_rows = len(temperature)
         top_k = [0] * num_rows if top_k is None else top_k
         top_p = [1.0] * num_rows if top_p is None else top_p
         min_p = [0.0] * num_rows if min_p is None else min_p
         for value in temperature:
             if not (value == 0 or MIN_TEMPERATURE <= value < math.inf):
-                raise ValueError(f"temperature is {value}; it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+                raise UserError(f"temperature is {value}; it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         _check("top_k", top_k, 0, math.inf)
         _check("top_p", top_p, 0, 1)
         _check("min_p", min_p, 0, 1)
@@ -65,7 +67,7 @@ class SamplingRows:
 def _check(name: str, values: Sequence[float], low: float, high: float) -> None:
     for value in values:
         if not low <= value <= high:
-            raise ValueError(f"{name} is {value}; it must be between {low} and {high}")
+            raise UserError(f"{name} is {value}; it must be between {low} and {high}")
 
 
 def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

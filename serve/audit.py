@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.serve.audit_config import AuditConfig
 from draftsmith.serve.audit_kernels import audit_kernels
 from draftsmith.serve.audit_report import Report
 from draftsmith.serve.audit_server import audit_server
+
+DEVICES = ("cpu", "cuda")
 
 
 def run(config: AuditConfig) -> int:
@@ -27,6 +31,11 @@ def run(config: AuditConfig) -> int:
 def check(config: AuditConfig) -> None:
     if not config.kernels and config.url is None:
         raise UserError("nothing to audit; give --kernels, or --url with the address of a server")
+    for name in ("contexts", "samples", "choices", "concurrency", "rounds", "greedy_tokens"):
+        if (value := vars(config)[name]) < 1:
+            raise UserError(f"{name} is {value}; give at least 1")
+    if config.device.partition(":")[0] not in DEVICES or (config.device != "cpu" and not torch.cuda.is_available()):
+        raise UserError(f"device {config.device!r} is not to be had here; give cpu, or cuda where there is a CUDA device")
     if not 0 < config.false_alarm < 1:
         raise UserError(f"false_alarm is {config.false_alarm}; it is a chance and must lie between 0 and 1")
     if config.length < 3:

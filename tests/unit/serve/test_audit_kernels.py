@@ -109,6 +109,12 @@ def test_command_writes_the_report_and_exits_by_the_verdict(
     assert "LOSSY: joint law" in capsys.readouterr().out
 
 
+def test_triton_where_it_cannot_run_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert main(["audit", "--kernels", "--impl", "triton"]) == 2
+    assert "'triton' cannot run on cpu" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -117,6 +123,9 @@ def test_command_writes_the_report_and_exits_by_the_verdict(
         (["--url", "http://127.0.0.1:9", "--length", "2"], "length is 2"),
         (["--url", "http://127.0.0.1:9", "--samples", "10"], "samples is 10"),
         (["--url", "http://127.0.0.1:9"], "check the URL"),
+        (["--kernels", "--rounds", "0"], "rounds is 0"),
+        (["--kernels", "--device", "tpu"], "device 'tpu'"),
+        (["--kernels", "--impl", "cuda"], "must be one of auto, triton, torch"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
