@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters.checkpoint import RECORD, locate, read_metadata
+from draftsmith.drafters.causal_lm import load_tokenizer
+from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
+from draftsmith.drafters.registry import family_of
+from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_folder, read_json, write_json
@@ -38,9 +41,10 @@ def open_source(config: ExportConfig) -> Source:
     if config.speculative_tokens < 1:
         raise UserError(f"--speculative-tokens is {config.speculative_tokens}; it must be at least 1")
     draft = locate(config.draft)
-    metadata = read_metadata(draft)
+    metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
     target = locate(target_name, "target", weights=metadata["family"] in STITCHED)
+    check_tokenizer(metadata, target, target_name)
     return Source(
         draft=draft,
         family=metadata["family"],
@@ -53,11 +57,25 @@ def open_source(config: ExportConfig) -> Source:
     )
 
 
+def record_of(draft: Path) -> dict[str, Any]:
+    """A draft made elsewhere has no record; its family shows in its configuration."""
+    if (draft / RECORD).is_file():
+        return read_metadata(draft)
+    family = family_of(read_config(draft))
+    return {"schema": SCHEMA_VERSION, "family": family, "target": {}, "training": {}, "evaluation": []}
+
+
 def recorded_target(metadata: dict[str, Any], draft: Path) -> str:
     name = metadata["target"].get("name")
     if not name:
-        raise UserError(f"{str(draft / RECORD)!r} does not say which target the draft is for; give --target")
+        raise UserError(f"draft {str(draft)!r} does not say which target it is for; give --target")
     return name
+
+
+def check_tokenizer(metadata: dict[str, Any], target: Path, target_name: str) -> None:
+    made_for = metadata["target"].get("tokenizer_hash")
+    if made_for is not None and made_for != tokenizer_hash(load_tokenizer(target)):
+        raise UserError(f"the draft was made for another tokenizer than that of {target_name!r}; give its own target")
 
 
 def check_out(out: Path, source: Source) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from draftsmith.drafters.causal_lm import load_tokenizer
+from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.layouts.source import Source, text_config, weight_files, write_config
@@ -29,4 +31,6 @@ def check(source: Source) -> None:
             f"the draft has {own} token ids and {source.target_name!r} has {target}; engines ask for the same number, so train a "
             "draft with the target's vocabulary"
         )
+    if any((source.draft / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        check_same_ids(load_tokenizer(source.draft), load_tokenizer(source.target))
     read_weights(source.draft)  # refuses damaged and non-finite ones

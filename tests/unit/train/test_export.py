@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_a_draft_checkpoint_is_never_overwritten(draft: Path) -> None:
     assert "is not an earlier export" in refusal(draft, out="other-draft")
 
 
-def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path, tiny_target: Callable[..., str]) -> None:
     assert "'gone' is neither a folder nor" in refusal(draft, draft="gone")
     assert "target 'gone' is neither a folder nor" in refusal(draft, target="gone")
     assert "--speculative-tokens is 0" in refusal(draft, speculative_tokens=0)
@@ -76,7 +77,9 @@ def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path) -> None:
         draft, to="speculators"
     )
     set_record(draft, target={})
-    assert "does not say which target the draft is for; give --target" in refusal(draft)
+    assert "does not say which target it is for; give --target" in refusal(draft)
+    set_record(draft, target={"name": tiny_target("llama"), "tokenizer_hash": "another"})
+    assert "another tokenizer" in refusal(draft)
     set_record(draft, family="ngram", target={"name": str(tmp_path)})
     assert "config.json" in refusal(draft)
     write_json(tmp_path / "config.json", {})
@@ -99,6 +102,18 @@ def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
     card = (export(draft) / "README.md").read_text()
     assert [(name, "*.safetensors" in patterns) for name, patterns in asked] == [("ann/target", True)]
     assert "base_model: ann/target" in card
+
+
+def test_a_draft_made_elsewhere_needs_no_record(draft: Path, tiny_target: Callable[..., str]) -> None:
+    (draft / "draftsmith.json").unlink()
+    assert "does not say which target" in refusal(draft)
+    out = export(draft, target=tiny_target("llama"))
+    card = (out / "README.md").read_text()
+    assert "Nothing was measured" in card and "carries no training record" in card
+    assert read_json(out / "draftsmith.json")["family"] == "draft-lm"
+    shutil.copy(Path(tiny_target("other_vocab")) / "tokenizer.json", draft)
+    shutil.copy(Path(tiny_target("other_vocab")) / "tokenizer_config.json", draft)
+    assert "the draft's tokenizer is not the target's" in refusal(draft, target=tiny_target("llama"))
 
 
 def estimate(value: float) -> dict[str, float]:
