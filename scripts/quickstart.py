@@ -91,7 +91,7 @@ def unpack(source: Path, target: Path) -> None:
 
 def generate() -> None:
     draftsmith(
-        "generate", "--target", RUN / "target", "--prompts", "stdlib:code", "--split", "train", "--count", "960",
+        "generate", "--target", RUN / "target", "--prompts", "stdlib:code", "--split", "all", "--count", "1080",
         "--prompt-tokens", "48", "--max-tokens", "112", "--temperature", "1", "--batch", "48", "--seed", "1",
         "--out", RUN / "data",
     )  # fmt: skip
@@ -148,7 +148,7 @@ def stages(train_target: bool) -> list[Stage]:
         make = Stage("target", "train the tokenizer and the target", 280, lambda: make_target(train=True))
     return [
         make,
-        Stage("generate", "the target answers 960 code prompts", 60, generate),
+        Stage("generate", "the target answers 1080 code prompts", 60, generate),
         Stage("eagle3", "train an EAGLE-3 draft on the answers", 130, lambda: train("eagle3", 1.9)),
         Stage("draft-lm", "train a small draft model on the same answers", 70, lambda: train("draft-lm", 1.0)),
         Stage("eval", "predict alpha and tau of both drafts, offline", 40, evaluate_all),
