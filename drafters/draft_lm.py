@@ -17,6 +17,7 @@ from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.lora import add_adapters, merged_state
 from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.pruned import pruned_target
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import check_finite, read_config, read_weights
@@ -45,7 +46,11 @@ class DraftLm(nn.Module):
             if options.init is None:
                 if options.lora is not None:
                     raise UserError("option 'draft_lm.lora' adapts an existing model; give draft_lm.init too")
+                if options.target_layers is not None:
+                    return cls(pruned_target(target, options.target_layers), "pruned target")
                 return cls(new_model(options, target), "new draft")
+            if options.target_layers is not None:
+                raise UserError("options 'draft_lm.init' and 'draft_lm.target_layers' both say where to start; give one of them")
             model = load_model(options.init, dtype=torch.float32, device=target.device)
             check_same_ids(load_tokenizer(options.init), target.tokenizer())
             match_vocabulary(model, target)

@@ -37,9 +37,12 @@ class LoraOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLmOptions:
-    """A causal LM of its own: an existing one, or a new Llama of the given shape over the target's vocabulary."""
+    """A causal LM of its own: an existing one, layers of the target, or a new Llama of the given shape over its vocabulary."""
 
     init: str | None = option(None, "folder or Hub id of a causal LM to start from [default: a new one]")
+    target_layers: tuple[int, ...] | None = option(
+        None, "instead: these layers of the target, with its embeddings, norm and head"
+    )
     num_layers: int = option(2, "layers of a new draft")
     hidden_size: int | None = option(None, "width of a new draft [default: half the target's]")
     intermediate_size: int | None = option(None, "width of a new draft's MLP [default: 3 times its own width]")
