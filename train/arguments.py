@@ -6,11 +6,9 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from draftsmith.errors import UserError
-from draftsmith.files import read_json
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.place import Place
-from draftsmith.train.resolve import save_interval
+from draftsmith.train.resolve import deepspeed_config, save_interval
 
 
 def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_steps: int) -> TrainingArguments:
@@ -51,19 +49,3 @@ def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_s
     if arguments.device.type == "cuda":
         arguments._n_gpu = 1
     return arguments
-
-
-def deepspeed_config(path: str | None) -> dict | None:
-    """The JSON at `path`; read here so that a wrong path is one sentence."""
-    if path is None:
-        return None
-    config = read_json(path, "DeepSpeed config")
-    if not isinstance(config, dict) or "zero_optimization" not in config:
-        raise UserError(f"DeepSpeed config {path!r} has no 'zero_optimization' section; start from recipes/zero1.json")
-    return config
-
-
-def zero_stage(path: str | None) -> int:
-    """0 without DeepSpeed."""
-    config = deepspeed_config(path)
-    return 0 if config is None else config["zero_optimization"].get("stage", 0)

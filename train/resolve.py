@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from draftsmith.config import to_dict
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.errors import UserError
+from draftsmith.files import read_json
 from draftsmith.train.config import TrainConfig
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it trains, not what.
@@ -29,6 +31,13 @@ def drafter_options(config: TrainConfig) -> Eagle3Options | MtpOptions | DraftLm
 def check(config: TrainConfig) -> None:
     """Raises a `UserError` for values that no run could use."""
     drafter_options(config)
+    if config.deepspeed is not None:
+        deepspeed_config(config.deepspeed)
+        if "RANK" not in os.environ:
+            raise UserError(
+                f"option 'deepspeed' is {config.deepspeed!r} but no launcher started this process; "
+                "use torchrun --nproc_per_node N -m draftsmith.cli train ..."
+            )
     positive = ("steps", "epochs", "minutes", "batch_size", "accumulate", "max_length", "log_every", "save_every")
     for name in positive:
         value = to_dict(config)[name]
@@ -81,3 +90,19 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         elif value is not None:
             found[prefix + key] = list(value) if isinstance(value, tuple) else value
     return found
+
+
+def deepspeed_config(path: str | None) -> dict | None:
+    """The JSON at `path`; read here so that a wrong path is one sentence."""
+    if path is None:
+        return None
+    config = read_json(path, "DeepSpeed config")
+    if not isinstance(config, dict) or "zero_optimization" not in config:
+        raise UserError(f"DeepSpeed config {path!r} has no 'zero_optimization' section; start from recipes/zero1.json")
+    return config
+
+
+def zero_stage(path: str | None) -> int:
+    """0 without DeepSpeed."""
+    config = deepspeed_config(path)
+    return 0 if config is None else config["zero_optimization"].get("stage", 0)

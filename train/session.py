@@ -30,7 +30,7 @@ def train(config: TrainConfig) -> None:
     target = Target.load(config.target, dtype=place.target_dtype, device=place.device)
     corpus = load_corpus(config, target)
     drafter = new_drafter(config, place, target, corpus)
-    spare = new_drafter(config, place, target, corpus) if arguments.zero_stage(config.deepspeed) == 3 else None
+    spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
     trainer = make_trainer(config, place, Trainee(drafter, target, config.unroll), corpus, spare)
     trainer.train(resume_from_checkpoint=open_folder(config, place, trainer))
     finish(config, trainer, target, corpus)

@@ -11,7 +11,7 @@ from draftsmith.config import build, merge, read_yaml
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train import resolve
-from draftsmith.train.arguments import deepspeed_config, training_arguments, zero_stage
+from draftsmith.train.arguments import training_arguments
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.place import find_place
 
@@ -55,8 +55,8 @@ def test_a_recipe_of_another_family_is_refused_where_it_speaks_of_it(recipe):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_recipes_leave_the_numbers_to_the_command_line(stage):
     path = RECIPES / f"zero{stage}.json"
-    assert zero_stage(str(path)) == stage
-    config = deepspeed_config(str(path))
+    assert resolve.zero_stage(str(path)) == stage
+    config = resolve.deepspeed_config(str(path))
     assert config["optimizer"]["params"]["torch_adam"] is True
     for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
         assert config[name] == "auto"
@@ -65,10 +65,10 @@ def test_zero_recipes_leave_the_numbers_to_the_command_line(stage):
 def test_a_deepspeed_file_without_zero_is_refused(tmp_path):
     (tmp_path / "a.json").write_text('{"optimizer": {}}')
     with pytest.raises(UserError, match="zero_optimization"):
-        deepspeed_config(str(tmp_path / "a.json"))
+        resolve.deepspeed_config(str(tmp_path / "a.json"))
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
-        deepspeed_config(str(tmp_path / "b.json"))
+        resolve.deepspeed_config(str(tmp_path / "b.json"))
 
 
 def test_options_that_may_change_between_a_run_and_its_continuation_exist():

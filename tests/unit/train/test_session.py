@@ -20,6 +20,7 @@ from draftsmith.train import session, trainer
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.run import run
 
+RECIPES = Path(__file__).parents[3] / "recipes"
 FAST = OptimConfig(lr=1e-2)
 
 
@@ -154,6 +155,15 @@ def test_weights_of_the_target_are_not_trained(configure):
     assert owned and not owned & {parameter.data_ptr() for parameter in target.model.parameters()}
 
 
+def test_the_seed_and_nothing_else_decides(configure):
+    runs = {}
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        config = configure(steps=6, seed=seed, out=configure().out + name)
+        run(config)
+        runs[name] = [line["loss"] for line in metrics(config)]
+    assert runs["one"] == runs["same"] and runs["one"] != runs["other"]
+
+
 def test_going_on_with_other_options_is_refused(configure):
     run(configure(steps=5))
     with pytest.raises(UserError, match=r"optim.lr: 0.01 -> 0.5"):
@@ -180,6 +190,7 @@ def error_of(capsys, *arguments: str) -> str:
         (("eagle3", "unroll.steps=0"), "unroll.steps"),
         (("eagle3", "optim.warmup=2"), "between 0 and 1"),
         (("eagle3", "--deepspeed", "no/such.json"), "DeepSpeed config 'no/such.json' does not exist"),
+        (("eagle3", "--deepspeed", str(RECIPES / "zero2.json")), "use torchrun"),
     ],
 )
 def test_bad_options_are_one_sentence(arguments, said, configure, capsys):
