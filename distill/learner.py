@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from draftsmith.distill.config import POSITIONS, LearnConfig
-from draftsmith.distill.record_table import without_laws
 from draftsmith.distill.scoring import padded
-from draftsmith.distill.traffic import Role, ServedText, branches, stitch
+from draftsmith.distill.traffic import Role, ServedText, branches
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.objective import UnrolledLoss, WeightedText, unrolled_loss
@@ -53,13 +52,11 @@ class Reservoir:
     seen: int = 0
 
     def add(self, text: ServedText, rng: random.Random) -> None:
-        slim = stitch([without_laws(record) for record in text.records])
-        assert slim is not None
         self.seen += 1
         if len(self.texts) < self.capacity:
-            self.texts.append(slim)
+            self.texts.append(text.slim())
         elif (place := rng.randrange(self.seen)) < self.capacity:
-            self.texts[place] = slim
+            self.texts[place] = text.slim()
 
 
 class Learner:

@@ -20,7 +20,7 @@ from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.regression import Watched, served_by, watch
 from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.state import Counters, StateFolder, TrafficState
-from draftsmith.distill.status import Status
+from draftsmith.distill.status import Status, describe
 from draftsmith.distill.traffic import OpenRequests, ServedText, is_held_out
 from draftsmith.drafters import versions
 from draftsmith.errors import UserError
@@ -110,6 +110,7 @@ class Daemon:
 
     def cycle(self) -> bool:
         """True when there was something to do."""
+        self.follow()
         arrived = self.take_in()
         has_update = len(self.fresh) >= self.config.learn.fresh
         if has_update:
@@ -124,6 +125,16 @@ class Daemon:
         self.retain()
         self.show()
         return arrived or has_update
+
+    def follow(self) -> None:
+        """Somebody else may have chosen another version: what servers run is what `current` says."""
+        if versions.latest(self.root) == self.publisher.version:
+            return
+        left = self.publisher.version
+        self.publisher.reload()
+        self.status.event(f"version {self.publisher.version} was chosen instead of {left}; learning goes on from it")
+        self._new_live_version()
+        self.start_over()
 
     def take_in(self) -> bool:
         reading = self.reader.read()
@@ -146,7 +157,7 @@ class Daemon:
             self.since_watch += 1
         else:
             # More than the reservoir holds would only be waited for: the newest traffic matters most.
-            self.fresh = [*self.fresh, text][-self.config.learn.reservoir :]
+            self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
 
     # Learning.
 
@@ -293,15 +304,3 @@ class Daemon:
             "live": watched.to_dict() if watched else None,
         }
         self.status.show(line, values)
-
-
-def describe(decision: Decision, version: int | None) -> str:
-    comparison = decision.comparison
-    text = f"version {version} published" if version else decision.decision
-    text += f": {decision.reason}"
-    if comparison is not None and comparison.requests:
-        text += (
-            f" (alpha {comparison.first:.4f} -> {comparison.second:.4f}, gain {comparison.gain:+.4f} over {comparison.requests} "
-            f"requests, p <= {comparison.p_value:.2g} against {decision.level:.2g})"
-        )
-    return text

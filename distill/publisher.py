@@ -24,6 +24,10 @@ class Publisher:
         self.root, self.target = Path(root), target
         if versions.latest(self.root) is None:
             self._publish_first(draft)
+        self.reload()
+
+    def reload(self) -> None:
+        """Whatever `current` names now."""
         self.version, self.live = self._open_live()
         self.parent_version, self.parent = self._open_parent()
 
@@ -58,7 +62,8 @@ class Publisher:
     def _open_live(self) -> tuple[int, TrainedDrafter]:
         """The current version, or the newest intact one below it if that one is damaged."""
         current = versions.latest(self.root)
-        assert current is not None
+        if current is None:
+            raise UserError(f"{str(self.root / versions.CURRENT)!r} is gone; write the number of a good version into it")
         try:
             return current, self.load(versions.open_version(self.root, current))
         except UserError as error:
@@ -102,6 +107,5 @@ class Publisher:
     def roll_back(self, reason: str) -> int:
         assert self.parent_version is not None
         versions.rollback(self.root, self.parent_version, reason)
-        self.version, self.live = self._open_live()
-        self.parent_version, self.parent = self._open_parent()
+        self.reload()
         return self.version

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from draftsmith import files
+from draftsmith.distill.gate import Decision
 
 STATUS = "status.json"
 
@@ -44,3 +45,15 @@ class Status:
         self.stream.write(f"distill: {text}\n")
         self.stream.flush()
         self.width = 0
+
+
+def describe(decision: Decision, version: int | None) -> str:
+    comparison = decision.comparison
+    text = f"version {version} published" if version else decision.decision
+    text += f": {decision.reason}"
+    if comparison is not None and comparison.requests:
+        text += (
+            f" (alpha {comparison.first:.4f} -> {comparison.second:.4f}, gain {comparison.gain:+.4f} over {comparison.requests} "
+            f"requests, p <= {comparison.p_value:.2g} against {decision.level:.2g})"
+        )
+    return text

@@ -6,10 +6,11 @@ import enum
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from draftsmith.distill.record_table import without_laws
 from draftsmith.serve.record import RoundRecord
 
 
@@ -33,6 +34,10 @@ class ServedText:
     @property
     def request(self) -> str:
         return self.records[0].request
+
+    def slim(self) -> ServedText:
+        """Without the logged laws, which only scoring needs."""
+        return replace(self, records=[without_laws(record) for record in self.records])
 
     def role_mask(self, roles: Iterable[Role]) -> np.ndarray:
         return np.isin(self.roles, [int(role) for role in roles])

@@ -22,6 +22,7 @@ from draftsmith.distill.buffer import BufferReader, BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
 from draftsmith.distill.learner import Learner, UpdateReport
 from draftsmith.distill.lock import learner_lock
+from draftsmith.distill.loop import Daemon
 from draftsmith.distill.state import StateFolder
 from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
@@ -197,6 +198,24 @@ def test_a_good_version_stays(loop: Callable[..., Loop]) -> None:
     daemon.run(replace(made.config, gate=replace(GATE, every=1000)))
     assert versions.latest(made.versions) == 2
     assert made.status()["live"]["requests"] >= GATE.requests and made.status()["rolled_back"] == 0
+
+
+def test_a_version_chosen_by_hand_is_followed(loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = loop("perfect")
+    daemon.run(made.config)
+    shuffle(made.draft)
+    publish_by_hand(made, made.draft)
+    take_in, seen = Daemon.take_in, []
+
+    def choose(self: Daemon) -> bool:
+        if not seen:
+            versions.rollback(made.versions, 1, "by hand")
+        seen.append(self.publisher.version)
+        return take_in(self)
+
+    monkeypatch.setattr(Daemon, "take_in", choose)
+    daemon.run(made.config)
+    assert seen[0] == 2 and seen[-1] == 1 and made.status()["version"] == 1
 
 
 def test_records_of_another_target_are_left_out(loop: Callable[..., Loop], tiny_target: Callable[..., str]) -> None:

@@ -85,3 +85,28 @@ def test_held_out_is_decided_by_the_prompt() -> None:
     again = stitch([make(0, 3, [7, 2, 3], [8], [9], 0)])
     assert is_held_out(again, 0.25) == is_held_out(texts[7], 0.25)
     assert not any(is_held_out(text, 0.0) for text in texts)
+
+
+def test_whatever_is_dropped_the_text_is_a_beginning_of_what_was_served(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    records = serving(target, bigram(288), prompts(1), traffic(max_tokens=40))
+    whole = stitch(records)
+    random_source = random.Random(0)
+    lengths = set()
+    for _ in range(60):
+        kept = [record for record in records if random_source.random() < 0.9]
+        text = stitch(kept)
+        known = 0 if text is None else len(text.tokens)
+        assert text is None or (text.tokens == whole.tokens[:known] and text.roles.tolist() == whole.roles[:known].tolist())
+        lengths.add(known)
+    assert len(lengths) > 5
+
+
+def test_slim_text_keeps_everything_but_the_laws(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    text = stitch(serving(target, bigram(288), prompts(1), traffic()))
+    slim = text.slim()
+    assert slim.tokens == text.tokens and all(not record.p and not record.q for record in slim.records)
+    assert all(record.p for record in text.records)
