@@ -340,3 +340,19 @@ def test_the_short_cut_for_greedy_batches_decides_as_verification_does(monkeypat
         short = decide(logits, chains, drafts, streams)
         monkeypatch.setattr(streams, "all_greedy", False)
         assert short == decide(logits, chains, drafts, streams)
+
+
+def test_sampling_without_drafts_uses_the_streams_of_batched_answers(target: Target) -> None:
+    """Same seed, same draws: the engine and `Target.answer` decide a position with the same random stream."""
+    params = SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=77, ignore_eos=True)
+    served = Engine(target, None, EngineConfig()).generate([PROMPT], params)[0].tokens
+    assert served == target.answer([PROMPT], max_new_tokens=12, temperature=1.0, top_k=20, seeds=[77], ignore_eos=True)[0]
+
+
+def test_the_draft_cache_does_not_advance_over_a_failed_round(target: Target) -> None:
+    engine = Engine(target, Broken("no mass", target.vocab_size), EngineConfig(k=3))
+    request = engine.submit(PROMPT, GREEDY)
+    for _ in range(5):
+        engine.step()
+    assert engine.stats.fallbacks["nan"] >= 2 and request.num_output == 5
+    assert request.draft_cached == 0
