@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from draftsmith.drafters.taps import FINAL
 from draftsmith.drafters.target import Target
@@ -35,6 +36,36 @@ def fitted_norm(target: Target) -> torch.Tensor:
     ids = torch.randint(len(output_table(target)), (PROBE_ROWS, length), generator=generator).to(target.device)
     taps, _ = target.states(ids, torch.ones_like(ids), (target.num_layers, FINAL))
     before, after = taps.double().flatten(0, 1).chunk(2, dim=-1)
+    return _gains(before, after)
+
+
+@torch.no_grad()
+def adopt_last_layer(target: Target, attention: LlamaAttention, mlp: LlamaMLP, norms: Sequence[tuple[str, LlamaRMSNorm]]) -> None:
+    """Copies the target's last decoder layer wherever name and shape agree with a Llama layer's; the rest stays as it was.
+
+    A projection that also reads the embedding takes the target's as the half that reads the state. `norms` pairs the names of
+    the target's norms with ours, which take their effective gains.
+    """
+    theirs = dict(target.layers[-1].named_parameters())
+    for prefix, module in (("self_attn", attention), ("mlp", mlp)):
+        for name, own in module.named_parameters():
+            found = theirs.get(f"{prefix}.{name}")
+            if found is not None and found.shape[0] == own.shape[0] and own.shape[-1] in (found.shape[-1], 2 * found.shape[-1]):
+                own[..., -found.shape[-1] :] = found
+    modules = dict(target.layers[-1].named_modules())
+    for name, own in norms:
+        if name in modules:
+            own.weight.copy_(gains(modules[name], len(own.weight)))
+
+
+def gains(norm: torch.nn.Module, size: int) -> torch.Tensor:
+    """[size], what an RMS norm's weight must be to act like `norm` (some store 1 less), by least squares on random states."""
+    parameter = next(norm.parameters())
+    states = torch.randn(64, size, generator=torch.Generator().manual_seed(0)).to(parameter)
+    return _gains(states.double(), norm(states).double())
+
+
+def _gains(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     normed = before * torch.rsqrt(before.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
     return (after * normed).sum(dim=0) / normed.pow(2).sum(dim=0).clamp(min=1e-12)
 
