@@ -176,7 +176,11 @@ def _make_part(run: _Run, block_tables: torch.Tensor, positions: torch.Tensor, b
     start = 0 if window is None else max(0, int(tokens.min()) - window + 1)
     context = torch.arange(start, run.context, device=positions.device)
     table = block_tables[run.first_row : run.first_row + run.num_rows]
-    slots = (table[:, context // block_size] * block_size + context % block_size).flatten()
+    slots = table[:, context // block_size] * block_size + context % block_size
+    if run.num_rows > 1:
+        # Padding reads slot 0. What an earlier owner left in a row's own blocks could be NaN, and 0 * NaN is NaN.
+        slots = torch.where(context <= tokens[:, -1], slots, 0)
+    slots = slots.flatten()
     visible = None
     if run.num_rows > 1 or run.length > 1:
         visible = context <= tokens
