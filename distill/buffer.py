@@ -20,10 +20,13 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from draftsmith.distill import record_table
-from draftsmith.distill.folder import Cursor, Folder, is_unread, retain
+from draftsmith.distill.folder import Cursor, Folder, Shard, is_unread, parse, retain
 from draftsmith.serve.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.buffer")
+
+# Looks at a shard that the file system does not give before it is skipped.
+MAX_FAILURES = 10
 
 
 class BufferWriter:
@@ -136,25 +139,43 @@ class BufferReader:
     def __init__(self, url: str, cursor: Cursor | None = None):
         self.folder = Folder(url)
         self.cursor: Cursor = dict(cursor or {})
+        self.damaged = 0
+        self._failures = 0  # in a row, at the first unread shard
 
     def read(self, *, max_records: int = 4096) -> Reading:
         """New records in the order of their shards, whole shards until `max_records` is passed."""
         unread = [shard for shard in self.folder.shards() if is_unread(shard, self.cursor)]
         records: list[RoundRecord] = []
-        damaged = done = 0
+        done, damaged = 0, self.damaged
         for shard in unread:
-            if len(records) >= max_records:
+            found = self._take(shard) if len(records) < max_records else None
+            if found is None:
                 break
-            try:
-                records += self.folder.read(shard)
-            except FileNotFoundError:
-                logger.info("shard %s was deleted before it was read", shard.path)
-            except (OSError, ValueError) as error:
-                logger.warning("shard %s is damaged and skipped (%s)", shard.path, str(error).splitlines()[0])
-                damaged += 1
+            records += found
             self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
             done += 1
-        return Reading(records, dict(self.cursor), done < len(unread), damaged)
+        return Reading(records, dict(self.cursor), done < len(unread), self.damaged - damaged)
+
+    def _take(self, shard: Shard) -> list[RoundRecord] | None:
+        """None when the file system fails, which may pass; a shard that it never gives is skipped in the end."""
+        try:
+            data = self.folder.fetch(shard)
+        except FileNotFoundError:
+            logger.info("shard %s was deleted before it was read", shard.path)
+            return []
+        except OSError as error:
+            self._failures += 1
+            logger.warning("shard %s cannot be read (%s), attempt %d of %d", shard.path, error, self._failures, MAX_FAILURES)
+            if self._failures < MAX_FAILURES:
+                return None
+            data = b""
+        self._failures = 0
+        try:
+            return parse(data)
+        except (OSError, ValueError) as error:
+            logger.warning("shard %s is damaged and skipped (%s)", shard.path, str(error).splitlines()[0])
+            self.damaged += 1
+            return []
 
     def forget_gone_writers(self) -> None:
         """Every server start is a new writer; those whose shards are deleted never write again under that name."""

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import fsspec
 import pyarrow.parquet as pq
@@ -20,6 +21,7 @@ from draftsmith.serve.record import RoundRecord
 logger = logging.getLogger("draftsmith.buffer")
 
 Cursor = dict[str, int]  # writer -> number of its last shard that was read
+LEFTOVER_AGE_S = 3600.0
 NAME = re.compile(r"(?P<time_ms>\d{13,})-(?P<writer>[0-9a-z]+)-(?P<number>\d{8})\.parquet")
 
 
@@ -63,9 +65,16 @@ class Folder:
         else:
             self.fs.pipe_file(path, data)
 
-    def read(self, shard: Shard) -> list[RoundRecord]:
-        """A `ValueError` or `OSError` (Arrow's own are among them) when the shard is damaged."""
-        return record_table.from_table(pq.read_table(io.BytesIO(self.fs.cat_file(shard.path))))
+    def fetch(self, shard: Shard) -> bytes:
+        """An `OSError` says something about the file system, not about the shard."""
+        return self.fs.cat_file(shard.path)
+
+    def sweep(self) -> None:
+        """Half-written files of killed writers."""
+        if isinstance(self.fs, LocalFileSystem):
+            for leftover in Path(self.root).glob(".*.parquet.*.tmp"):
+                if time.time() - leftover.stat().st_mtime > LEFTOVER_AGE_S:
+                    leftover.unlink(missing_ok=True)
 
     def delete(self, shard: Shard) -> None:
         try:
@@ -78,6 +87,11 @@ def is_unread(shard: Shard, cursor: Cursor) -> bool:
     return shard.number > cursor.get(shard.writer, -1)
 
 
+def parse(data: bytes) -> list[RoundRecord]:
+    """A `ValueError` or `OSError` (Arrow's own are both) when the shard is damaged."""
+    return record_table.from_table(pq.read_table(io.BytesIO(data)))
+
+
 @dataclass(frozen=True)
 class Retained:
     deleted: list[Shard]
@@ -86,6 +100,7 @@ class Retained:
 
 def retain(folder: Folder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
     """Deletes read shards that are too old, then the oldest until the size fits: read ones first, unread ones only if it must."""
+    folder.sweep()
     present = folder.shards()
     now_ms = time.time() * 1000
     doomed = [shard for shard in present if not is_unread(shard, cursor) and now_ms - shard.time_ms > max_age_s * 1000]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,13 @@ class Publisher:
         self._publish(drafter, save, parent=None, data_range={}, gate={"reason": "the starting draft", "draft": str(draft)})
 
     def _publish(
-        self, drafter: TrainedDrafter, save: Any, *, parent: int | None, data_range: Mapping[str, Any], gate: Mapping[str, Any]
+        self,
+        drafter: TrainedDrafter,
+        save: Callable[[Path], None],
+        *,
+        parent: int | None,
+        data_range: Mapping[str, Any],
+        gate: Mapping[str, Any],
     ) -> int:
         return versions.publish(
             self.root,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from draftsmith.distill import buffer as buffer_module
 from draftsmith.distill import record_table
 from draftsmith.distill.buffer import BufferReader, BufferWriter
-from draftsmith.distill.folder import Folder, retain
+from draftsmith.distill.folder import Folder, Shard, retain
 from draftsmith.errors import UserError
 from draftsmith.serve.record import Law, RoundRecord
 
@@ -178,6 +179,42 @@ def test_damaged_shard_is_skipped_with_one_line(tmp_path: Path, damage: str, cap
     assert [one.round for one in reading.records] == [0, 2] and reading.damaged == 1
     assert len([line for line in caplog.records if "damaged" in line.message]) == 1
     assert reader.read().damaged == 0
+
+
+def test_failing_file_system_is_waited_out_and_a_hopeless_shard_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=1)
+    for number in range(3):
+        writer.put(record(number=number))
+    writer.close()
+    reader, fetch = BufferReader(str(tmp_path)), Folder.fetch
+    second = Folder(str(tmp_path)).shards()[1]
+
+    def fetch_but_second(self: Folder, shard: Shard) -> bytes:
+        if shard.number == second.number:
+            raise OSError(5, "Input/output error")
+        return fetch(self, shard)
+
+    monkeypatch.setattr(Folder, "fetch", fetch_but_second)
+    reading = reader.read()
+    assert [one.round for one in reading.records] == [0] and reading.more and reading.damaged == 0
+    monkeypatch.setattr(Folder, "fetch", fetch)
+    assert [one.round for one in reader.read().records] == [1, 2]
+    monkeypatch.setattr(Folder, "fetch", fetch_but_second)
+    stubborn = BufferReader(str(tmp_path))
+    found = [one.round for _ in range(buffer_module.MAX_FAILURES) for one in stubborn.read().records]
+    assert found == [0, 2] and stubborn.damaged == 1
+
+
+def test_leftovers_of_killed_writers_are_swept_when_old(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0)
+    writer.put(record())
+    writer.close()
+    old, young = tmp_path / ".1.parquet.aaaa.tmp", tmp_path / ".2.parquet.bbbb.tmp"
+    for leftover in (old, young):
+        leftover.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert retain(Folder(str(tmp_path)), {}, max_bytes=1 << 30, max_age_s=3600).deleted == []
+    assert not old.exists() and young.exists() and len(Folder(str(tmp_path)).shards()) == 1
 
 
 def test_limit_reads_whole_shards_and_says_that_more_is_left(tmp_path: Path) -> None:
