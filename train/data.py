@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torch.utils.data
 
@@ -26,74 +28,88 @@ class TokenSequence(NamedTuple):
     loss_mask: torch.Tensor  # [L] bool, True where the target wrote the token
 
 
+class Sequences(torch.utils.data.Dataset):
+    """Some rows of a data folder, read when they are wanted: what is held is a number a row."""
+
+    def __init__(self, rows: Any, indices: np.ndarray, scan: _Scan, max_length: int):
+        self.rows = rows.with_format("numpy", columns=list(REQUIRED))
+        self.indices = indices
+        self.lengths: np.ndarray = scan.lengths[indices]
+        self.names = [scan.names[at] for at in indices]
+        self.max_length = max_length
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, at: int) -> TokenSequence:
+        if at >= len(self):
+            raise IndexError(at)
+        row = self.rows[int(self.indices[at])]
+        input_ids = torch.from_numpy(row["input_ids"][: self.max_length].astype(np.int64))
+        return TokenSequence(self.names[at], input_ids, torch.from_numpy(row["loss_mask"][: self.max_length].astype(bool)))
+
+    def first(self, count: int) -> list[TokenSequence]:
+        return [self[at] for at in range(min(count, len(self)))]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Everything read from a data folder. `cut` sequences were longer than the limit, `empty` had nothing to learn from."""
 
-    train: list[TokenSequence]
-    held_out: list[TokenSequence]
+    train: Sequences
+    held_out: Sequences
     provenance: dict[str, Any]
     cut: int
     empty: int
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
-        """[V] how often the target wrote each token in the training part: what a draft vocabulary is chosen by."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for sequence in self.train:
-            counts += torch.bincount(sequence.input_ids[sequence.loss_mask], minlength=vocab_size)
-        return counts
-
-
-class TokenBatch(NamedTuple):
-    """Right padded to the longest row."""
-
-    input_ids: torch.Tensor  # [B, L] int64
-    attention_mask: torch.Tensor  # [B, L] int64, 1 for real tokens
-    loss_mask: torch.Tensor  # [B, L] bool
+        """[V] how often the target wrote each token in the training part, cut or not: what a draft vocabulary is chosen by."""
+        wanted = np.zeros(len(self.train.rows), dtype=bool)
+        wanted[self.train.indices] = True
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        begin = 0
+        for table in self.train.rows.with_format("arrow").iter(batch_size=1000):
+            ids, mask = _Lists(table["input_ids"]), _Lists(table["loss_mask"])
+            of_wanted = np.repeat(wanted[begin : begin + len(ids.lengths)], ids.lengths)
+            counts += np.bincount(ids.values[of_wanted & mask.values.astype(bool)], minlength=vocab_size)
+            begin += len(ids.lengths)
+        return torch.from_numpy(counts)
 
 
 def read_corpus(folder: str | Path, *, max_length: int, vocab_size: int, held_out_share: float) -> Corpus:
-    """Reads and checks the folder. `vocab_size` is the target's; ids beyond it mean another tokenizer."""
+    """Opens and checks the folder. `vocab_size` is the target's; ids beyond it mean another tokenizer."""
     folder = Path(folder)
     provenance = read_json(folder / "provenance.json", "data provenance") if (folder / "provenance.json").is_file() else {}
     rows = open_rows(folder)
-    sequences, splits, cut, empty = [], [], 0, 0
-    for number, row in enumerate(rows):
-        cut += len(row["input_ids"]) > max_length
-        sequence = _sequence(row, number, max_length)
-        if not bool(sequence.loss_mask[1:].any()):
-            empty += 1
-            continue
-        sequences.append(sequence)
-        splits.append(row.get("split"))
-    if not sequences:
+    scan = _Scan(rows, max_length)
+    useful = (scan.trained > 0).nonzero()[0]
+    if not len(useful):
         raise UserError(
             f"data {str(folder)!r} holds no token to learn from in {len(rows)} rows; generate answers for more prompts"
         )
-    _check_ids(sequences, vocab_size, folder)
-    train, held_out = split(sequences, splits, held_out_share)
-    return Corpus(train=train, held_out=held_out, provenance=provenance, cut=cut, empty=empty)
+    _check_ids(scan, vocab_size, folder)
+    chosen = held_out([scan.names[at] for at in useful], [scan.splits[at] for at in useful], held_out_share)
+    return Corpus(
+        train=Sequences(rows, useful[~chosen], scan, max_length),
+        held_out=Sequences(rows, useful[chosen], scan, max_length),
+        provenance=provenance,
+        cut=scan.cut,
+        empty=len(rows) - len(useful),
+    )
 
 
-def split(
-    sequences: Sequence[TokenSequence], splits: Sequence[str | None], share: float
-) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """The split written by `generate` where there is one, else a hash of the document's name. Share 1 reads all as held out."""
-    if share >= 1.0:
-        return [], list(sequences)
-    if share <= 0.0:
-        return list(sequences), []
+def held_out(names: Sequence[str], splits: Sequence[str | None], share: float) -> np.ndarray:
+    """[N] bool: the split written by `generate` where there is one, else a hash of the names. Share 1 holds all out."""
+    if share >= 1.0 or share <= 0.0:
+        return np.full(len(names), share >= 1.0)
     if "held-out" in splits:
-        chosen = [name == "held-out" for name in splits]
+        chosen = np.array([split == "held-out" for split in splits])
     else:
-        hashes = [_hash(sequence.name) for sequence in sequences]
+        hashes = np.array([_hash(name) for name in names])
         # A small set may have nobody below the share; the lowest hash is as arbitrary and as stable.
-        threshold = max(share, min(hashes) + 1e-12)
-        chosen = [value < threshold for value in hashes]
-    train = [sequence for sequence, out in zip(sequences, chosen, strict=True) if not out]
-    held_out = [sequence for sequence, out in zip(sequences, chosen, strict=True) if out]
+        chosen = hashes <= max(share, hashes.min())
     # A single document cannot be both; training on it is the lesser evil.
-    return (train, held_out) if train else (held_out, [])
+    return chosen if not chosen.all() else np.zeros(len(names), dtype=bool)
 
 
 def check_tokenizer(provenance: dict[str, Any], tokenizer_hash: str | None, folder: str | Path) -> None:
@@ -104,69 +120,6 @@ def check_tokenizer(provenance: dict[str, Any], tokenizer_hash: str | None, fold
             f"data {str(folder)!r} was written with the tokenizer of {provenance.get('target')!r}, not with this target's; "
             "generate it again"
         )
-
-
-def collate(sequences: Sequence[TokenSequence]) -> TokenBatch:
-    length = max(len(sequence.input_ids) for sequence in sequences)
-    input_ids = torch.zeros(len(sequences), length, dtype=torch.int64)
-    attention_mask = torch.zeros(len(sequences), length, dtype=torch.int64)
-    loss_mask = torch.zeros(len(sequences), length, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        size = len(sequence.input_ids)
-        input_ids[row, :size] = sequence.input_ids
-        attention_mask[row, :size] = 1
-        loss_mask[row, :size] = sequence.loss_mask
-    return TokenBatch(input_ids, attention_mask, loss_mask)
-
-
-class BatchPlan(torch.utils.data.Sampler[list[int]]):
-    """Every batch of a run on one of `world_size` processes: a pure function of lengths and seed.
-
-    Epochs follow each other in one stream, of which each process takes every `world_size`-th batch, so the data position is
-    the number of batches taken and a resume skips exactly those. Batches hold sequences of similar length.
-    """
-
-    POOL = 32  # batches sorted together: enough to limit padding, few enough to keep the order random
-
-    def __init__(self, lengths: Sequence[int], *, batch_size: int, seed: int, num_batches: int, rank: int, world_size: int):
-        self.lengths = np.asarray(lengths)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.num_batches = num_batches
-        self.rank = rank
-        self.world_size = world_size
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        given = 0
-        for number, batch in enumerate(self._stream()):
-            if number % self.world_size != self.rank:
-                continue
-            if given == self.num_batches:
-                return
-            given += 1
-            yield batch
-
-    def _stream(self) -> Iterator[list[int]]:
-        epoch = 0
-        while True:
-            yield from self._epoch(np.random.default_rng([self.seed, epoch]))
-            epoch += 1
-
-    def _epoch(self, random: np.random.Generator) -> list[list[int]]:
-        order = random.permutation(len(self.lengths))
-        batches = []
-        for start in range(0, len(order), self.batch_size * self.POOL):
-            pool = order[start : start + self.batch_size * self.POOL]
-            pool = pool[np.argsort(self.lengths[pool], kind="stable")]
-            batches += [pool[at : at + self.batch_size].tolist() for at in range(0, len(pool), self.batch_size)]
-        return [batches[at] for at in random.permutation(len(batches))]
-
-
-def batches_per_epoch(num_sequences: int, batch_size: int) -> int:
-    return -(-num_sequences // batch_size)
 
 
 def open_rows(folder: Path) -> Any:
@@ -190,26 +143,61 @@ def open_rows(folder: Path) -> Any:
     return rows.select_columns(kept)
 
 
-def _sequence(row: dict[str, Any], number: int, max_length: int) -> TokenSequence:
-    if len(row["input_ids"]) != len(row["loss_mask"]):
-        raise UserError(
-            f"row {number} of the data has {len(row['input_ids'])} input_ids but {len(row['loss_mask'])} loss_mask; "
-            "generate it again"
-        )
-    input_ids = torch.tensor(row["input_ids"][:max_length], dtype=torch.int64)
-    loss_mask = torch.tensor(row["loss_mask"][:max_length], dtype=torch.bool)
-    name = row.get("name")
-    if not name:
-        answer = int(loss_mask.int().argmax()) or len(input_ids)
-        name = hashlib.sha256(input_ids[:answer].numpy().tobytes()).hexdigest()
-    return TokenSequence(name, input_ids, loss_mask)
+class _Scan:
+    """What must be known of every row before any is read: gathered from the columns as they lie on disk."""
+
+    def __init__(self, rows: Any, max_length: int):
+        names: list[str] = []
+        splits: list[str | None] = []
+        lengths, trained = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        self.lowest, self.highest, self.cut = 0, -1, 0
+        for table in rows.with_format("arrow").iter(batch_size=1000):
+            ids, mask = _Lists(table["input_ids"]), _Lists(table["loss_mask"])
+            _check_same_lengths(ids.lengths, mask.lengths, sum(map(len, lengths)))
+            kept = np.minimum(ids.lengths, max_length)
+            before = np.concatenate([[0], mask.values.astype(bool).cumsum()])
+            ends = ids.starts + kept
+            # The first token of a text has nothing to be predicted from.
+            trained.append(before[ends] - before[np.minimum(ids.starts + 1, ends)])
+            lengths.append(kept)
+            self.cut += int((ids.lengths > max_length).sum())
+            if len(ids.values):
+                self.lowest = min(self.lowest, int(ids.values.min()))
+                self.highest = max(self.highest, int(ids.values.max()))
+            known = table["name"].to_pylist() if "name" in table.column_names else [None] * len(kept)
+            names += [name or _prompt_name(ids.row(at), mask.row(at)) for at, name in enumerate(known)]
+            splits += table["split"].to_pylist() if "split" in table.column_names else [None] * len(kept)
+        self.names, self.splits = names, splits
+        self.lengths, self.trained = np.concatenate(lengths), np.concatenate(trained)
 
 
-def _check_ids(sequences: Sequence[TokenSequence], vocab_size: int, folder: Path) -> None:
-    highest = max(int(sequence.input_ids.max()) for sequence in sequences)
-    lowest = min(int(sequence.input_ids.min()) for sequence in sequences)
-    if highest >= vocab_size or lowest < 0:
-        wrong = highest if highest >= vocab_size else lowest
+class _Lists:
+    """A column of lists as numpy."""
+
+    def __init__(self, column: pa.ChunkedArray):
+        self.lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+        self.starts = self.lengths.cumsum() - self.lengths
+        self.values = pc.list_flatten(column).to_numpy()
+
+    def row(self, at: int) -> np.ndarray:
+        return self.values[self.starts[at] : self.starts[at] + self.lengths[at]]
+
+
+def _check_same_lengths(ids: np.ndarray, mask: np.ndarray, first_row: int) -> None:
+    if (ids != mask).any():
+        at = int((ids != mask).argmax())
+        raise UserError(f"row {first_row + at} of the data has {ids[at]} input_ids but {mask[at]} loss_mask; generate it again")
+
+
+def _prompt_name(ids: np.ndarray, mask: np.ndarray) -> str:
+    """For a row without a name: answers to one prompt share theirs."""
+    answer = int(mask.astype(bool).argmax()) or len(ids)
+    return hashlib.sha256(ids[:answer].astype(np.int64).tobytes()).hexdigest()
+
+
+def _check_ids(scan: _Scan, vocab_size: int, folder: Path) -> None:
+    if scan.highest >= vocab_size or scan.lowest < 0:
+        wrong = scan.highest if scan.highest >= vocab_size else scan.lowest
         raise UserError(
             f"data {str(folder)!r} holds token id {wrong}, outside the target's vocabulary of {vocab_size}; "
             "generate it with this target"

@@ -33,7 +33,7 @@ def run(config: EvalConfig) -> int:
     drafter = checkpoint.load(config.draft, target)
     corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
     check_tokenizer(corpus.provenance, tokenizer_hash(target.tokenizer()), config.data)
-    sequences = (corpus.held_out or corpus.train)[: config.prompts]
+    sequences = (corpus.held_out if len(corpus.held_out) else corpus.train).first(config.prompts)
     evaluations = [evaluate_at(config, temperature, target, drafter, corpus, sequences) for temperature in config.temperature]
     print(table(evaluations))
     report(config, target, evaluations)

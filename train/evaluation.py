@@ -16,7 +16,8 @@ from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.acceptance import bootstrap_ratio, expected_counts, expected_rounds, keep_probability
 from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.train.data import TokenSequence, collate
+from draftsmith.train.batches import collate
+from draftsmith.train.data import TokenSequence
 from draftsmith.train.objective import Predicted, Unrollable, WeightedText, scatter, select
 from draftsmith.train.walk import answers, deepen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.train import arguments, resolve
+from draftsmith.train.batches import batches_per_epoch
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data import Corpus, batches_per_epoch, check_tokenizer, read_corpus
+from draftsmith.train.data import Corpus, check_tokenizer, read_corpus
 from draftsmith.train.evaluation import Evaluation, evaluate_draft, temperature_of
 from draftsmith.train.place import Place, find_place
 from draftsmith.train.reporting import Reporter
@@ -46,6 +48,12 @@ def new_drafter(config: TrainConfig, place: Place, target: Target, corpus: Corpu
 def load_corpus(config: TrainConfig, target: Target) -> Corpus:
     corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
     check_tokenizer(corpus.provenance, tokenizer_hash(target.tokenizer()), config.data)
+    for count, what in (
+        (corpus.cut, f"cut to {config.max_length} tokens"),
+        (corpus.empty, "left out, nothing in them is the target's"),
+    ):
+        if count:
+            print(f"{count} sequences of {config.data!r} are {what}", file=sys.stderr)
     return corpus
 
 
@@ -91,7 +99,7 @@ def open_folder(config: TrainConfig, place: Place, trainer: DraftTrainer) -> str
 
 def evaluate_held_out(config: TrainConfig, target: Target, corpus: Corpus, drafter: torch.nn.Module) -> Evaluation | None:
     """On held-out text at the temperature it was written at; None without any."""
-    sequences = corpus.held_out[: config.eval_prompts]
+    sequences = corpus.held_out.first(config.eval_prompts)
     if not sequences:
         return None
     written_at = temperature_of(corpus.provenance, target)

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from draftsmith.drafters.target import Target
+from draftsmith.train.batches import BatchPlan, collate
 from draftsmith.train.config import OptimConfig, UnrollConfig
-from draftsmith.train.data import BatchPlan, TokenSequence, collate
+from draftsmith.train.data import Sequences, TokenSequence
 from draftsmith.train.evaluation import Evaluation
 from draftsmith.train.metrics import MetricWindow
 from draftsmith.train.objective import Unrollable, UnrolledLoss, WeightedText, unrolled_loss
@@ -59,7 +60,7 @@ class DraftTrainer(Trainer):
         trainee: Trainee,
         arguments: TrainingArguments,
         *,
-        sequences: list[TokenSequence],
+        sequences: Sequences,
         optim: OptimConfig,
         clock: Clock,
         evaluate_held_out: Callable[[torch.nn.Module], Evaluation | None],
@@ -72,15 +73,13 @@ class DraftTrainer(Trainer):
         self.spare = spare
         self.window = MetricWindow(trainee.unroll.steps)
         # The Trainer wants some evaluation data set to schedule evaluations; `evaluate` has its own.
-        super().__init__(
-            model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences, eval_dataset=sequences[:1]
-        )
+        super().__init__(model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences, eval_dataset=sequences)
         self.remove_callback(PrinterCallback)
 
     def get_train_dataloader(self) -> DataLoader:
         """One plan for the whole run, already this rank's share: accelerate must not shard or shuffle it again."""
         plan = BatchPlan(
-            [len(sequence.input_ids) for sequence in self.sequences],
+            self.sequences.lengths,
             batch_size=self.args.per_device_train_batch_size,
             seed=self.args.seed,
             num_batches=self.args.max_steps * self.args.gradient_accumulation_steps,

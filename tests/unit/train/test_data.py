@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.train.data import BatchPlan, TokenSequence, check_tokenizer, collate, read_corpus
+from draftsmith.train.batches import BatchPlan, collate
+from draftsmith.train.data import TokenSequence, check_tokenizer, read_corpus
 
 
 def row(name: str, length: int = 6, **changes: object) -> dict:
@@ -53,6 +54,25 @@ def test_long_sequences_are_cut_and_empty_ones_left_out(write_data):
     corpus = read(write_data(rows), max_length=20, held_out_share=0.0)
     assert corpus.cut == 2 and corpus.empty == 1
     assert max(len(s.input_ids) for s in corpus.train) == 20
+
+
+def test_tokens_of_the_training_answers_are_counted(write_data):
+    rows = [
+        row(f"d{number}", input_ids=[1, 1, 2, 3, 3, number], split="held-out" if number < 10 else "train") for number in range(30)
+    ]
+    counts = read(write_data(rows)).token_counts(50)
+    assert counts[:4].tolist() == [0, 0, 20, 40]  # the prompt's ones are not the target's
+    assert counts[4:].tolist() == [0] * 6 + [1] * 20 + [0] * 20
+
+
+def test_reading_does_not_hold_the_text(write_data):
+    """More rows than one scan takes at once; every one is the row that was written."""
+    rows = [row(f"d{number}", input_ids=[number % 50] * 6) for number in range(2500)]
+    corpus = read(write_data(rows), held_out_share=0.3)
+    assert len(corpus.train) + len(corpus.held_out) == 2500
+    for part in (corpus.train, corpus.held_out):
+        assert all(int(s.input_ids[0]) == int(s.name[1:]) % 50 for s in part)
+        assert part.lengths.tolist() == [6] * len(part)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,19 @@ def test_the_seed_and_nothing_else_decides(configure):
         run(config)
         runs[name] = [line["loss"] for line in metrics(config)]
     assert runs["one"] == runs["same"] and runs["one"] != runs["other"]
+
+
+@pytest.mark.parametrize("family", ["mtp", "draft-lm"])
+def test_more_steps_go_on_where_fewer_ended(family, configure):
+    """Also with tied weights (draft-lm), which a checkpoint holds once."""
+    constant = {"optim": OptimConfig(lr=1e-2, schedule="constant", warmup=0.0)}
+    whole = configure(family, steps=10, **constant)
+    run(whole)
+    for steps in (5, 10):
+        run(configure(family, steps=steps, out=whole.out + "-parts", **constant))
+    parts = metrics(replace(whole, out=whole.out + "-parts"))
+    for one, other in zip(metrics(whole), parts, strict=True):
+        assert {**one, "elapsed_s": 0} == {**other, "elapsed_s": 0}
 
 
 def test_going_on_with_other_options_is_refused(configure):
