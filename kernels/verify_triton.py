@@ -239,7 +239,17 @@ def verify_chain_triton(
     if num_requests:
         _decide[(num_requests,)](*laws, *requests, num_draft, num_blocks, HAS_Q=has_q, BLOCKS=blocks, num_warps=1)
         _race[(num_requests, num_blocks)](
-            *laws, *requests, scores, winners, num_draft, num_tokens, num_blocks, HAS_Q=has_q, BLOCK=block, BLOCKS=blocks
+            *laws,
+            *requests,
+            scores,
+            winners,
+            num_draft,
+            num_tokens,
+            num_blocks,
+            HAS_Q=has_q,
+            BLOCK=block,
+            BLOCKS=blocks,
+            num_warps=8,
         )
         columns = triton.next_power_of_2(num_draft + 1)
         _emit[(num_requests,)](
