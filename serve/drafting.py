@@ -48,8 +48,7 @@ class Drafting:
         """New weights deserve a new chance."""
         self._failures = self._pause = 0
 
-    @property
-    def ready(self) -> bool:
+    def take_turn(self) -> bool:
         """Whether this round may draft; counts down the pause that follows failures."""
         if self._pause > 0:
             self._pause -= 1

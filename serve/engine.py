@@ -132,7 +132,7 @@ class Engine:
         return True
 
     def _propose(self, rows: list[Row], tables: torch.Tensor, streams: Streams) -> Drafts | None:
-        if not rows or not self.drafting.ready:
+        if not rows or not self.drafting.take_turn():
             return None
         with self.stats.phase("draft"):
             count = len(rows)

@@ -203,6 +203,11 @@ def _add_errors(app: FastAPI) -> None:
     async def refusal(request: Request, error: Refusal) -> JSONResponse:
         return JSONResponse(error_body(str(error), kind=error.kind, code=error.code), status_code=error.status)
 
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        body = error_body("the server failed on this request; see its log", kind="server_error")
+        return JSONResponse(body, status_code=500)
+
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.serve.request import SamplingParams
+
+
+def _is_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half a surrogate pair, which is no text; mend its encoding") from error
+    return value
+
+
+Text = Annotated[str, AfterValidator(_is_text)]
 
 
 class Wire(BaseModel):
@@ -31,22 +42,22 @@ class ResponseFormat(Wire):
 class Generation(Wire):
     """What completions and chat completions share."""
 
-    model: str
+    model: Text
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Text | None = None
     speculation: Speculation = Field(default_factory=Speculation)
-    request_class: str = ""
+    request_class: Text = ""
     return_token_ids: bool | None = None  # as vLLM: each choice also carries its tokens
     return_tokens_as_token_ids: bool | None = None  # as vLLM: tokens of logprobs are named "token_id:17"
 
@@ -100,7 +111,7 @@ class Generation(Wire):
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -121,13 +132,13 @@ class CompletionRequest(Generation):
 
 class TextPart(Wire):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Wire):
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
+    role: Text
+    content: Text | list[TextPart]
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)

@@ -158,12 +158,19 @@ BAD = [
     ({"prompt": [99999]}, None),
     ({"prompt": "x" * 1000}, None),
     ({"prompt": None}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [[]]}, None),
+    ({"request_class": "\ud800"}, "request_class"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"seed": 2**70}, "seed"),
 ]
 
 
 @pytest.mark.parametrize("change, param", BAD, ids=[str(change)[:40] for change, _ in BAD])
 def test_bad_input_is_an_openai_error_of_one_sentence(change: dict, param: str | None, server: Any) -> None:
-    response = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", **change})
+    content = json.dumps({"model": "tiny", "prompt": "hi", **change})
+    response = server.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error" and error["message"] and "\n" not in error["message"]
