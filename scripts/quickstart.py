@@ -113,7 +113,7 @@ def evaluate(family: str) -> None:
 
 def bench(name: str, *drafter: str | Path) -> None:
     draftsmith(
-        "bench", "--target", RUN / "target", *drafter, "--prompts", RUN / "bench-prompts.jsonl", "--num-prompts", "8",
+        "bench", "--target", RUN / "target", *drafter, "--prompts", RUN / "bench-prompts.jsonl", "--num-prompts", "6",
         "--max-tokens", "96", "--temperature", "0", "1", "--k", str(K), "--repeats", "2", "--out", RUN / f"bench-{name}.json",
     )  # fmt: skip
 

@@ -91,10 +91,7 @@ def send(shift: Shift, port: int, prompts: list[tuple[int, list[int]]], label: s
             done.append(record)
             note(record)
             recent = done[-40:]
-            progress.update(
-                len(done),
-                f"alpha over the last {len(recent)}: {pooled_alpha(recent):.3f}, draft {record['version'] or 'as trained'}",
-            )
+            progress.update(len(done), f"alpha over the last {len(recent)}: {pooled_alpha(recent):.3f}")
 
     with ThreadPoolExecutor(shift.clients) as pool:
         list(pool.map(one, prompts))
@@ -115,7 +112,7 @@ def ask(shift: Shift, port: int, index: int, prompt: list[int]) -> dict[str, Any
         "index": index, "begun_s": begun_s, "ended_s": time.time(), "tokens": answer["usage"]["completion_tokens"],
         "rounds": report["num_target_passes"], "accepted": sum(accepted),
         # A position counts as tried when everything before it was kept: alpha is conditional.
-        "tried": sum(a + (a < d) for a, d in zip(accepted, drafted)), 
+        "tried": sum(a + (a < d) for a, d in zip(accepted, drafted)),
     }  # fmt: skip
 
 
