@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import secrets
 import uuid
 from collections.abc import Sequence
+from functools import cached_property
 from random import Random
+
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
@@ -39,7 +43,7 @@ class Intake:
         max_tokens = self.max_tokens(prompt, params)
         stream = None
         if text or params.stop:
-            stream = TextStream(self.target.tokenizer(), context=prompt, stop=params.stop)
+            stream = TextStream(self._decoder, context=prompt, stop=params.stop)
         return Request(
             id=f"{uuid.uuid4().hex}-{next(self._numbers)}",
             tokens=prompt,
@@ -53,6 +57,11 @@ class Intake:
             learn=learn,
             text_stream=stream,
         )
+
+    @cached_property
+    def _decoder(self) -> PreTrainedTokenizerBase:
+        # Its own copy: encoding may set options of the shared one, and a tokenizer that another thread is reading refuses that.
+        return copy.deepcopy(self.target.tokenizer())
 
     def draft_length(self, params: SamplingParams) -> int:
         if not self.has_drafter:
