@@ -46,7 +46,7 @@ class ServeConfig:
         "auto", "weights' type; auto: the checkpoint's own, float32 on a CPU", choices=("auto", "float32", "bfloat16", "float16")
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
-    threads: int | None = option(None, "CPU threads of torch; default: torch's own choice")
+    threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
     seed: int = option(0, "seeds the requests that bring none")
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
 
