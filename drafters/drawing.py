@@ -47,4 +47,5 @@ class Drawing:
         return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits if self.sound else self._no_mass())
 
     def _no_mass(self) -> torch.Tensor:
-        return torch.full(self.shape, -torch.inf, device=self.tokens.device)
+        # The type is named: a version being loaded on another thread changes torch's default for a while.
+        return torch.full(self.shape, -torch.inf, dtype=torch.float32, device=self.tokens.device)
