@@ -88,7 +88,10 @@ def loop(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Loop]
     return lambda family="mtp": Loop(tmp_path, tiny_target("llama"), family)
 
 
-@pytest.mark.parametrize("family", ["eagle3", "mtp", pytest.param("draft-lm", marks=pytest.mark.long)])
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in ("mtp", "draft-lm")]
+
+
+@pytest.mark.parametrize("family", ["eagle3", *LONG])
 def test_learning_from_traffic_raises_live_acceptance(loop: Callable[..., Loop], family: str) -> None:
     made = loop(family)
     before = made.serve(120 if family == "draft-lm" else 60)
