@@ -31,6 +31,8 @@ def train(config: TrainConfig) -> None:
     # Before DeepSpeed's config exists: under ZeRO-3 loading would partition the target's weights.
     target = Target.load(config.target, dtype=place.target_dtype, device=place.device)
     corpus = load_corpus(config, target)
+    if place.rank == 0:
+        tell_what_is_missing(config, corpus)
     drafter = new_drafter(config, place, target, corpus)
     spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
     trainer = make_trainer(config, place, Trainee(drafter, target, config.unroll), corpus, spare)
@@ -48,13 +50,16 @@ def new_drafter(config: TrainConfig, place: Place, target: Target, corpus: Corpu
 def load_corpus(config: TrainConfig, target: Target) -> Corpus:
     corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
     check_tokenizer(corpus.provenance, tokenizer_hash(target.tokenizer()), config.data)
+    return corpus
+
+
+def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
     for count, what in (
         (corpus.cut, f"cut to {config.max_length} tokens"),
         (corpus.empty, "left out, nothing in them is the target's"),
     ):
         if count:
             print(f"{count} sequences of {config.data!r} are {what}", file=sys.stderr)
-    return corpus
 
 
 def make_trainer(
