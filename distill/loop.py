@@ -44,7 +44,6 @@ class Daemon:
         self.saves = StateFolder(self.root)
         self.counters, self.fresh, self.window, self.open = Counters(), [], [], OpenRequests()
         self.since_watch = 0  # held-out texts since the last look at the live version
-        self.is_gate_due = False  # stays set when a full disk prevented a publication
         self.saved_s = self.retained_s = self.active_s = time.monotonic()
         self.report: UpdateReport | None = None
         self.watched: Watched | None = None
@@ -89,8 +88,8 @@ class Daemon:
             self.sort_in(text)
         if self.fresh:
             self.update()
-            self.is_gate_due = True
-        if self.is_gate_due:
+            self.counters.is_gate_due = True
+        if self.counters.is_gate_due:
             self.gate()
         self.show()
 
@@ -115,8 +114,8 @@ class Daemon:
         has_update = len(self.fresh) >= self.config.learn.fresh
         if has_update:
             self.update()
-            self.is_gate_due |= self.counters.updates % self.config.gate.every == 0
-        if self.is_gate_due:
+            self.counters.is_gate_due |= self.counters.updates % self.config.gate.every == 0
+        if self.counters.is_gate_due and len(self.window) >= self.config.gate.requests:
             self.gate()
         if self.since_watch >= self.config.gate.requests:
             self.watch()
@@ -190,9 +189,9 @@ class Daemon:
             self.counters.gate_looks = looks
         if decision.decision == "accept":
             self.publish(decision)
-            self.is_gate_due = False
+            self.counters.is_gate_due = False
             return
-        self.is_gate_due = False
+        self.counters.is_gate_due = False
         self.decided(decision)
         if decision.decision == "refuse" or self.has_fallen_behind(decision):
             self.start_over()

@@ -37,7 +37,7 @@ LEARNER = "learner"
 
 @dataclass
 class Counters:
-    """Totals since the first start, but for the last two, which count since the live version was chosen."""
+    """Totals since the first start; looks since the live version was chosen."""
 
     records: int = 0
     damaged_shards: int = 0
@@ -52,6 +52,7 @@ class Counters:
     rolled_back: int = 0
     gate_looks: int = 0
     watch_looks: int = 0
+    is_gate_due: bool = False  # stays set while held-out requests are too few, or a full disk prevents a publication
 
     def count(self, decision: str) -> None:
         self.published += decision == "accept"
