@@ -1,15 +1,9 @@
-"""Kernel tests run interpreted on a machine without CUDA, compiled on one with it: the same tests, the same shapes."""
+"""Kernel tests run interpreted on a machine without CUDA (tests/conftest.py sees to it), compiled on one with it."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-# Triton reads it when a kernel is defined, so it is set before any test module is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
