@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUN = ROOT / "runs" / "quickstart"
 SHIPPED_TARGET = ROOT / "scripts" / "quickstart_target"
 COMMAND = [sys.executable, "-m", "draftsmith.cli"]
-K = 4
+K = 3
 
 
 def draftsmith(*arguments: str | Path) -> None:

@@ -56,7 +56,7 @@ def predicted(evaluation: dict[str, Any] | None, temperature: float) -> str:
 
 
 def predicted_tau(evaluation: dict[str, Any] | None, temperature: float) -> dict[str, float] | None:
-    found = [] if evaluation is None else [e for e in evaluation["evaluations"] if e["temperature"] == temperature]
+    found = [] if evaluation is None else [e for e in evaluation["evaluation"] if e["temperature"] == temperature]
     return found[0]["tau"] if found else None
 
 
