@@ -153,7 +153,7 @@ def stages(train_target: bool) -> list[Stage]:
         Stage("draft-lm", "train a small draft model on the same answers", 70, lambda: train("draft-lm", 1.0)),
         Stage("eval", "predict alpha and tau of both drafts, offline", 40, evaluate_all),
         Stage("bench", "tok/s with speculation off and on", 60, bench_all),
-        Stage("learn", "serve code, then prose: a static draft and a learning one", 180, learn),
+        Stage("learn", "serve code, then prose: a static draft and a learning one", 240, learn),
         Stage("export", "export both drafts", 10, export),
         Stage("report", "the table and the picture", 5, lambda: write_report(RUN)),
     ]

@@ -33,8 +33,8 @@ class Shift:
     folder: Path
     k: int
     code: int = 60
-    prose: int = 300
-    static_every: int = 3  # the static pair serves every third prompt
+    prose: int = 900
+    static_every: int = 6  # the static pair serves every sixth prompt
     prompt_tokens: int = 48
     max_tokens: int = 80
     clients: int = 4
@@ -143,6 +143,7 @@ def daemon(shift: Shift, command: list[str]) -> Iterator[None]:
     words = [
         *command, "distill", "--target", shift.target, "--draft", shift.draft, "--buffer", shift.folder / "buffer",
         "--versions", shift.folder / "versions", "--threads", 1,
+        "learn.lr=1e-3", f"learn.unroll={shift.k}",
     ]  # fmt: skip
     with process(words, shift.folder / "distill.log"):
         yield
