@@ -33,7 +33,7 @@ class Shift:
     folder: Path
     k: int
     code: int = 60
-    prose: int = 900
+    prose: int = 700
     static_every: int = 6  # the static pair serves every sixth prompt
     prompt_tokens: int = 48
     max_tokens: int = 80
