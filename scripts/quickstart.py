@@ -25,6 +25,7 @@ RUN = ROOT / "runs" / "quickstart"
 SHIPPED_TARGET = ROOT / "scripts" / "quickstart_target"
 COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 K = 3
+TRAIN_MINUTES = 4.0
 
 
 def draftsmith(*arguments: str | Path) -> None:
@@ -70,14 +71,14 @@ class Clock:
 
 
 def make_target(train: bool) -> None:
+    source = SHIPPED_TARGET
     if train:
-        subprocess.run(
-            [sys.executable, ROOT / "scripts" / "train_target.py", "--out", RUN / "target", "--minutes", "4"], check=True
-        )
-    else:
-        unpack(SHIPPED_TARGET, RUN / "target")
-        record = json.loads((RUN / "target" / "training.json").read_text(encoding="utf-8"))
-        print(f"  {record['parameters']:,} parameters, made by: {record['command']}")
+        source = RUN / "trained-target"
+        script = [sys.executable, ROOT / "scripts" / "train_target.py", "--out", source, "--minutes", str(TRAIN_MINUTES)]
+        subprocess.run(script, check=True)
+    unpack(source, RUN / "target")
+    record = json.loads((RUN / "target" / "training.json").read_text(encoding="utf-8"))
+    print(f"  {record['parameters']:,} parameters, made by: {record['command']}")
 
 
 def unpack(source: Path, target: Path) -> None:
