@@ -2,7 +2,7 @@
 
 The draft is unrolled over the text, and alpha = sum_v min(p_v, q_v) is taken over the full vocabulary under the request's own
 sampling, with p from the target's states that the unroll needs anyway. The 64 tokens of p that a record holds would prove only
-a lower bound (0.09 too low, measured on a target whose laws are flat); they tell whether this target served the text.
+a lower bound, far too low for a target whose laws are flat; they tell whether this target served the text.
 """
 
 from __future__ import annotations
