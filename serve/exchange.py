@@ -26,14 +26,14 @@ class Exchange:
     def submit(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, request_class: str, learn: bool
     ) -> None:
-        """One engine request a (prompt, params) pair; when one is refused none stays."""
-        try:
-            for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True)):
-                on_update = self._forwarder(index)
-                self.requests.append(self.loop.submit(prompt, choice, on_update, request_class=request_class, learn=learn))
-        except ValueError:
-            self.cancel()
-            raise
+        """One engine request a (prompt, params) pair; when one is refused none is taken."""
+        intake = self.loop.engine.intake
+        requests = [
+            intake.request(prompt, choice, self._forwarder(index), request_class=request_class, learn=learn)
+            for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))
+        ]
+        self.loop.enqueue(requests)
+        self.requests = requests
 
     def _forwarder(self, index: int):
         def forward(request: Request, update: Update) -> None:

@@ -52,16 +52,21 @@ class EngineLoop:
     ) -> Request:
         """Refuses bad requests and a full queue here, on the caller's thread."""
         request = self.engine.intake.request(prompt_ids, params, on_update, text=text, request_class=request_class, learn=learn)
+        self.enqueue([request])
+        return request
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """All of them or, when the queue has no room for all, none."""
         limit = self.engine.config.max_queue
         with self._lock:
             if self._closing:
                 raise QueueFull("the server is shutting down; send the request to another one")
             waiting = self._arriving + len(self.engine.scheduler.waiting)
-            if waiting >= limit:
-                raise QueueFull(f"{waiting} requests are waiting already, the most this server holds; try again later")
-            self._arriving += 1
-        self._inbox.put(lambda: self._admit(request))
-        return request
+            if waiting + len(requests) > limit:
+                raise QueueFull(f"{waiting} requests are waiting already and this server holds {limit}; try again later")
+            self._arriving += len(requests)
+        for request in requests:
+            self._inbox.put(lambda request=request: self._admit(request))
 
     def cancel(self, request: Request) -> None:
         self._inbox.put(lambda: self.engine.cancel(request))
