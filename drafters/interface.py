@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -14,6 +14,10 @@ from draftsmith.kernels.paged_attention import PagedPool
 
 if TYPE_CHECKING:
     from draftsmith.drafters.target import Target
+
+# (raw logits [R, V] in target ids, rows [R], prefixes: the tokens drafted so far of each) -> logits [R, V] under the request's
+# penalties, bans and masks.
+Adjust = Callable[[torch.Tensor, torch.Tensor, list[list[int]]], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +41,21 @@ class DraftInputs:
     pool: PagedPool | None  # this drafter's own keys and values; block ids are shared with the target's pool
     block_tables: torch.Tensor  # [B, max_blocks] int64
     histories: list[list[int]]  # all committed tokens of each row (prompt included), for drafters that match text
+    request_ids: list[str] = field(
+        default_factory=list
+    )  # who each row is, for drafters that remember; empty: nobody in particular
+    adjust: Adjust | None = None  # None when no row asks for more than `sampling` says
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Drafted tokens and the law they were really sampled from."""
+    """Drafted tokens and the law they were really sampled from: a chain, or a tree when `parents` is given."""
 
     tokens: torch.Tensor  # [B, K] int64, -1 beyond lengths
     lengths: torch.Tensor  # [B] int64, <= num_draft
     logits: torch.Tensor | None  # [B, K, V] float32, processed (filtered, tempered) as sampled; None = deterministic, one-hot q
+    parents: torch.Tensor | None = None  # [B, K] int64, as in `kernels/trees.py: DraftTree`; `logits` is then [Q, V]
+    q_rows: torch.Tensor | None = None  # [B, K + 1] int64: the row of `logits` that the children of each slot were drawn from
 
 
 class ServingDrafter(Protocol):
@@ -60,6 +70,15 @@ class ServingDrafter(Protocol):
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """How many positions of the draft cache are right once `accepted` of `drafted` tokens after position `last` were kept."""
+        ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A drafter that keeps something of each request between its rounds, or after its end."""
+
+    def finished(self, request_id: str, tokens: list[int]) -> None:
+        """The request has ended with `tokens`, prompt and answer; they are empty when nothing of it may be kept."""
         ...
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.interface import DraftInputs, Proposal, Remembering, ServingDrafter
 from draftsmith.kernels.filters import SamplingRows
 from draftsmith.kernels.paged_attention import PagedPool
 from draftsmith.serve.request import Request
@@ -78,6 +78,15 @@ class Drafting:
             last = row.begin + row.count - 1
             drop_taps(request, self.drafter.cached_after(last, drafted, accepted))
 
+    def finished(self, request: Request) -> None:
+        """A request that asked to be kept out of learning is kept out of what requests share, too."""
+        if not isinstance(self.drafter, Remembering):
+            return
+        try:
+            self.drafter.finished(request.id, request.tokens if request.learn else [])
+        except Exception as error:
+            self._failed("raised", error)
+
     def _inputs(self, rows: Sequence[Row], tables: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor) -> DraftInputs:
         tokens: list[int] = []
         for row in rows:
@@ -95,6 +104,7 @@ class Drafting:
             pool=self.pool,
             block_tables=tables,
             histories=[row.request.tokens for row in rows],
+            request_ids=[row.request.id for row in rows],
         )
 
     def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Drafts:

@@ -195,6 +195,7 @@ class Engine:
         request.finished_s = time.monotonic()
         request.taps.clear()
         self.scheduler.remove(request)
+        self.drafting.finished(request)
         self.stats.finished[reason.value] += 1
 
     def _report(self, request: Request, tokens: list[int], text: str, logprobs: list[TokenLogprob]) -> None:
