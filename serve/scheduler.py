@@ -103,13 +103,13 @@ class Scheduler:
         """Blocks for `num_tokens`, taken from later arrivals if need be; False when it had to make room itself."""
         while not self.blocks.grow(request.blocks, num_tokens):
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             schedule.preempted.append(victim)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, victim: Request) -> None:
+    def preempt(self, victim: Request) -> None:
         self.running.remove(victim)
         self._release(victim)
         victim.forget_caches()
@@ -130,7 +130,10 @@ class Scheduler:
         return budget
 
     def _piece(self, schedule: Schedule, request: Request, budget: int) -> int:
-        count = min(budget, request.num_tokens - request.computed)
+        # A preempted request refills up to its newest token alone, which an ordinary round then takes. Were its successor decided
+        # here, without drafts, the rounds after would begin elsewhere and a seeded request would go on with other tokens.
+        end = request.num_tokens if request.num_output == 0 else request.num_tokens - 1
+        count = min(budget, end - request.computed)
         row = Row(request, request.computed, count)
         (schedule.sampling if row.samples else schedule.filling).append(row)
         return count

@@ -1,0 +1,86 @@
+"""A seeded request gives the same tokens at T > 0 whatever happens around it: preemption, chunking, other rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.mtp import Mtp
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.request import Request, SamplingParams
+
+PROMPTS = [[5, 60, 7, 200, 9, 33] * 4, [9, 8, 7], [40 + i % 11 for i in range(33)]]
+FAMILIES: dict[str, Callable[[Target], ServingDrafter | None]] = {
+    "none": lambda target: None,
+    "ngram": lambda target: Ngram(min_n=1, max_n=3),
+    "eagle3": lambda target: Eagle3.create(Eagle3Options(), target, seed=1).eval(),
+    "mtp": lambda target: Mtp.create(MtpOptions(), target, seed=1).eval(),
+    # The target's own weights: nearly every draft is kept, so round ends depend on the draws.
+    "draft-lm": lambda target: DraftLm.create(DraftLmOptions(init=target.name), target, seed=1).eval(),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+def params(index: int) -> SamplingParams:
+    return SamplingParams(temperature=0.9, top_k=20, seed=100 + index, max_tokens=24, ignore_eos=True)
+
+
+def finish(engine: Engine, requests: list[Request], *, preempt: random.Random | None = None) -> list[list[int]]:
+    while engine.busy:
+        engine.step()
+        if preempt is not None and engine.scheduler.running and preempt.random() < 0.3:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+    return [request.output for request in requests]
+
+
+def alone(target: Target, drafter: ServingDrafter | None) -> list[list[int]]:
+    outputs = []
+    for index, prompt in enumerate(PROMPTS):
+        engine = Engine(target, drafter, EngineConfig(k=3, max_batch=1))
+        outputs += finish(engine, [engine.submit(prompt, params(index))])
+    return outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_do_not_depend_on_preemption_chunking_or_rows(family: str, target: Target) -> None:
+    drafter = FAMILIES[family](target)
+    expected = alone(target, drafter)
+    for chunk, seed in ((512, 1), (7, 2), (16, 3)):
+        config = EngineConfig(k=3, max_batch=4, max_round_tokens=chunk, block_size=8)
+        engine = Engine(target, drafter, config)
+        for k in (0, None):
+            engine.submit([50 + seed] * 9, SamplingParams(max_tokens=12, k=k, ignore_eos=True))
+        requests = [engine.submit(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
+        assert finish(engine, requests, preempt=random.Random(seed)) == expected
+        assert sum(request.num_preemptions for request in requests) > 3
+        assert not engine.stats.fallbacks
+
+
+def test_a_token_decided_while_refilling_would_be_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the rule that a refill decides nothing the same request goes on with other tokens."""
+    from draftsmith.serve.scheduler import Row, Schedule, Scheduler
+
+    def deciding(self: Scheduler, schedule: Schedule, request: Request, budget: int) -> int:
+        row = Row(request, request.computed, min(budget, request.num_tokens - request.computed))
+        (schedule.sampling if row.samples else schedule.filling).append(row)
+        return row.count
+
+    drafter = FAMILIES["draft-lm"](target)
+    expected = alone(target, drafter)
+    monkeypatch.setattr(Scheduler, "_piece", deciding)
+    engine = Engine(target, drafter, EngineConfig(k=3, max_batch=4))
+    requests = [engine.submit(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
+    assert finish(engine, requests, preempt=random.Random(1)) != expected
