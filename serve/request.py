@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from draftsmith.errors import UserError
+from draftsmith.serve.grammar import Grammar
+from draftsmith.serve.sampling_checks import check_adjustments, within
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-6  # as kernels/filters.py, which this torch-free module cannot import
+
+
+# A transformers `LogitsProcessor`: (input_ids [1, n], scores [1, V]) -> scores [1, V], a pure function of both.
+LogitsProcessor = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 class FinishReason(str, enum.Enum):
@@ -43,26 +49,40 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives to report besides the emitted token; None reports nothing
     k: int | None = None  # draft tokens a round; None: the server's
 
+    # Applied to raw logits, at every position with the tokens before it, drafted ones included (serve/sampling.py).
+    repetition_penalty: float = 1.0  # transformers': of the tokens in prompt and output
+    presence_penalty: float = 0.0  # OpenAI's: of the tokens in the output
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias), added
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences, none of which comes about
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    min_tokens: int = 0  # what would end the answer is banned until then
+    grammar: Grammar | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0.0, 100.0)
+        within("temperature", self.temperature, 0.0, 100.0)
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise UserError(f"temperature is {self.temperature}; give 0 for greedy or at least {MIN_TEMPERATURE}")
-        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("top_k", self.top_k, 0, math.inf)
-        _within("max_tokens", self.max_tokens, 1, math.inf)
-        _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _within("speculation.k", self.k, 0, 64)
+        within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        within("min_p", self.min_p, 0.0, 1.0)
+        within("top_k", self.top_k, 0, math.inf)
+        within("max_tokens", self.max_tokens, 1, math.inf)
+        within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        within("speculation.k", self.k, 0, 64)
         if "" in self.stop:
             raise UserError("stop holds an empty string; give the text to stop at")
+        check_adjustments(self)
 
-
-def _within(name: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
-    if value is None:
-        return
-    if not (low <= value <= high) or (open_low and value == low):
-        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
-        raise UserError(f"{name} is {value}; it must be {bounds}")
+    @property
+    def adjusts(self) -> bool:
+        """Whether the law is another than temperature and filters make of the target's."""
+        return (
+            (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+            or bool(self.logit_bias or self.bad_words or self.min_tokens or self.logits_processors)
+            or self.allowed_token_ids is not None
+            or self.grammar is not None
+        )
 
 
 class TokenLogprob(NamedTuple):
