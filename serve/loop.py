@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 Action = Callable[[], None]
 
 
+class ShuttingDown(QueueFull):
+    """Coming back later does not help: this server is about to end."""
+
+
 class EngineLoop:
     """Rounds run while there is work; between two rounds the inbox is emptied. Callbacks run on the engine's thread."""
 
@@ -60,7 +64,7 @@ class EngineLoop:
         limit = self.engine.config.max_queue
         with self._lock:
             if self._closing:
-                raise QueueFull("the server is shutting down; send the request to another one")
+                raise ShuttingDown("the server is shutting down; send the request to another one")
             waiting = self._arriving + len(self.engine.scheduler.waiting)
             if waiting + len(requests) > limit:
                 raise QueueFull(f"{waiting} requests are waiting already and this server holds {limit}; try again later")
