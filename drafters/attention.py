@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.kernels.paged_attention import reference_attention
+from draftsmith.kernels.paged_attention_torch import reference_attention
 
 IMPLEMENTATION = "draftsmith"
 

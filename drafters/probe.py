@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.kernels.paged_attention import PagedPass, PagedPool, reference_attention
+from draftsmith.kernels.paged_attention import PagedPass, PagedPool
+from draftsmith.kernels.paged_attention_torch import reference_attention
 
 if TYPE_CHECKING:
     from draftsmith.drafters.causal_lm import CausalLM
