@@ -51,6 +51,18 @@ class DraftLmOptions:
     lora: LoraOptions | None = option(None, "train low-rank adapters of `init` only; they are merged when the draft is saved")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SuffixOptions:
+    """Suffix decoding, under the names and defaults that Arctic Inference and vLLM use for it."""
+
+    max_tree_depth: int = option(24, "longest context matched")
+    max_cached_requests: int = option(10000, "finished requests that are searched, the oldest forgotten first; 0 shares nothing")
+    max_cached_tokens: int = option(2**21, "tokens of finished requests held at most, about 70 bytes each")
+    max_spec_factor: float = option(1.0, "drafted tokens a token of matching context")
+    max_spec_offset: float = option(0.0, "drafted tokens added to that")
+    min_token_prob: float = option(0.1, "a draft ends before the chance of having come so far falls below this")
+
+
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """What engines assume, (2, L // 2, L - 3), moved into 1 .. L - 1 and without repetition for a target of few layers."""
     last = max(1, num_layers - 1)

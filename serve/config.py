@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.drafters.options import SuffixOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,11 +13,12 @@ class EngineConfig:
     k: int = option(4, "draft tokens a round; a request may ask for fewer or more")
     max_batch: int = option(8, "requests that run at the same time")
     max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
-    max_queue: int = option(256, "requests that may wait; one more is answered with 503")
+    max_queue: int = option(256, "requests that may wait; one more is answered with 429")
     block_size: int = option(16, "positions of a block of keys and values")
     num_blocks: int | None = option(None, "blocks of the paged pool; default: what `memory_gib` or the batch needs")
     memory_gib: float = option(2.0, "most memory for keys and values of the target when `num_blocks` is not given")
     max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
+    prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     seed: int = option(0, "seeds the requests that bring none")
 
 
@@ -25,8 +27,15 @@ class ServeConfig:
     target: str = option(help="the target: a local folder or Hub id")
     draft: str | None = option(None, "a draft checkpoint")
     ngram: bool = option(False, "draft by looking up the longest matching n-gram in the request's own text")
-    ngram_min: int = option(2, "shortest n-gram looked up")
-    ngram_max: int = option(4, "longest n-gram looked up")
+    prompt_lookup_min: int = option(2, "shortest n-gram looked up")
+    prompt_lookup_max: int = option(4, "longest n-gram looked up")
+    suffix: bool = option(False, "draft the most frequent continuation in the request's own text and in finished requests")
+    suffix_max_tree_depth: int = option(24, "longest context matched")
+    suffix_max_cached_requests: int = option(10000, "finished requests searched, the oldest forgotten first; 0 shares nothing")
+    suffix_max_cached_tokens: int = option(2**21, "tokens of finished requests held at most, about 70 bytes each")
+    suffix_max_spec_factor: float = option(1.0, "drafted tokens a token of matching context")
+    suffix_max_spec_offset: float = option(0.0, "drafted tokens added to that")
+    suffix_min_token_prob: float = option(0.1, "a draft ends before the chance of having come so far falls below this")
     versions: str | None = option(None, "a folder of draft versions to follow; new ones are swapped in between rounds")
     poll_s: float = option(1.0, "seconds between two looks into the versions folder")
     learn: str | None = option(None, "a buffer folder or URL that records rounds for learning")
@@ -36,12 +45,13 @@ class ServeConfig:
     name: str | None = option(None, "model name in the API; default: the target's")
     k: int = option(4, "draft tokens a round; a request may ask for its own number")
     max_batch: int = option(8, "requests that run at the same time")
-    max_queue: int = option(256, "requests that may wait; one more is answered with 503")
+    max_queue: int = option(256, "requests that may wait; one more is answered with 429")
     max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
     max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
     block_size: int = option(16, "positions of a block of keys and values")
     num_blocks: int | None = option(None, "blocks of the paged pool; default: what memory_gib or the batch needs")
     memory_gib: float = option(2.0, "most memory for keys and values of the target when num_blocks is not given")
+    prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     dtype: str = option(
         "auto", "weights' type; auto: the checkpoint's own, float32 on a CPU", choices=("auto", "float32", "bfloat16", "float16")
     )
@@ -49,6 +59,16 @@ class ServeConfig:
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
     seed: int = option(0, "seeds the requests that bring none")
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+
+    def suffix_options(self) -> SuffixOptions:
+        return SuffixOptions(
+            max_tree_depth=self.suffix_max_tree_depth,
+            max_cached_requests=self.suffix_max_cached_requests,
+            max_cached_tokens=self.suffix_max_cached_tokens,
+            max_spec_factor=self.suffix_max_spec_factor,
+            max_spec_offset=self.suffix_max_spec_offset,
+            min_token_prob=self.suffix_min_token_prob,
+        )
 
     def engine(self) -> EngineConfig:
         return EngineConfig(
@@ -60,5 +80,6 @@ class ServeConfig:
             num_blocks=self.num_blocks,
             memory_gib=self.memory_gib,
             max_length=self.max_length,
+            prefix_cache=self.prefix_cache,
             seed=self.seed,
         )

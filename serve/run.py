@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.versions import latest, open_version
 from draftsmith.errors import UserError
@@ -54,8 +55,14 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
 def check(config: ServeConfig) -> None:
     if config.threads is not None and config.threads < 1:
         raise UserError(f"threads is {config.threads}; it must be at least 1")
-    if config.ngram and (config.draft is not None or config.versions is not None):
-        raise UserError("ngram is given together with a trained draft; choose one of them")
+    chosen = {
+        "ngram": config.ngram,
+        "suffix": config.suffix,
+        "a trained draft": config.draft is not None or config.versions is not None,
+    }
+    names = [name for name, given in chosen.items() if given]
+    if len(names) > 1:
+        raise UserError(f"{names[0]} is given together with {names[1]}; choose one of them")
 
 
 def device_of(config: ServeConfig) -> str:
@@ -82,9 +89,11 @@ class LoadedDraft(NamedTuple):
 
 
 def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
-    """The live version of the versions folder if there is one, else the draft, else n-grams, else nothing."""
+    """Matching of text if that was chosen, else the live version of the versions folder, else the draft, else nothing."""
     if config.ngram:
-        return LoadedDraft(Ngram(min_n=config.ngram_min, max_n=config.ngram_max), "0", None)
+        return LoadedDraft(Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max), "0", None)
+    if config.suffix:
+        return LoadedDraft(Suffix(config.suffix_options()), "0", None)
     number = latest(config.versions) if config.versions is not None else None
     if number is not None:
         return LoadedDraft(load(open_version(config.versions, number), target), str(number), number)

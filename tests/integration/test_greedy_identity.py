@@ -14,14 +14,15 @@ from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.mtp import Mtp
 from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
+from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
-FAMILIES = ["ngram", "eagle3", "mtp", "draft-lm"]
+FAMILIES = ["ngram", "suffix", "eagle3", "mtp", "draft-lm"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 # The largest gap of the two best logits that rounding in another batch shape could turn round.
 NOISE = 1e-4
@@ -30,6 +31,8 @@ NOISE = 1e-4
 def make_drafter(family: str, target: Target, *, draft_vocab_size: int | None = None) -> ServingDrafter:
     if family == "ngram":
         return Ngram(min_n=1, max_n=3)
+    if family == "suffix":
+        return Suffix(SuffixOptions(max_spec_offset=1.0))
     if family == "eagle3":
         counts = torch.arange(target.vocab_size).flip(0)
         drafter = Eagle3.create(Eagle3Options(draft_vocab_size=draft_vocab_size), target, seed=1, token_counts=counts)

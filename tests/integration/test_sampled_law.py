@@ -14,7 +14,8 @@ from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.mtp import Mtp
 from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
+from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
@@ -34,6 +35,8 @@ def target(tiny_target: Callable[..., str]) -> Target:
 def make(family: str, target: Target) -> ServingDrafter:
     if family == "ngram":
         return Ngram(min_n=1, max_n=3)
+    if family == "suffix":
+        return Suffix(SuffixOptions(max_spec_offset=1.0))
     if family == "eagle3":
         return Eagle3.create(Eagle3Options(), target, seed=1).eval()
     if family == "mtp":
@@ -104,7 +107,7 @@ def start(live_server: Callable, target: Target, drafter: ServingDrafter) -> Any
     return live_server(target, drafter, EngineConfig(k=2, max_batch=64, max_length=64, max_round_tokens=1024))
 
 
-@pytest.mark.parametrize("family", ["ngram", "eagle3", "mtp", "draft-lm"])
+@pytest.mark.parametrize("family", ["ngram", "suffix", "eagle3", "mtp", "draft-lm"])
 def test_the_joint_law_of_served_tokens_is_the_targets(
     family: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
 ) -> None:

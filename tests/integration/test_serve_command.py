@@ -50,7 +50,9 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
 
 def test_sigterm_lets_running_requests_finish_and_flushes_the_records(tiny_target: Callable[..., str], tmp_path: Path) -> None:
     buffer = tmp_path / "buffer"
-    with serving("--target", tiny_target("llama"), "--ngram", "--ngram-min", "1", "--name", "tiny", "--learn", str(buffer)) as (
+    with serving(
+        "--target", tiny_target("llama"), "--ngram", "--prompt-lookup-min", "1", "--name", "tiny", "--learn", str(buffer)
+    ) as (
         process,
         url,
     ):

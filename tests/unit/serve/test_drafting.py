@@ -26,7 +26,7 @@ class BrokenLater:
 
 
 def test_tokens_before_a_broken_law_are_still_verified() -> None:
-    request = SimpleNamespace(tokens=[1, 2, 3], draft_cached=0, num_tokens=3, taps=[])
+    request = SimpleNamespace(id="a", tokens=[1, 2, 3], draft_cached=0, num_tokens=3, taps=[])
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
     drafting = Drafting(BrokenLater(), None, EngineStats(), vocab_size=8)
     drafts = drafting.propose(rows, torch.zeros(3, 1, dtype=torch.int64), SamplingRows.of([1.0] * 3), torch.arange(3))
