@@ -27,6 +27,8 @@ class Drawing:
 
     def draw(self, rows: torch.Tensor, depth: int, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Raw draft logits [R, Vd] of `rows` [R]; the tokens drawn are those of the absolute `positions` [R]."""
+        if self.inputs.adjust is not None:
+            logits = self._adjusted(rows, depth, logits)
         if self.logits is None:
             best = logits.max(dim=-1)  # the first of equal logits
             self.sound = self.sound and bool(torch.isfinite(best.values).all())
@@ -42,6 +44,20 @@ class Drawing:
                 self.logits[rows[:, None], depth, self.vocab_map[None, :]] = processed
         self.tokens[rows, depth] = tokens if self.vocab_map is None else self.vocab_map[tokens]
         self.lengths[rows] = depth + 1
+
+    def _adjusted(self, rows: torch.Tensor, depth: int, logits: torch.Tensor) -> torch.Tensor:
+        """What the requests ask of their laws, still over the draft's ids, so that every row draws as it would alone."""
+        assert self.inputs.adjust is not None
+        full = logits
+        if self.vocab_map is not None:
+            full = torch.full((len(rows), self.shape[2]), -torch.inf, dtype=logits.dtype, device=logits.device)
+            full[:, self.vocab_map] = logits
+        adjusted = self.inputs.adjust(full, rows, self.tokens[rows, :depth].tolist())
+        if self.vocab_map is not None:
+            adjusted = adjusted[:, self.vocab_map]
+        # A draft that knows no token that may come has not failed: what it draws instead is rejected.
+        possible = (adjusted > -torch.inf).any(dim=-1, keepdim=True)
+        return torch.where(possible, adjusted, logits)
 
     def proposal(self) -> Proposal:
         return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits if self.sound else self._no_mass())

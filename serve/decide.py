@@ -11,6 +11,7 @@ from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.randomness import Purpose, sample
 from draftsmith.kernels.verify import verify_chain
 from draftsmith.serve.drafting import Drafts
+from draftsmith.serve.sampling import Adjustments, chain_prefixes
 from draftsmith.serve.scheduler import Row
 
 
@@ -22,6 +23,7 @@ class Streams:
         self.all_greedy = all(params.temperature == 0 for params in self.params)
         self.seeds = torch.tensor([row.request.seed for row in rows], dtype=torch.int64, device=device)
         self.positions = torch.tensor([row.request.num_tokens for row in rows], dtype=torch.int64, device=device)
+        self.adjust = Adjustments.of([row.request for row in rows])
 
     @cached_property
     def laws(self) -> SamplingRows:
@@ -47,6 +49,9 @@ def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts
         chains: the drafted tokens of every deciding row.
         drafts: the proposal of the first rows, None when nothing was drafted.
     """
+    if streams.adjust is not None:
+        owners, prefixes = chain_prefixes(chains)
+        logits = streams.adjust.apply(logits, owners, prefixes)
     if streams.all_greedy and (emitted := _decide_greedily(logits, chains)) is not None:
         return emitted
     counts = [len(chain) + 1 for chain in chains]

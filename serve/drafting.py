@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, Proposal, Remembering, ServingDrafter
+from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal, Remembering, ServingDrafter
 from draftsmith.kernels.filters import SamplingRows
 from draftsmith.kernels.paged_attention import PagedPool
 from draftsmith.serve.request import Request
@@ -55,11 +55,19 @@ class Drafting:
             return False
         return self.drafter is not None
 
-    def propose(self, rows: Sequence[Row], tables: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor) -> Drafts | None:
+    def propose(
+        self,
+        rows: Sequence[Row],
+        tables: torch.Tensor,
+        sampling: SamplingRows,
+        seeds: torch.Tensor,
+        *,
+        adjust: Adjust | None = None,
+    ) -> Drafts | None:
         """Drafts for `rows`, or None when the drafter failed as a whole; it never raises."""
         assert self.drafter is not None
         try:
-            inputs = self._inputs(rows, tables, sampling, seeds)
+            inputs = self._inputs(rows, tables, sampling, seeds, adjust)
             drafts = self._checked(self.drafter.propose(inputs), rows)
         except Exception as error:
             # Any failure of a drafter is a matter of speed, never of the request (law 6).
@@ -87,7 +95,9 @@ class Drafting:
         except Exception as error:
             self._failed("raised", error)
 
-    def _inputs(self, rows: Sequence[Row], tables: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor) -> DraftInputs:
+    def _inputs(
+        self, rows: Sequence[Row], tables: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor, adjust: Adjust | None
+    ) -> DraftInputs:
         tokens: list[int] = []
         for row in rows:
             tokens += row.request.tokens[row.request.draft_cached :]
@@ -105,6 +115,7 @@ class Drafting:
             block_tables=tables,
             histories=[row.request.tokens for row in rows],
             request_ids=[row.request.id for row in rows],
+            adjust=adjust,
         )
 
     def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Drafts:

@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.detokenizer import TextStream
+from draftsmith.serve.grammar_matcher import GrammarCompiler
 from draftsmith.serve.request import OnUpdate, Request, SamplingParams
+from draftsmith.serve.sampling import law_state
 
 SEED_BITS = 62
 
@@ -56,7 +58,12 @@ class Intake:
             request_class=request_class,
             learn=learn,
             text_stream=stream,
+            law_state=law_state(params, prompt, self.target, lambda: self._grammars),
         )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self._decoder, self.target.vocab_size, self.target.eos_token_ids)
 
     @cached_property
     def _decoder(self) -> PreTrainedTokenizerBase:

@@ -16,9 +16,9 @@ class Outcome(NamedTuple):
 
 def outcome(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> Outcome:
     """Does not change the request but for its text stream."""
-    if emitted[-1] < 0:
-        return Outcome([], "", FinishReason.ERROR)
     committed, reason, silent = _trim(request, emitted, eos_token_ids)
+    if committed[-1] < 0:
+        return Outcome([], "", FinishReason.ERROR)
     stream = request.text_stream
     if stream is None:
         return Outcome(committed, "", reason)
@@ -42,6 +42,15 @@ def _trim(request: Request, emitted: list[int], eos_token_ids: Collection[int]) 
             return _Trimmed(emitted[:count], FinishReason.STOP, 1)
         if token in params.stop_token_ids:
             return _Trimmed(emitted[:count], FinishReason.STOP, 0)
+    if not eos and (ended := _grammar_end(request, emitted[: request.remaining])) is not None:
+        return _Trimmed(emitted[:ended], FinishReason.STOP, 0)
     if len(emitted) >= request.remaining:
         return _Trimmed(emitted[: request.remaining], FinishReason.LENGTH, 0)
     return _Trimmed(emitted, None, 0)
+
+
+def _grammar_end(request: Request, emitted: list[int]) -> int | None:
+    """How many tokens complete a text that a grammar lets nothing follow; asked where no token says so."""
+    if request.law_state is None or request.law_state.matcher is None:
+        return None
+    return request.law_state.matcher.tokens_until_end(emitted)

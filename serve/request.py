@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from draftsmith.serve.detokenizer import TextStream
+    from draftsmith.serve.sampling_state import LawState
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-6  # as kernels/filters.py, which this torch-free module cannot import
@@ -139,6 +140,7 @@ class Request:
     request_class: str = ""
     learn: bool = True  # may its rounds be recorded
     text_stream: TextStream | None = None
+    law_state: LawState | None = None  # None: its law is the target's under temperature and filters
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -149,6 +151,9 @@ class Request:
     computed: int = 0
     draft_cached: int = 0
     taps: list[torch.Tensor] = field(default_factory=list)  # of positions draft_cached .. computed-1, in order
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as the prefix cache knows them
+    num_stored: int = 0  # leading blocks that were offered to the prefix cache
+    num_ready: int = 0  # of these, leading ones that the draft had read as well
 
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_records: int = 0
@@ -187,7 +192,7 @@ class Request:
 
     def forget_caches(self) -> None:
         """Its blocks were taken: both models start again from the first token."""
-        self.computed = self.draft_cached = 0
+        self.computed = self.draft_cached = self.num_stored = self.num_ready = 0
         self.taps.clear()
 
 
