@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+
 NULL_BLOCK = 0  # padding of block tables; never handed out, so a padded read meets finite zeros
 _PROBES = 64
 _GOLDEN = 0.6180339887498949
@@ -11,7 +14,8 @@ class BlockManager:
     """Reference-counted blocks `1 .. num_blocks - 1`.
 
     A request grows into neighbouring blocks while it can, and requests start far apart: attention reads a contiguous run
-    as a slice instead of gathering it.
+    as a slice instead of gathering it. A block whose contents are worth keeping (`keep`) stays findable without an owner until
+    its room is needed; `on_evict` then hears of it.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -22,11 +26,15 @@ class BlockManager:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._free = set(range(1, num_blocks))
         self._references: dict[int, int] = {}
+        self._kept: set[int] = set()
+        self._idle: OrderedDict[int, None] = OrderedDict()  # kept blocks without owners, least recently used first
         self._start = 0.0
+        self.on_evict: Callable[[int], None] | None = None
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks without owners, kept ones included."""
+        return len(self._free) + len(self._idle)
 
     @property
     def num_usable(self) -> int:
@@ -45,6 +53,8 @@ class BlockManager:
         missing = self.blocks_for(num_tokens) - len(blocks)
         if missing > self.num_free:
             return False
+        if missing > len(self._free):
+            self._evict(missing - len(self._free))
         for _ in range(missing):
             block = self._next(blocks[-1] if blocks else None)
             self._free.remove(block)
@@ -53,22 +63,51 @@ class BlockManager:
         return True
 
     def share(self, blocks: list[int]) -> list[int]:
-        """The same blocks for one more owner."""
+        """The same blocks, owned or kept, for one more owner."""
         for block in blocks:
+            if block in self._idle:
+                del self._idle[block]
+                self._references[block] = 0
             self._references[block] += 1
         return list(blocks)
 
     def release(self, blocks: list[int]) -> None:
         """Gives up one owner's hold and empties its list; a block without owners is free again."""
-        for block in blocks:
+        # From the end, so that of one text the beginning, which others are likelier to share, is evicted last.
+        for block in reversed(blocks):
             self._references[block] -= 1
-            if self._references[block] == 0:
-                del self._references[block]
+            if self._references[block] > 0:
+                continue
+            del self._references[block]
+            if block in self._kept:
+                self._idle[block] = None
+            else:
                 self._free.add(block)
         blocks.clear()
 
+    def keep(self, block: int) -> None:
+        """What an owned block holds outlives its owners."""
+        if block not in self._references:
+            raise ValueError(f"block {block} has no owner; only what an owner wrote can be kept")
+        self._kept.add(block)
+
+    def unkeep(self, block: int) -> None:
+        self._kept.remove(block)
+        if block in self._idle:
+            del self._idle[block]
+            self._free.add(block)
+
     def references(self, block: int) -> int:
         return self._references.get(block, 0)
+
+    def _evict(self, num_blocks: int) -> None:
+        # More than is needed at once, so that the next blocks of a growing request can be neighbours.
+        for _ in range(min(max(num_blocks, self.num_usable // 16), len(self._idle))):
+            block, _ = self._idle.popitem(last=False)
+            self._kept.remove(block)
+            self._free.add(block)
+            if self.on_evict is not None:
+                self.on_evict(block)
 
     def _next(self, last: int | None) -> int:
         if last is not None and last + 1 in self._free:

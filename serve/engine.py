@@ -18,6 +18,7 @@ from draftsmith.serve.intake import Intake
 from draftsmith.serve.logprobs import token_logprobs
 from draftsmith.serve.memory import plan_blocks
 from draftsmith.serve.outcome import outcome
+from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.record import Sink
 from draftsmith.serve.recorder import Recorder, RoundLaws
 from draftsmith.serve.request import Completion, FinishReason, OnUpdate, Request, SamplingParams, TokenLogprob, Update
@@ -43,8 +44,13 @@ class Engine:
         self.target, self.drafter, self.config, self.max_length = target, drafter, config, plan.max_length
         self.stats = EngineStats(draft_version=draft_version)
         blocks = BlockManager(plan.num_blocks, config.block_size)
+        self.prefix = prefix_cache(target, drafter, blocks) if config.prefix_cache else None
         self.scheduler = Scheduler(
-            blocks, max_batch=config.max_batch, max_round_tokens=config.max_round_tokens, max_queue=config.max_queue
+            blocks,
+            max_batch=config.max_batch,
+            max_round_tokens=config.max_round_tokens,
+            max_queue=config.max_queue,
+            prefix=self.prefix,
         )
         self.runner = TargetRunner(target, target.new_pool(plan.num_blocks, config.block_size))
         pool = None
@@ -136,7 +142,8 @@ class Engine:
             return None
         with self.stats.phase("draft"):
             count = len(rows)
-            return self.drafting.propose(rows, tables[:count], streams.first_laws(count), streams.seeds[:count])
+            laws, seeds = streams.first_laws(count), streams.seeds[:count]
+            return self.drafting.propose(rows, tables[:count], laws, seeds, adjust=streams.adjust)
 
     def _commit(
         self,
@@ -154,11 +161,13 @@ class Engine:
             accepted = len(emitted[index]) - 1 if row.samples else 0
             self._advance(row, index, len(chain), accepted, drafts, output)
             if not row.samples:
+                self._remember(row.request)
                 continue
             logits = output.logits[begin : begin + len(chain) + 1]
             begin += len(chain) + 1
             committed, text, reason = outcome(row.request, emitted[index], self.target.eos_token_ids)
             self._extend(row.request, committed, text, now_s)
+            self._remember(row.request)
             self._count(row.request, len(chain), accepted, len(committed))
             if laws is not None and chain and committed and self.recorder.wants(row.request):
                 self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, self.stats.draft_version)
@@ -184,6 +193,10 @@ class Engine:
         request.tokens += committed
         request.text += text
         self.stats.num_generation_tokens += len(committed)
+
+    def _remember(self, request: Request) -> None:
+        if self.prefix is not None:
+            self.prefix.store(request)
 
     def _count(self, request: Request, offered: int, accepted: int, committed: int) -> None:
         request.speculation.add(offered, accepted, committed)
@@ -226,6 +239,17 @@ class Engine:
             if row.request.admitted_s is None:
                 row.request.admitted_s = now_s
                 self.stats.num_prompt_tokens += row.request.num_prompt
+                if self.prefix is not None:
+                    self.stats.prefix_cache_queries += row.request.num_tokens
+                    self.stats.prefix_cache_hits += row.begin
+
+
+def prefix_cache(target: Target, drafter: ServingDrafter | None, blocks: BlockManager) -> PrefixCache:
+    if drafter is None:
+        return PrefixCache(blocks, root=target.revision)
+    # A drafter that cannot hold the newest position before it knows the next token keeps there what depends on that token.
+    ahead = max(0, 2 - drafter.cached_after(1, 0, 0))
+    return PrefixCache(blocks, root=target.revision, ahead=ahead, needs_taps=bool(drafter.taps))
 
 
 def completion(request: Request) -> Completion:

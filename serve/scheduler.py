@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.errors import UserError
 from draftsmith.serve.blocks import BlockManager
+from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.request import Request
 
 
@@ -53,8 +54,16 @@ class Scheduler:
     recomputed later.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_batch: int, max_round_tokens: int, max_queue: int):
-        self.blocks = blocks
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_batch: int,
+        max_round_tokens: int,
+        max_queue: int,
+        prefix: PrefixCache | None = None,
+    ):
+        self.blocks, self.prefix = blocks, prefix
         self.max_batch, self.max_round_tokens, self.max_queue = max_batch, max_round_tokens, max_queue
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
@@ -141,13 +150,22 @@ class Scheduler:
     def _admit(self, schedule: Schedule, budget: int) -> None:
         while self.waiting and budget > 0 and self._slots and not schedule.preempted:
             request = self.waiting[0]
-            needed = self.blocks.blocks_for(request.num_tokens + 1)
-            # One spare block for each running request keeps a newcomer from being preempted at once.
-            if self.running and needed + len(self.running) > self.blocks.num_free:
-                return
-            if not self.blocks.grow(request.blocks, request.num_tokens + 1):
+            if not self._find_room(request):
                 return
             self.waiting.popleft()
             request.slot = self._slots.pop()
             self.running.append(request)
             budget -= self._piece(schedule, request, budget)
+
+    def _find_room(self, request: Request) -> bool:
+        """Blocks for the whole known text, cached ones first; False leaves the request without any."""
+        if self.prefix is not None:
+            self.prefix.attach(request)
+        needed = self.blocks.blocks_for(request.num_tokens + 1) - len(request.blocks)
+        # One spare block for each running request keeps a newcomer from being preempted at once.
+        crowded = bool(self.running) and needed + len(self.running) > self.blocks.num_free
+        if crowded or not self.blocks.grow(request.blocks, request.num_tokens + 1):
+            self.blocks.release(request.blocks)
+            request.forget_caches()
+            return False
+        return True

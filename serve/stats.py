@@ -10,6 +10,7 @@ from time import perf_counter
 
 from draftsmith.kernels.acceptance import AcceptanceCounts
 
+MAX_VERSIONS = 16  # counted apart; a server that learns for months sees thousands
 PHASES = ("draft", "verify", "sample", "host")
 
 
@@ -24,12 +25,15 @@ class EngineStats:
     accepted: Counter[int] = field(default_factory=Counter)  # by position, after trimming
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # tokens of requests when they are admitted
+    prefix_cache_hits: int = 0  # of these, tokens found in cached blocks
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     fallbacks: Counter[str] = field(default_factory=Counter)  # rounds that fell back to k = 0, by cause
     num_swaps: int = 0
     swap_pauses_s: list[float] = field(default_factory=list)  # one a swap, oldest first
     num_swaps_refused: int = 0
     draft_version: str = ""
+    by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)  # `acceptance` of the latest versions, oldest first
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextmanager
@@ -51,3 +55,11 @@ class EngineStats:
         for position in range(kept):
             self.accepted[position] += 1
         self.acceptance.add([offered], [accepted], [committed])
+        self._of_version().add([offered], [accepted], [committed])
+
+    def _of_version(self) -> AcceptanceCounts:
+        if self.draft_version not in self.by_version:
+            kept = list(self.by_version.items())[-(MAX_VERSIONS - 1) :]
+            # Replaced, not changed: a scrape may be walking through it.
+            self.by_version = {**dict(kept), self.draft_version: AcceptanceCounts()}
+        return self.by_version[self.draft_version]
