@@ -1,7 +1,11 @@
-"""Counter-based random streams: every draw is a pure function of (request seed, absolute position, purpose, token id).
+"""Counter-based random streams: every draw is a pure function of (request seed, absolute position, purpose, number).
 
 The hash is SplitMix64's finaliser over int64, so CPU, CUDA and Triton give the same bits, and a request draws the same
 numbers in any batch row, after preemption and with any chunking.
+
+The number tells the draws of one stream apart: a race over the vocabulary takes token id + 1. No race is run on the ACCEPT
+stream, whose numbers count tests instead: the siblings of a tree (0 for the first, which is a chain's only one), the drafted
+tokens of a block. Key plus number times `GOLDEN`, finalised, is the published SplitMix64 sequence started at the key.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class Purpose(IntEnum):
     ACCEPT = 1
     RESIDUAL = 2
     BONUS = 3
+    ROUND = 4  # seeds of single rounds, see `round_seeds`
 
 
 NUM_PURPOSES = 8  # room for more purposes without changing the streams of these
@@ -56,9 +61,21 @@ def _few_keys(seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tens
     return torch.tensor([signed(key) for key in keys], dtype=torch.int64).view(rows[0].shape)
 
 
-def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-    """One draw for each seed and position (int64, broadcast together) -> float64, strictly inside (0, 1)."""
-    return _unit_interval(_mix_(stream_keys(seeds, positions, purpose)), torch.float64)
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, numbers: torch.Tensor | int = 0) -> torch.Tensor:
+    """One draw for each seed, position and number (int64, broadcast together) -> float64, strictly inside (0, 1)."""
+    offsets = torch.as_tensor(numbers, device=seeds.device) * GOLDEN
+    return _unit_interval(_mix_(stream_keys(seeds, positions, purpose) + offsets), torch.float64)
+
+
+def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Seeds [B] int64 to draft one round with, whose first drafted token is at `positions` [B].
+
+    A round that is verified as a block looks at its last draft before it decides on its first one. What it rejects has then
+    been looked at, and the next round, which drafts the same positions again, must not see the same noise: with the request's
+    own seed its drafts would be biased by what is already decided. Rounds start at different positions, so that these
+    seeds differ from round to round. A chain or a tree is decided from the front and needs no such care.
+    """
+    return stream_keys(seeds, positions, Purpose.ROUND)
 
 
 def sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
@@ -71,11 +88,30 @@ def sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, p
 
 def race(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The exponential race: token v arrives at time E_v / exp(logit_v), E_v ~ Exp(1); the first one wins. Computed in logs."""
+    best, ids = _scores(logits, keys).max(dim=-1)
+    return torch.where(best == -math.inf, -1, ids)
+
+
+def sample_without_replacement(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, count: int
+) -> torch.Tensor:
+    """Draws `count` different tokens a row from processed logits [N, V], one after the other -> ids [N, count] int64.
+
+    They are the first arrivals of the race that `sample` runs, so the first one is `sample`'s: given who arrived before, the
+    next arrival follows the law renormalised over the others. -1 once the tokens with mass are used up.
+    """
+    scores = _scores(logits, stream_keys(seeds, positions, purpose))
+    drawn = torch.topk(scores, min(count, logits.shape[-1]), dim=-1)
+    ids = torch.where(drawn.values == -math.inf, -1, drawn.indices)
+    return torch.nn.functional.pad(ids, (0, count - ids.shape[1]), value=-1)
+
+
+def _scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Minus the log of every token's time of arrival [N, V]; -inf for a token that never comes."""
     scores = _sparse_scores(logits, keys) if logits.device.type == "cpu" else None
     if scores is None:
         scores = logits - token_noise(keys[:, None], _token_offsets(logits.shape[-1], logits.device), logits.dtype)
-    best, ids = scores.max(dim=-1)
-    return torch.where(best == -math.inf, -1, ids)
+    return scores
 
 
 def _sparse_scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:

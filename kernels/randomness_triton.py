@@ -40,9 +40,10 @@ def stream_key(seed, position, purpose):
 
 
 @triton.jit
-def uniform(key):
+def uniform(key, number):
     """float64 strictly inside (0, 1); equal to `randomness.uniform` bit for bit."""
-    return (_logical_shift(mix(key), 12).to(tl.float64) + 0.5) * _UNIT
+    bits = mix(key + number * _GOLDEN)
+    return (_logical_shift(bits, 12).to(tl.float64) + 0.5) * _UNIT
 
 
 @triton.jit

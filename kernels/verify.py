@@ -46,7 +46,8 @@ def verify_chain(
         positions: [B] int64, absolute position of each row's first drafted token.
         impl: "auto", "triton" or "torch".
 
-    NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A residual without mass (p = q up to rounding) falls
+    NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A token that its law could not have drawn (negative,
+    or q(x) = 0) counts as no draft: what replaces it is drawn from p. A residual without mass (p = q up to rounding) falls
     back to p. When the deciding row of p is all -inf there is no law to draw from and the emitted token is -1.
     """
     if impl == "auto" and p_logits.dtype == torch.float64:
@@ -84,11 +85,11 @@ def verify_chain_torch(
     rejected = accepted < lengths
 
     final_rows = first_rows + accepted
-    final_logits = clean(_wide(p_logits[final_rows]))
+    final_logits = clean(wide(p_logits[final_rows]))
     if bool(rejected.any()):
         at = places[rejected], accepted[rejected]
         rest_p = log_p[final_rows[rejected]]
-        rest_q = one_hot_logits(draft_tokens[at], rest_p) if log_q is None else log_q[at]
+        rest_q = one_hot_logits(draft_tokens[at], rest_p) if log_q is None else drawn_law(log_q[at], draft_tokens[at])
         residual = residual_law(rest_p, rest_q)
         has_mass = (residual > -math.inf).any(dim=-1, keepdim=True)
         final_logits[rejected] = torch.where(has_mass, residual, final_logits[rejected])
@@ -115,6 +116,12 @@ def residual_logits(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Ten
     return torch.where((residual > -math.inf).any(dim=-1, keepdim=True), residual, p_logits)
 
 
+def drawn_law(log_q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """log_q [N, V] where it can have drawn `tokens` [N]; elsewhere no law, whose residual is p."""
+    drawn = (tokens >= 0) & (log_q.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] > -math.inf)
+    return torch.where(drawn[:, None], log_q, -math.inf)
+
+
 def one_hot_logits(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The law of deterministic drafting: 0 at `tokens` [N], -inf elsewhere; a negative token gives a law without mass."""
     at_token = torch.where(tokens >= 0, 0.0, -math.inf).to(like.dtype)
@@ -123,11 +130,11 @@ def one_hot_logits(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def log_law(logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [..., V] of logits; NaN counts as -inf, and a row without mass is -inf everywhere."""
-    law = torch.log_softmax(_wide(logits), dim=-1)
+    law = torch.log_softmax(wide(logits), dim=-1)
     # One NaN, one +inf or no mass at all makes the whole row NaN, so one column tells.
     if not bool(law[..., :1].isnan().any()):
         return law
-    law = torch.log_softmax(clean(_wide(logits)), dim=-1)
+    law = torch.log_softmax(clean(wide(logits)), dim=-1)
     return torch.where(law.isnan(), -math.inf, law)
 
 
@@ -139,5 +146,6 @@ def assemble(draft_tokens: torch.Tensor, accepted: torch.Tensor, emitted: torch.
     return torch.where(columns == accepted[:, None], emitted[:, None], tokens)
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def wide(logits: torch.Tensor) -> torch.Tensor:
+    """float32 at least."""
     return logits if logits.dtype == torch.float64 else logits.float()

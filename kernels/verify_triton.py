@@ -107,7 +107,7 @@ def _decide(
                 q_row = b * num_draft + depth
                 q = _clean(tl.load(q_logits + q_row * q_stride + token))
                 log_q = _logprob(q, _normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS))
-            log_u = tl.log(uniform(stream_key(seed, position + depth, ACCEPT)))
+            log_u = tl.log(uniform(stream_key(seed, position + depth, ACCEPT), 0))
             keep = (log_u + log_q.to(tl.float64) < log_p.to(tl.float64)) & (log_q > _MINUS_INF)
             kept += keep.to(tl.int64)
             alive = keep
@@ -165,12 +165,15 @@ def _race(
     law = p
     if rejected:
         log_p = _logprob(p, _normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS))
+        token = tl.load(draft_tokens + b * num_draft + kept)
         if HAS_Q:
             q_row = b * num_draft + kept
+            # A token that q could not have drawn is no draft: as if q had no mass, p answers.
+            drawn = _clean(tl.load(q_logits + q_row * q_stride + token, mask=token >= 0, other=_MINUS_INF)) > _MINUS_INF
             q = _clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=_MINUS_INF))
             log_q = _logprob(q, _normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS))
+            log_q = tl.where(drawn, log_q, _MINUS_INF)
         else:
-            token = tl.load(draft_tokens + b * num_draft + kept)
             log_q = tl.where(columns == token, 0.0, _MINUS_INF)
         law = _log_residual(log_p, log_q)
     slot = (b * num_blocks + block) * 2

@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from draftsmith.kernels.randomness import FEW, GOLDEN, Purpose, sample, stream_keys, token_noise, uniform
+from draftsmith.kernels.randomness import (
+    FEW,
+    GOLDEN,
+    Purpose,
+    round_seeds,
+    sample,
+    sample_without_replacement,
+    stream_keys,
+    token_noise,
+    uniform,
+)
 from draftsmith.kernels.statistics import g_test, uniformity
 
 COUNT = 20_000
@@ -122,3 +132,53 @@ def test_noise_is_made_only_where_there_is_mass_and_is_the_same() -> None:
     filtered[torch.arange(40), full] = logits[torch.arange(40), full]
     filtered[:, 5:9] = logits[:, 5:9]
     assert torch.equal(sample(filtered, seeds, positions, Purpose.DRAFT), full), "fewer rivals leave the winner the winner"
+
+
+def test_numbers_continue_the_published_sequence_and_are_independent() -> None:
+    seeds, positions = grid(1, 3)
+    first = stream_keys(seeds[:1], positions[:1], Purpose.ACCEPT).item()
+    for number in range(4):
+        expected = ((splitmix(first + number * 0x9E3779B97F4A7C15) >> 12) + 0.5) / 2**52
+        assert uniform(seeds[:1], positions[:1], Purpose.ACCEPT, number).item() == expected
+    draws = uniform(seeds[:, None], positions[:, None], Purpose.ACCEPT, torch.arange(4))
+    assert torch.equal(draws[:, 0], uniform(seeds, positions, Purpose.ACCEPT))
+    for number in range(1, 4):
+        assert uniformity(draws[:, number]).p_value > FALSE_ALARM
+        cells = (draws[:, 0] * 8).long() * 8 + (draws[:, number] * 8).long()
+        assert g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value > FALSE_ALARM
+
+
+def test_without_replacement_is_drawing_one_after_the_other() -> None:
+    logits = torch.tensor([[0.0, 1.0, -math.inf, 0.5, -1.0]]).expand(COUNT, 5)
+    seeds, positions = grid(1, 0)
+    ids = sample_without_replacement(logits, seeds, positions, Purpose.DRAFT, 3)
+    assert torch.equal(ids[:, 0], sample(logits, seeds, positions, Purpose.DRAFT))
+    law, with_replacement = torch.zeros(5, 5, 5), torch.zeros(5, 5, 5)
+    probs = logits[0].softmax(-1)
+    for a, b, c in torch.cartesian_prod(*[torch.arange(5)] * 3).tolist():
+        if len({a, b, c}) == 3:
+            law[a, b, c] = (
+                probs[a] * probs[b] / (1 - probs[a]) * probs[c] / (1 - probs[a] - probs[b]) if 2 not in (a, b, c) else 0
+            )
+            with_replacement[a, b, c] = probs[a] * probs[b] * probs[c]
+    counts = torch.bincount(ids[:, 0] * 25 + ids[:, 1] * 5 + ids[:, 2], minlength=125)
+    assert g_test(counts, law.flatten()).p_value > FALSE_ALARM
+    assert g_test(counts, with_replacement.flatten()).p_value < FALSE_ALARM
+
+
+def test_without_replacement_ends_with_the_mass() -> None:
+    logits = torch.full((3, 6), -math.inf)
+    logits[0, [1, 4]], logits[1] = 0.0, torch.arange(6.0)
+    ids = sample_without_replacement(logits, torch.arange(3), torch.arange(3), Purpose.DRAFT, 8)
+    assert sorted(ids[0, :2].tolist()) == [1, 4] and ids[0, 2:].tolist() == [-1] * 6
+    assert sorted(ids[1, :6].tolist()) == list(range(6)) and ids[1, 6:].tolist() == [-1, -1] and ids[2].tolist() == [-1] * 8
+
+
+def test_the_seed_of_a_round_shares_nothing_with_the_requests_streams() -> None:
+    seeds, positions = grid(1, 1)
+    rounds = round_seeds(seeds, positions)
+    assert len(rounds.unique()) == COUNT
+    for purpose in (Purpose.DRAFT, Purpose.ACCEPT):
+        own, fresh = uniform(seeds, positions, purpose), uniform(rounds, positions, purpose)
+        cells = (own * 8).long() * 8 + (fresh * 8).long()
+        assert g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value > FALSE_ALARM
