@@ -7,12 +7,17 @@ position, but for the nodes of a tree: several have one position, each has a pla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.paged_attention_torch import GatheredContext
+
+if TYPE_CHECKING:
+    from draftsmith.kernels.paged_attention_triton import TritonContext
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class PagedPass:
         positions: [T] int64, absolute, ascending within a row without a tree; a row's context is everything up to its last place.
         lengths: [B] int64, tokens of each row in this pass, each >= 1; sums to T.
         tree: None when no row is a tree.
+        impl: "auto", "triton" or "torch". With Triton nothing is read back from the device, so a CUDA graph can hold the pass.
     """
 
     def __init__(
@@ -95,12 +101,13 @@ class PagedPass:
         lengths: torch.Tensor,
         *,
         tree: TreeLayout | None = None,
+        impl: str = "auto",
     ):
         self.pool = pool
         places = positions if tree is None else tree.places
         rows = 0 if len(lengths) == 1 else torch.repeat_interleave(lengths, output_size=len(positions))
         self.slots = pool.slots_of(block_tables, rows, places)
-        self.context = GatheredContext(pool.block_size, block_tables, positions, lengths, tree)
+        self.context = _context(impl, pool.keys[0])(pool.block_size, block_tables, positions, lengths, tree)
 
     def attend(
         self,
@@ -120,3 +127,14 @@ class PagedPass:
         values.index_copy_(0, self.slots, value[0].transpose(0, 1).to(values.dtype))
         out = self.context.attend(query, keys, values, scaling=scaling, window=sliding_window, softcap=softcap, sinks=sinks)
         return out.unsqueeze(0)
+
+
+def _context(impl: str, keys: torch.Tensor) -> Callable[..., GatheredContext | TritonContext]:
+    """How the passes of a pool attend; the Triton kernel computes in float32."""
+    if impl == "auto" and keys.dtype == torch.float64:
+        impl = "torch"
+    if choose(impl, keys.device) == "torch":
+        return GatheredContext
+    from draftsmith.kernels.paged_attention_triton import TritonContext
+
+    return TritonContext.of

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.paged_attention_torch import GatheredContext
 
 BLOCK, KEY_DIM, VALUE_DIM = 4, 8, 6
+CPU = torch.device("cpu")
 # Each row: committed places before the pass, then parents of the pass's tokens among them (-1: the newest committed token).
 # The newest committed token itself goes first; None is a row without a tree of so many tokens.
 CHAIN = [-1, 0, 1, 2]
@@ -68,58 +73,157 @@ ROWS = [
     [Row(280, 1, BUSHY), Row(299, 2, STAR)],
     [Row(5, 1, list(range(-1, 61)))],  # the longest row of bits
 ]
+PLAIN = [
+    [Row(0, 7, [])],
+    [Row(9, 3, []), Row(2, 1, []), Row(30, 1, []), Row(0, 6, []), Row(12, 2, [])],
+    [Row(299, 2, []), Row(3, 2, []), Row(0, 40, [])],  # more tokens than a tile holds
+]
 OPTIONS = [
     {}, {"sliding_window": 3}, {"sliding_window": 7, "softcap": 1.0}, {"softcap": 2.0}, {"sinks": True},
 ]  # fmt: skip
 
 
-def run_rows(rows: list[Row], options: dict, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(found, expected), both [T, heads, VALUE_DIM]; all slots that nobody wrote are NaN."""
+class Case(NamedTuple):
+    """Shapes of a run; `num_splits` None leaves it to the kernel."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    block: int = BLOCK
+    key_dim: int = KEY_DIM
+    value_dim: int = VALUE_DIM
+    dtype: torch.dtype = torch.float32
+    impl: str = "torch"
+    num_splits: int | None = None
+
+
+def run_rows(rows: list[Row], options: dict, case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(found, expected), both [T, heads, value_dim]; all slots that nobody wrote are NaN."""
     generator = torch.Generator().manual_seed(0)
     options = {"scaling": 0.3, **options}
     if options.get("sinks"):
-        options["sinks"] = torch.randn(heads, generator=generator)
-    width = -(-max(row.places[-1] + 1 for row in rows) // BLOCK)
+        options["sinks"] = torch.randn(case.heads, generator=generator)
+    width = -(-max(row.places[-1] + 1 for row in rows) // case.block)
     tables = torch.arange(1, len(rows) * width + 1).view(len(rows), width)
     tables[::2] = tables[::2].flip(1)
+    tables = tables.to(device)
+    dims = (case.key_dim, case.value_dim)
     pool = PagedPool.empty(
-        num_layers=2, num_blocks=tables.numel() + 1, block_size=BLOCK, num_kv_heads=kv_heads, key_dim=KEY_DIM, value_dim=VALUE_DIM
+        num_layers=2,
+        num_blocks=tables.numel() + 1,
+        block_size=case.block,
+        num_kv_heads=case.kv_heads,
+        key_dim=case.key_dim,
+        value_dim=case.value_dim,
+        device=device,
+        dtype=case.dtype,
     )
     for tensor in (*pool.keys, *pool.values):
-        tensor[BLOCK:] = torch.nan
+        tensor[case.block :] = torch.nan
     whole = []
     for index, row in enumerate(rows):
-        keys, values = (torch.randn(row.places[-1] + 1, kv_heads, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM))
-        slots = pool.slots_of(tables, index, torch.arange(row.begin))
+        size = row.places[-1] + 1
+        keys, values = (torch.randn(size, case.kv_heads, dim, generator=generator).to(device, case.dtype) for dim in dims)
+        slots = pool.slots_of(tables, index, torch.arange(row.begin, device=device))
         pool.keys[1][slots], pool.values[1][slots] = keys[: row.begin], values[: row.begin]
         whole.append((keys, values))
-    lengths = torch.tensor([len(row.places) for row in rows])
-    query = torch.randn(1, heads, int(lengths.sum()), KEY_DIM, generator=generator)
+    counts = [len(row.places) for row in rows]
+    query = torch.randn(1, sum(counts), case.heads, case.key_dim, generator=generator).to(device, case.dtype).transpose(1, 2)
     new = [torch.cat([pair[i][row.begin :] for row, pair in zip(rows, whole)]).transpose(0, 1)[None] for i in (0, 1)]
     layout = TreeLayout(
-        places=torch.tensor([place for row in rows for place in row.places]),
-        ancestors=torch.tensor([bits for row in rows for bits in row.ancestors]),
-        first=torch.repeat_interleave(torch.tensor([row.first for row in rows]), lengths),
+        places=torch.tensor([place for row in rows for place in row.places], device=device),
+        ancestors=torch.tensor([bits for row in rows for bits in row.ancestors], device=device),
+        first=torch.tensor([row.first for row in rows for _ in row.places], device=device),
     )
-    positions = torch.tensor([position for row in rows for position in row.positions])
-    found = PagedPass(pool, tables, positions, lengths, tree=layout).attend(1, query, *new, **options)
-    parts = query[0].split(lengths.tolist(), dim=1)
-    return found[0], torch.cat([expected_rows(row, q, *pair, options) for row, q, pair in zip(rows, parts, whole)])
+    has_tree = any(row.parents for row in rows)
+    positions = torch.tensor([position for row in rows for position in row.positions], device=device)
+    lengths = torch.tensor(counts, device=device)
+    one_pass = PagedPass(pool, tables, positions, lengths, tree=layout if has_tree else None, impl=case.impl)
+    if case.num_splits is not None:
+        one_pass.context = replace(one_pass.context, num_splits=case.num_splits)
+    given = {name: value.to(device, case.dtype) if name == "sinks" else value for name, value in options.items()}
+    found = one_pass.attend(1, query, *new, **given)
+    if "sinks" in given:
+        options["sinks"] = given["sinks"].cpu()
+    parts = query[0].cpu().split(counts, dim=1)
+    wanted = [expected_rows(row, q, k.cpu(), v.cpu(), options) for row, q, (k, v) in zip(rows, parts, whole)]
+    return found[0].cpu(), torch.cat(wanted)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_node_attends_along_its_own_path(rows: list[Row], options: dict, heads: int, kv_heads: int) -> None:
-    found, expected = run_rows(rows, options, heads, kv_heads)
+    found, expected = run_rows(rows, options, Case(heads, kv_heads), CPU)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case, options", [
+    (Case(6, 2, impl="triton"), {"sliding_window": 3, "softcap": 1.0}),
+    (Case(4, 4, impl="triton", num_splits=1), {"sinks": True}),
+    (Case(6, 2, impl="triton", num_splits=3), {"sliding_window": 7, "sinks": True}),
+    (Case(4, 4, impl="triton", num_splits=4), {"softcap": 2.0}),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [*ROWS, *PLAIN])
+def test_the_kernel_equals_the_reference(rows: list[Row], case: Case, options: dict, device: torch.device) -> None:
+    found, expected = run_rows(rows, options, case, device)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (20, 1)])
+def test_the_kernel_takes_any_heads_and_half_floats(heads: int, kv_heads: int, device: torch.device) -> None:
+    """20 heads to a key need a tile of more than 16 queries for one token."""
+    case = Case(heads, kv_heads, key_dim=20, value_dim=24, dtype=torch.float16, impl="triton", num_splits=2)
+    found, expected = run_rows([Row(9, 1, BUSHY), Row(0, 6, []), Row(4, 2, STAR)], {}, case, device)
+    # Weights and results are rounded to 11 bits.
+    torch.testing.assert_close(found.double(), expected, atol=3e-3, rtol=3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("num_splits", [None, 1, 16])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 1000}, {"softcap": 30.0}, {"sinks": True}])
+@pytest.mark.parametrize("key_dim, value_dim", [(128, 128), (80, 80), (192, 128), (576, 512)])
+def test_real_shapes_on_a_device(key_dim: int, value_dim: int, options: dict, num_splits: int | None) -> None:
+    rows = [Row(4000, 1, BUSHY), Row(0, 300, []), Row(9000, 1, CHAIN), Row(31, 5, STAR), Row(2048, 1, [])]
+    case = Case(32, 8, 16, key_dim, value_dim, torch.bfloat16, "triton", num_splits)
+    found, expected = run_rows(rows, {"scaling": key_dim**-0.5, **options}, case, torch.device("cuda"))
+    # Weights and results are rounded to 8 bits.
+    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_pass_is_captured_by_a_graph() -> None:
+    """A synchronisation or a size read from the device would end the capture."""
+    device = torch.device("cuda")
+    pool = PagedPool.empty(num_layers=1, num_blocks=65, block_size=16, num_kv_heads=8, key_dim=128, device=device)
+    tables = torch.arange(1, 65, device=device).view(4, 16)
+    positions, lengths = torch.tensor([40, 41, 90, 5, 6, 7], device=device), torch.tensor([2, 1, 1, 2], device=device)
+    query, key, value = (torch.randn(1, heads, 6, 128, device=device) for heads in (32, 8, 8))
+    eager = PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, scaling=0.1).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, scaling=0.1)
+    graph.replay()
+    assert torch.equal(captured, eager)
+    # Other numbers at the same addresses.
+    positions += 1
+    graph.replay()
+    assert torch.equal(captured, PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, scaling=0.1))
+
+
+def test_the_reference_is_taken_for_float64_and_on_the_cpu() -> None:
+    for dtype in (torch.float32, torch.float64):
+        pool = PagedPool.empty(num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, key_dim=4, dtype=dtype)
+        one = PagedPass(pool, torch.tensor([[1]]), torch.tensor([0]), torch.tensor([1]))
+        assert isinstance(one.context, GatheredContext)
 
 
 def test_a_sibling_would_be_seen_without_the_bits() -> None:
     """The control of the test above: with plain causal masks the star's nodes differ."""
     row = Row(4, 1, STAR)
     row.ancestors = [-1] * len(row.places)
-    found, expected = run_rows([row], {}, 4, 2)
+    found, expected = run_rows([row], {}, Case(), CPU)
     torch.testing.assert_close(found[:2].double(), expected[:2], atol=2e-6, rtol=1e-4)
     assert ((found[2:].double() - expected[2:]).abs().amax(dim=(1, 2)) > 1e-2).all()
 
