@@ -70,10 +70,13 @@ class Engine:
         *,
         text: bool = True,
         request_class: str = "",
+        tenant: str = "",
         learn: bool = True,
     ) -> Request:
         """Queues a request; `on_update` is called after every round that gave it something."""
-        request = self.intake.request(prompt_ids, params, on_update, text=text, request_class=request_class, learn=learn)
+        request = self.intake.request(
+            prompt_ids, params, on_update, text=text, request_class=request_class, tenant=tenant, learn=learn
+        )
         self.scheduler.add(request)
         return request
 

@@ -38,6 +38,7 @@ class Intake:
         *,
         text: bool = True,
         request_class: str = "",
+        tenant: str = "",
         learn: bool = True,
     ) -> Request:
         """Raises `UserError` for what cannot be honoured. `text` False skips detokenisation unless a stop string needs it."""
@@ -56,6 +57,7 @@ class Intake:
             max_tokens=max_tokens,
             on_update=on_update,
             request_class=request_class,
+            tenant=tenant,
             learn=learn,
             text_stream=stream,
             law_state=law_state(params, prompt, self.target, lambda: self._grammars),

@@ -52,10 +52,13 @@ class EngineLoop:
         *,
         text: bool = True,
         request_class: str = "",
+        tenant: str = "",
         learn: bool = True,
     ) -> Request:
         """Refuses bad requests and a full queue here, on the caller's thread."""
-        request = self.engine.intake.request(prompt_ids, params, on_update, text=text, request_class=request_class, learn=learn)
+        request = self.engine.intake.request(
+            prompt_ids, params, on_update, text=text, request_class=request_class, tenant=tenant, learn=learn
+        )
         self.enqueue([request])
         return request
 

@@ -138,6 +138,7 @@ class Request:
     max_tokens: int
     on_update: OnUpdate | None = None
     request_class: str = ""
+    tenant: str = ""  # whom the queue treats as one client; "" when the server does not tell them apart
     learn: bool = True  # may its rounds be recorded
     text_stream: TextStream | None = None
     law_state: LawState | None = None  # None: its law is the target's under temperature and filters

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from draftsmith.errors import UserError
 from draftsmith.serve.blocks import BlockManager
+from draftsmith.serve.fair_queue import FairQueue
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.request import Request
 
@@ -49,7 +49,7 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served. Admission needs a batch slot and blocks for the whole prompt; decoding rows always run,
+    """Classes of requests take turns. Admission needs a batch slot and blocks for the whole prompt; decoding rows always run,
     prompts are fed in pieces within `max_round_tokens`; when blocks run out the latest arrival is put back to wait and
     recomputed later.
     """
@@ -65,7 +65,7 @@ class Scheduler:
     ):
         self.blocks, self.prefix = blocks, prefix
         self.max_batch, self.max_round_tokens, self.max_queue = max_batch, max_round_tokens, max_queue
-        self.waiting: deque[Request] = deque()
+        self.waiting = FairQueue()
         self.running: list[Request] = []  # in order of arrival
         self.num_preemptions = 0
         self._slots = list(range(max_batch - 1, -1, -1))
@@ -80,12 +80,12 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self._release(request)
-        elif request in self.waiting:
+        else:
             self.waiting.remove(request)
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running) or len(self.waiting) > 0
 
     def schedule(self) -> Schedule:
         schedule = Schedule()
@@ -124,8 +124,8 @@ class Scheduler:
         victim.forget_caches()
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        # Victims leave from the latest arrival on, so the queue stays in order of arrival.
-        self.waiting.appendleft(victim)
+        # Victims leave from the latest arrival on, so those put back stay in order of arrival.
+        self.waiting.put_back(victim)
 
     def _release(self, request: Request) -> None:
         self.blocks.release(request.blocks)
@@ -149,10 +149,10 @@ class Scheduler:
 
     def _admit(self, schedule: Schedule, budget: int) -> None:
         while self.waiting and budget > 0 and self._slots and not schedule.preempted:
-            request = self.waiting[0]
+            request = self.waiting.head()
             if not self._find_room(request):
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             request.slot = self._slots.pop()
             self.running.append(request)
             budget -= self._piece(schedule, request, budget)
