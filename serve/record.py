@@ -23,7 +23,9 @@ class RoundRecord:
     """One propose -> verify -> commit step of one request.
 
     The tokens of a request are, in order of `round`: `context` (tokens committed since the request's previous record; the
-    whole prompt in the first one), then `committed`. `p[i]` and `q[i]` are the laws at drafted position i.
+    whole prompt in the first one), then `committed`. `p[i]` and `q[i]` are the laws at drafted position i. They are left out
+    when the request asked for more than the sampling fields below tell (a penalty, a ban, a grammar): what was accepted then
+    says nothing about the laws under these fields, so such rounds are text to learn from and are never scored.
     """
 
     request: str  # hashed id, stable over the request's rounds

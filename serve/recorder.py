@@ -99,7 +99,8 @@ class Recorder:
         span = slice(laws.begins[index], laws.begins[index] + len(drafted))
         record = self._record(request, position, request.tokens[request.recorded : position], version)
         record.drafted, record.accepted, record.committed, record.emitted = drafted, accepted, committed, emitted
-        record.p, record.p_log_norm, record.q = laws.p[span], laws.log_norms[span], laws.q[span]
+        if not request.params.adjusts:
+            record.p, record.p_log_norm, record.q = laws.p[span], laws.log_norms[span], laws.q[span]
         self._put(request, record)
 
     def finish(self, request: Request) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import process
 from draftsmith.kernels.randomness import Purpose, sample
+from draftsmith.serve.request import SamplingParams
 
 
 @pytest.fixture(scope="session")
@@ -72,3 +81,64 @@ def greedy_text(target: Target) -> Callable[[list[int], int], list[int]]:
         return tokens[len(prompt) :]
 
     return continue_
+
+
+class OpenAiPenalties:
+    """By the formula of OpenAI's documentation; transformers has none."""
+
+    def __init__(self, params: SamplingParams, num_prompt: int):
+        self.params, self.num_prompt = params, num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for token, count in Counter(input_ids[0, self.num_prompt :].tolist()).items():
+            # Rounded to the scores' type before it is multiplied, as everybody does who keeps counts in a tensor.
+            scores[0, token] -= torch.tensor(self.params.frequency_penalty, dtype=scores.dtype) * count
+            scores[0, token] -= self.params.presence_penalty
+        return scores
+
+
+class OnlyAllowed:
+    """Not transformers' `PrefixConstrainedLogitsProcessor`: where every allowed token is banned, that one lifts the ban."""
+
+    def __init__(self, allowed: Collection[int]):
+        self.allowed = list(allowed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self.allowed] = scores[:, self.allowed]
+        return only
+
+
+def _processors(params: SamplingParams, num_prompt: int, eos_token_ids: Collection[int]) -> LogitsProcessorList:
+    chosen = LogitsProcessorList()
+    if params.logit_bias:
+        chosen.append(SequenceBiasLogitsProcessor([[[token], float(bias)] for token, bias in params.logit_bias]))
+    if params.repetition_penalty != 1:
+        chosen.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    chosen.append(OpenAiPenalties(params, num_prompt))
+    if params.bad_words:
+        chosen.append(NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
+    ends = [*eos_token_ids, *params.stop_token_ids]
+    if params.min_tokens and ends:
+        chosen.append(MinNewTokensLengthLogitsProcessor(num_prompt, params.min_tokens, ends))
+    if params.allowed_token_ids is not None:
+        chosen.append(OnlyAllowed(params.allowed_token_ids))
+    chosen.extend(params.logits_processors)
+    return chosen
+
+
+Adjusted = Callable[[SamplingParams, list[int], int, Collection[int], torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def adjusted() -> Adjusted:
+    """`adjusted(params, text, num_prompt, eos_token_ids, scores)`: raw scores [V] of the token behind `text` as transformers'
+    own processors, in transformers' own order, hand them to its warpers."""
+
+    def apply(
+        params: SamplingParams, text: list[int], num_prompt: int, eos_token_ids: Collection[int], scores: torch.Tensor
+    ) -> torch.Tensor:
+        return _processors(params, num_prompt, eos_token_ids)(torch.tensor([text]), scores[None].clone())[0]
+
+    return apply
