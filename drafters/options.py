@@ -29,6 +29,30 @@ class MtpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Eagle1Options:
+    """One decoder layer of the target's width over its final state."""
+
+    intermediate_size: int | None = option(None, "width of the MLP [default: the target's]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions:
+    """Small heads on the target's final state, one a draft position."""
+
+    num_heads: int = option(4, "heads: tokens that can be drafted")
+    num_layers: int = option(1, "residual blocks of a head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpOptions:
+    """A recurrent network of one layer over the target's final state and the drafted tokens, with tied weights."""
+
+    num_predict: int = option(4, "tokens that can be drafted")
+    inner_size: int | None = option(None, "width of its state [default: the target's]")
+    scale_input: bool = option(True, "norm the target's state before it is read")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoraOptions:
     rank: int = option(16, "rank of the adapters on every linear layer of the decoder")
     alpha: float = option(32.0, "scale of the adapters; their output is multiplied by alpha / rank")
@@ -49,6 +73,17 @@ class DraftLmOptions:
     num_attention_heads: int | None = option(None, "attention heads of a new draft [default: one for 64 of its width]")
     num_key_value_heads: int | None = option(None, "key and value heads of a new draft [default: its attention heads]")
     lora: LoraOptions | None = option(None, "train low-rank adapters of `init` only; they are merged when the draft is saved")
+
+
+DrafterOptions = Eagle3Options | MtpOptions | DraftLmOptions | Eagle1Options | MedusaOptions | MlpOptions
+OPTIONS: dict[str, type[DrafterOptions]] = {
+    "eagle3": Eagle3Options,
+    "mtp": MtpOptions,
+    "draft-lm": DraftLmOptions,
+    "eagle1": Eagle1Options,
+    "medusa": MedusaOptions,
+    "mlp": MlpOptions,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Every trained family by name: a new one is a file with a class and a line here. N-gram matching needs no checkpoint."""
+"""Every trained family by name: a new one is a file with a class and a line here. Matching of text needs no checkpoint."""
 
 from __future__ import annotations
 
@@ -6,15 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.eagle1 import ARCHITECTURES as EAGLE1_ARCHITECTURES
+from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.medusa import Medusa
+from draftsmith.drafters.mlp import Mlp
 from draftsmith.drafters.mtp import Mtp
 
-FAMILIES: dict[str, type[TrainedDrafter]] = {"eagle3": Eagle3, "mtp": Mtp, "draft-lm": DraftLm}
+FAMILIES: dict[str, type[TrainedDrafter]] = {
+    "eagle3": Eagle3,
+    "mtp": Mtp,
+    "draft-lm": DraftLm,
+    "eagle1": Eagle1,
+    "medusa": Medusa,
+    "mlp": Mlp,
+}
+BY_ARCHITECTURE = dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3") | dict.fromkeys(EAGLE1_ARCHITECTURES, "eagle1")
+BY_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp"}
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """The family of a folder without our record, by the architecture its `config.json` names."""
-    architectures = config.get("architectures") or ["unknown"]
-    return "eagle3" if architectures[0] in EAGLE3_ARCHITECTURES else "draft-lm"
+    """The family of a folder without our record, by what its `config.json` names."""
+    if "medusa_num_heads" in config:  # the original layout names nothing else
+        return "medusa"
+    architecture = (config.get("architectures") or ["unknown"])[0]
+    return BY_ARCHITECTURE.get(architecture) or BY_MODEL_TYPE.get(config.get("model_type", ""), "draft-lm")

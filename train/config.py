@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MlpOptions, MtpOptions
+from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
 
 DTYPES = ("auto", "float32", "bfloat16")
+FAMILIES = ("eagle3", "mtp", "draft-lm", "eagle1", "medusa", "mlp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class UnrollConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    family: str = option(help="what to train", choices=("eagle3", "mtp", "draft-lm"), positional=True)
+    family: str = option(help="what to train", choices=FAMILIES, positional=True)
     target: str = option(help="the target: a folder or Hub id of a causal LM")
     data: str = option(help="folder written by `draftsmith generate`")
     out: str = option(help="folder of the draft; holds its metrics and, under training/, its checkpoints")
@@ -55,10 +57,15 @@ class TrainConfig:
     eval_prompts: int = option(32, "held-out sequences read by an evaluation while training; 0 switches it off")
 
     optim: OptimConfig = option(help="optimizer and schedule", factory=OptimConfig)
+    divergence: str = option("forward-kl", DIVERGENCE_HELP)
+    mean: str = option("token", "what counts alike in the loss: every token, or every sample (text)", choices=("token", "sample"))
     unroll: UnrollConfig = option(help="training-time unrolling", factory=UnrollConfig)
     eagle3: Eagle3Options | None = option(None, "shape of the draft when the family is eagle3")
     mtp: MtpOptions | None = option(None, "shape of the draft when the family is mtp")
     draft_lm: DraftLmOptions | None = option(None, "shape of the draft when the family is draft-lm")
+    eagle1: Eagle1Options | None = option(None, "shape of the draft when the family is eagle1")
+    medusa: MedusaOptions | None = option(None, "shape of the draft when the family is medusa")
+    mlp: MlpOptions | None = option(None, "shape of the draft when the family is mlp")
 
 
 @dataclass(frozen=True, kw_only=True)

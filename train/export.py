@@ -15,7 +15,7 @@ from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.export_config import ExportConfig
 from draftsmith.train.hub import check_repository, push
 from draftsmith.train.layouts.source import Source
-from draftsmith.train.layouts.table import STITCHED, writer
+from draftsmith.train.layouts.table import NEED_TARGET_WEIGHTS, writer
 from draftsmith.train.model_card import model_card
 
 
@@ -43,7 +43,7 @@ def open_source(config: ExportConfig) -> Source:
     draft = locate(config.draft)
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
-    target = locate(target_name, "target", weights=metadata["family"] in STITCHED)
+    target = locate(target_name, "target", weights=metadata["family"] in NEED_TARGET_WEIGHTS)
     check_tokenizer(metadata, target, target_name)
     return Source(
         draft=draft,

@@ -15,6 +15,9 @@ METHODS = {
     "eagle3": "an EAGLE-3 head: one decoder layer over three tapped hidden states of the target",
     "draft-lm": "a small causal LM with the target's vocabulary",
     "mtp": "a multi-token-prediction module, stitched into the target's checkpoint",
+    "eagle1": "an EAGLE-1 head: one decoder layer over the target's final state",
+    "medusa": "Medusa heads on the target's final state",
+    "mlp": "an MLP speculator: a small recurrent network over the target's final state and the drafted tokens",
 }
 
 
@@ -106,7 +109,13 @@ def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[
             "sglang": f"python -m sglang.launch_server --model-path {draft} --speculative-algorithm NEXTN {sglang_chain(k)}",
         }
         return [({"vllm": "vLLM", "sglang": "SGLang"}[engine], lines[engine])]
-    method, algorithm = {"eagle3": ("eagle3", "EAGLE3"), "draft-lm": ("draft_model", "STANDALONE")}[family]
+    if engine == "hf" and family != "draft-lm":
+        return [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
+    method, algorithm = {
+        "eagle3": ("eagle3", "EAGLE3"),
+        "eagle1": ("eagle", "EAGLE"),
+        "draft-lm": ("draft_model", "STANDALONE"),
+    }[family]
     speculative = json.dumps({"method": method, "model": draft, "num_speculative_tokens": k})
     shown = [
         ("vLLM", f"vllm serve {target} --speculative-config '{speculative}'"),
@@ -116,6 +125,9 @@ def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[
             f"--speculative-draft-model-path {draft} {sglang_chain(k)}",
         ),
     ]
+    if family == "eagle1":
+        # The two engines take different files.
+        return [pair for pair in shown if pair[0].lower() == engine]
     if family == "draft-lm":
         shown.append(
             ("transformers", f'target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))')

@@ -6,26 +6,39 @@ import os
 from typing import Any
 
 from draftsmith.config import to_dict
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
+from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train.config import TrainConfig
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it trains, not what.
 CONTINUABLE = {"steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts", "out"}
 
 
-def drafter_options(config: TrainConfig) -> Eagle3Options | MtpOptions | DraftLmOptions:
+def drafter_options(config: TrainConfig) -> DrafterOptions:
     """The options of the chosen family; options given for another one are an error, not ignored."""
-    given = {"eagle3": config.eagle3, "mtp": config.mtp, "draft-lm": config.draft_lm}
-    defaults = {"eagle3": Eagle3Options, "mtp": MtpOptions, "draft-lm": DraftLmOptions}
+    given: dict[str, DrafterOptions | None] = {
+        "eagle3": config.eagle3,
+        "mtp": config.mtp,
+        "draft-lm": config.draft_lm,
+        "eagle1": config.eagle1,
+        "medusa": config.medusa,
+        "mlp": config.mlp,
+    }
     for family, options in given.items():
         if options is not None and family != config.family:
             section = family.replace("-", "_")
             raise UserError(
                 f"options under {section!r} are given but the family is {config.family!r}; remove them or train {family}"
             )
-    return given[config.family] or defaults[config.family]()
+    options = given[config.family] or OPTIONS[config.family]()
+    if isinstance(options, MedusaOptions) and options.num_heads > config.unroll.steps:
+        raise UserError(
+            f"option 'medusa.num_heads' is {options.num_heads} but 'unroll.steps' is {config.unroll.steps}, so the last heads "
+            "would never be trained; make them equal"
+        )
+    return options
 
 
 def check(config: TrainConfig) -> None:
@@ -43,6 +56,7 @@ def check(config: TrainConfig) -> None:
         value = to_dict(config)[name]
         if value is not None and value <= 0:
             raise UserError(f"option {name!r} is {value!r}; it must be more than 0")
+    kind_of(config.divergence)
     if config.unroll.steps < 1:
         raise UserError(f"option 'unroll.steps' is {config.unroll.steps}; it must be 1 or more")
     for name, value in (

@@ -6,18 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.layouts import draft_lm, eagle3, mimo
+from draftsmith.train.layouts import draft_lm, eagle1, eagle3, medusa, mimo, mlp
 from draftsmith.train.layouts.source import Source
 
 Writer = Callable[[Source, Path], None]
 
 # The families that become part of their target's checkpoint; for others its configuration and tokenizer are enough.
 STITCHED = ("mtp",)
+# The families whose export needs some of the target's weights.
+NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
 
 WRITERS: dict[str, dict[str, Writer]] = {
     "eagle3": {"vllm": eagle3.write_vllm, "sglang": eagle3.write_portable, "speculators": eagle3.write_speculators},
     "draft-lm": {"vllm": draft_lm.write_plain, "sglang": draft_lm.write_plain, "hf": draft_lm.write_plain},
     "mtp": {"vllm": mimo.write_stitched},
+    "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
+    "medusa": {"hf": medusa.write_original},
+    "mlp": {"hf": mlp.write_plain},
 }
 REFUSALS: dict[tuple[str, str], str] = {
     ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
@@ -25,6 +30,14 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("mtp", "sglang"): "SGLang feeds an MTP module the normed hidden state, this one was trained on the un-normed one",
     ("mtp", "speculators"): "vLLM does not read MTP modules in the speculators layout",
     ("mtp", "hf"): "transformers does not draft with MiMo modules",
+    ("eagle1", "speculators"): "the speculators layout has no EAGLE-1 heads",
+    ("eagle1", "hf"): "transformers cannot draft with EAGLE-1",
+    ("medusa", "vllm"): "vLLM removed Medusa",
+    ("medusa", "sglang"): "SGLang does not draft with Medusa",
+    ("medusa", "speculators"): "the speculators layout has no Medusa heads",
+    ("mlp", "vllm"): "vLLM removed the MLP speculator",
+    ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
+    ("mlp", "speculators"): "the speculators layout has no MLP speculators",
 }
 
 

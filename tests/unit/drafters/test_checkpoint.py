@@ -9,12 +9,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MlpOptions, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 
-KINDS = {"eagle3": Eagle3Options(draft_vocab_size=100), "mtp": MtpOptions(), "draft-lm": DraftLmOptions(num_layers=1)}
+KINDS = {
+    "eagle3": Eagle3Options(draft_vocab_size=100),
+    "mtp": MtpOptions(),
+    "draft-lm": DraftLmOptions(num_layers=1),
+    "eagle1": Eagle1Options(),
+    "medusa": MedusaOptions(num_heads=2, num_layers=2),
+    "mlp": MlpOptions(num_predict=3),
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +101,8 @@ def test_another_revision_is_a_warning(saved, tiny_target, caplog):
 def test_nan_weights_are_refused(saved, target):
     _, folder = saved
     tensors = load_file(folder / "model.safetensors")
-    name = sorted(name for name in tensors if name.endswith("norm.weight"))[0]
-    tensors[name][3] = torch.nan
+    name = sorted(name for name in tensors if tensors[name].is_floating_point())[-1]
+    tensors[name].view(-1)[3] = torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="NaN"):
         checkpoint.load(folder, target)
@@ -155,8 +162,8 @@ def test_broken_record(saved, target):
 def test_unknown_family(saved, target):
     _, folder = saved
     path = folder / "draftsmith.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"family": "medusa"}))
-    with pytest.raises(UserError, match="family 'medusa'; known ones are eagle3, mtp, draft-lm"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"family": "hydra"}))
+    with pytest.raises(UserError, match="family 'hydra'; known ones are eagle3, mtp, draft-lm, eagle1, medusa, mlp"):
         checkpoint.load(folder, target)
 
 

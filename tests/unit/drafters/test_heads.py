@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.drafters import unroll
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MlpOptions, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import SamplingRows, process
@@ -22,6 +22,9 @@ KINDS = {
     "eagle3": ("eagle3", Eagle3Options()),
     "eagle3 subset": ("eagle3", Eagle3Options(draft_vocab_size=120, num_key_value_heads=4)),
     "mtp": ("mtp", MtpOptions()),
+    "eagle1": ("eagle1", Eagle1Options()),
+    "medusa": ("medusa", MedusaOptions(num_heads=5, num_layers=2)),
+    "mlp": ("mlp", MlpOptions(num_predict=5, inner_size=40)),
     "draft-lm": ("draft-lm", DraftLmOptions(num_layers=2, hidden_size=24, num_attention_heads=2)),
 }
 
@@ -175,7 +178,7 @@ def test_padding_changes_nothing(drafter, target, text):
 def test_gradients_reach_every_parameter(drafter, target, text):
     ids = torch.tensor([text[:30]])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    steps = drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3))
+    steps = drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=5))
     total = sum((step.hidden @ drafter.head_weight().T).logsumexp(-1).pow(2).sum() for step in steps)
     drafter.zero_grad()
     total.backward()

@@ -51,7 +51,15 @@ def metrics(config: TrainConfig) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("eagle3", {"eagle3": Eagle3Options(draft_vocab_size=200)}), ("mtp", {}), ("draft-lm", {})]
+    ("family", "options"),
+    [
+        ("eagle3", {"eagle3": Eagle3Options(draft_vocab_size=200)}),
+        ("mtp", {}),
+        ("draft-lm", {}),
+        ("eagle1", {}),
+        ("medusa", {}),
+        ("mlp", {}),
+    ],
 )
 def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
     config = configure(family, **options)
