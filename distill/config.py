@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
 
 POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -48,6 +49,7 @@ class LearnConfig:
     reservoir: int = option(512, "sequences kept for replay")
     positions: tuple[str, ...] = option(("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS))
     branches: int = option(16, "rejected continuations a step, when later-rejected is on")
+    divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: int = option(4, "draft depths trained")
     step_decay: float = option(0.9, "weight of depth s is this to the power s")
     max_length: int = option(1024, "longest sequence; longer ones are cut at the end")

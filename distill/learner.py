@@ -19,6 +19,7 @@ from draftsmith.distill.scoring import padded
 from draftsmith.distill.traffic import Role, ServedText, branches
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train.objective import UnrolledLoss, WeightedText, unrolled_loss
 from draftsmith.train.place import fast_at_bf16
 
@@ -38,7 +39,7 @@ class Row(NamedTuple):
 class UpdateReport:
     steps: int
     broken: int  # steps skipped because their gradient was not finite
-    loss: float  # token mean of the forward KL over the depths, before the last step
+    loss: float  # token mean of the divergence over the depths, before the last step
     alpha: list[float]  # of each depth, on the same batch
     tokens: int  # trained positions in the update
 
@@ -135,7 +136,14 @@ class Learner:
         for index, row in enumerate(rows):
             weights[index, : len(row.tokens)] = torch.from_numpy(row.weights)
         text = WeightedText(input_ids=ids, attention_mask=mask, weights=weights)
-        unrolled = unrolled_loss(self.drafter, self.target, text, num_steps=self.config.unroll, decay=self.config.step_decay)
+        unrolled = unrolled_loss(
+            self.drafter,
+            self.target,
+            text,
+            num_steps=self.config.unroll,
+            decay=self.config.step_decay,
+            kind=kind_of(self.config.divergence),
+        )
         self.optimizer.zero_grad(set_to_none=True)
         (unrolled.total / (unrolled.scale * weights.sum())).backward()
         return unrolled
@@ -156,11 +164,12 @@ class Learner:
 def summary(unrolled: UnrolledLoss) -> tuple[float, list[float]]:
     sums = unrolled.sums
     weight = sums.weight.clamp(min=1e-9)
-    loss = float(sums.kl.sum() / weight.sum())
+    loss = float(sums.divergence.sum() / weight.sum())
     return loss, (sums.alpha / weight).tolist()
 
 
 def check(config: LearnConfig) -> None:
+    kind_of(config.divergence)
     for name in config.positions:
         if name not in POSITIONS:
             raise UserError(f"learn.positions holds {name!r}; choose from {', '.join(POSITIONS)}")

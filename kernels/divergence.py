@@ -1,10 +1,7 @@
-"""Forward KL of a draft against the target from hidden states, in chunks of rows, so that nothing of size [T, V] is kept.
+"""Divergences of a draft from the target from hidden states, in chunks of rows, so that nothing of size [T, V] is kept.
 
-For row t with target law p (normalised over the full target vocabulary) and draft law q = softmax(z) over the draft vocabulary S:
-
-    KL_t = sum_{v in S} p_v (log p_v - log q_v)         dKL_t / dz_v = m q_v - p_v,  m = sum_{v in S} p_v
-
-The gradient needs no second pass over the logits, so forward computes it (as Liger's fused losses do) and backward scales it.
+The gradient needs the logits that the loss needs, so forward computes both in one walk and backward only scales it (as Liger's
+fused losses do). The divergences themselves are in `divergence_rows.py`.
 
 Legend: T rows, H draft width, V target vocabulary, Vd draft vocabulary (V without a subset), t rows of a chunk.
 """
@@ -17,38 +14,49 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.divergence_kind import Kind
+from draftsmith.kernels.divergence_rows import RowInputs, RowTerms, divergence_rows
+from draftsmith.kernels.divergence_sparse import check_sparse, sparse_rows
 from draftsmith.kernels.laws import TopLaw
 
-CHUNK_ELEMENTS = 1 << 24  # logits of one chunk on an accelerator: 64 MiB in float32
+# Draft logits of one chunk on an accelerator. Every chunk reads the draft head twice and its gradient once more, so few
+# large ones: 1024 rows of bfloat16 at V = 128,256.
+CHUNK_BYTES = 1 << 28
+# A block of the head's gradient while it is added up in more digits than the product has.
+PRODUCT_ELEMENTS = 1 << 26
 # On a CPU a chunk that stays in its cache is twice as fast (768 x 4096: 54 ms in chunks of 128 rows, 115 ms whole), but the
 # draft head is read once a chunk, so there must be rows enough to pay for that.
 CPU_CHUNK_ELEMENTS, CPU_CHUNK_ROWS = 1 << 19, 128
-LOG_ZERO = -1e30  # stands in for log 0 where it meets a zero weight; 0 * -inf would be NaN
 
 TargetLogits = Callable[[slice], torch.Tensor]
+ChunkRows = Callable[[torch.Tensor, slice], RowTerms]  # (draft logits [t, Vd], which rows) -> terms
+
+
+class HeadLogits(NamedTuple):
+    """Target logits from the target's states, as `divergence` takes them."""
+
+    hidden: torch.Tensor  # [T, Ht]
+    head: torch.Tensor  # [V, Ht]
+
+    def __call__(self, rows: slice) -> torch.Tensor:
+        return self.hidden[rows] @ self.head.T
 
 
 class Divergence(NamedTuple):
-    loss: torch.Tensor  # scalar, sum_t weights_t KL_t; the caller divides by what it means by a mean
-    alpha: torch.Tensor  # [T] sum_v min(p_v, q_v); no gradient
-    keep: torch.Tensor | None  # [T] min(1, q(x) / p(x)) at the given tokens; 0 outside the draft vocabulary; no gradient
-    outside: torch.Tensor  # [T] target mass outside the draft vocabulary; no gradient
+    """Only `loss` has a gradient."""
+
+    loss: torch.Tensor  # scalar, sum_t weights_t rows_t; see `divergence_weights` for means
+    rows: torch.Tensor  # [T] divergence of each row, 0 where the weight is 0
+    alpha: torch.Tensor  # [T] sum_v min(p_v, q_v) over the full vocabulary
+    keep: torch.Tensor | None  # [T] min(1, q(x) / p(x)) at the given tokens; 0 outside the draft vocabulary
+    outside: torch.Tensor  # [T] target mass outside the draft vocabulary: alpha is at most 1 minus it
 
 
-class RowTerms(NamedTuple):
-    """What one chunk yields. A row of weight 0 may hold anything, NaN included; its kl and grad are 0 all the same."""
-
-    kl: torch.Tensor  # [t], weighted
-    alpha: torch.Tensor  # [t]
-    keep: torch.Tensor | None  # [t]
-    outside: torch.Tensor  # [t]
-    grad: torch.Tensor  # [t, Vd] weight * dKL/dz, in the dtype of the draft logits
-
-
-def forward_kl(
+def divergence(
+    kind: Kind,
     draft_hidden: torch.Tensor,
     draft_head: torch.Tensor,
-    target_logits: TargetLogits,
+    target: TargetLogits | TopLaw,
     weights: torch.Tensor,
     *,
     vocab_map: torch.Tensor | None = None,
@@ -56,154 +64,163 @@ def forward_kl(
     impl: str = "auto",
     chunk_size: int | None = None,
 ) -> Divergence:
-    """Weighted sum of KL(p || q) over rows, with exact gradients to `draft_hidden` and `draft_head`.
+    """Weighted sum of a divergence over rows, with exact gradients to `draft_hidden` and `draft_head`.
 
     Args:
+        kind: `divergence_kind.kind_of("forward-kl")` and so on.
         draft_hidden: [T, H].
         draft_head: [Vd, H]; logits are `draft_hidden @ draft_head.T`. When it needs a gradient, one [Vd, H] buffer a call is
             held until backward.
-        target_logits: gives the target's raw logits [t, V] of a slice of rows; called without gradients, once a slice.
+        target: gives the target's raw logits [t, V] of a slice of rows, called without gradients, once a slice
+            (`HeadLogits` where they are a plain product); or the sparse law of every row.
         weights: [T], constant; a row of weight 0 adds exactly nothing to loss and gradients.
         vocab_map: [Vd] target id of each draft id; None when the vocabularies are the same.
-        tokens: [T] target ids that `keep` is wanted for.
-        impl: "auto", "triton" or "torch", for the row-wise part; the products are torch's.
+        tokens: [T] target ids of the text, for `keep` and for ce.
+        impl: "auto", "triton" or "torch", for the row-wise part; the products are torch's, and so is all of a sparse law.
         chunk_size: rows a chunk; by default what suits the device.
+
+    Under autocast the products run in its type. Backward runs once.
     """
-    if impl == "auto" and draft_hidden.dtype == torch.float64:
-        impl = "torch"  # the Triton kernel computes in float32
-    rows = _row_function(choose(impl, draft_hidden.device))
-    chunk_size = chunk_size or default_chunk_size(draft_hidden.device, len(draft_head))
-    job = _Job(target_logits, weights, vocab_map, tokens, rows, chunk_size)
-    return Divergence(*_ForwardKL.apply(draft_hidden, draft_head, job))
+    dtype = _product_dtype(draft_hidden)
+    weights = weights.detach().to(torch.float64 if dtype == torch.float64 else torch.float32)
+    if isinstance(target, TopLaw):
+        check_sparse(kind, target, vocab_map, len(draft_hidden), len(draft_head))
+        rows, tokens = _from_law(kind, target, weights, vocab_map), None
+    else:
+        if impl == "auto" and dtype == torch.float64:
+            impl = "torch"  # the Triton kernel computes in float32
+        function = _row_function(choose(impl, draft_hidden.device))
+        rows = _from_logits(kind, target, weights, vocab_map, tokens, function)
+    chunk_size = chunk_size or default_chunk_size(draft_hidden.device, len(draft_head), dtype)
+    job = _Job(rows, weights, dtype, chunk_size, tokens is not None)
+    return Divergence(*_Fused.apply(draft_hidden, draft_head, job))
 
 
-def default_chunk_size(device: torch.device, vocab_size: int) -> int:
+def default_chunk_size(device: torch.device, vocab_size: int, dtype: torch.dtype = torch.float32) -> int:
     if device.type == "cpu":
         return max(CPU_CHUNK_ROWS, CPU_CHUNK_ELEMENTS // vocab_size)
-    return max(1, CHUNK_ELEMENTS // vocab_size)
+    rows = CHUNK_BYTES // (vocab_size * dtype.itemsize)
+    return max(1, rows // 128 * 128 if rows > 128 else rows)
 
 
-RowFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], RowTerms]
+def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
+    device_type = hidden.device.type
+    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return hidden.dtype
+
+
+RowFunction = Callable[[Kind, RowInputs], RowTerms]
 
 
 def _row_function(impl: str) -> RowFunction:
     if impl == "triton":
-        from draftsmith.kernels.divergence_triton import forward_kl_rows_triton
+        from draftsmith.kernels.divergence_triton import divergence_rows_triton
 
-        return forward_kl_rows_triton
-    return forward_kl_rows
+        return divergence_rows_triton
+    return divergence_rows
 
 
-def forward_kl_rows(
-    draft_logits: torch.Tensor,
-    target_logits: torch.Tensor,
+def _from_logits(
+    kind: Kind,
+    target: TargetLogits,
     weights: torch.Tensor,
     vocab_map: torch.Tensor | None,
     tokens: torch.Tensor | None,
-) -> RowTerms:
-    """The reference: raw logits [t, Vd] and [t, V], weights [t] -> terms of every row. Computes in the dtype of the weights."""
-    log_q = torch.log_softmax(draft_logits.to(weights.dtype), dim=-1).clamp_(min=LOG_ZERO)
-    wide_target = target_logits.to(weights.dtype)
-    normaliser = torch.logsumexp(wide_target, dim=-1, keepdim=True)
-    inside = wide_target if vocab_map is None else wide_target[:, vocab_map]
-    log_p = (inside - normaliser).clamp_(min=LOG_ZERO)
-    p, q = log_p.exp(), log_q.exp()
-    mass = p.sum(dim=-1)
-    alpha = torch.minimum(p, q).sum(dim=-1)
-    # In place from here on: on a CPU the time goes into passes over these rows.
-    log_ratio = log_p.sub_(log_q)
-    keep = None
-    if tokens is not None:
-        column = draft_columns(tokens, vocab_map, target_logits.shape[-1])
-        ratio = (-log_ratio.gather(-1, column.clamp(min=0)[:, None]))[:, 0].clamp(max=0).exp()
-        keep = torch.where(column >= 0, ratio, 0.0)
-    outside = torch.zeros_like(mass) if vocab_map is None else (1 - mass).clamp(min=0)
-    counted = weights != 0
-    kl = torch.where(counted, weights * log_ratio.mul_(p).sum(dim=-1), 0.0)
-    grad = q.mul_(mass[:, None]).sub_(p).mul_(weights[:, None]).masked_fill_(~counted[:, None], 0.0)
-    return RowTerms(kl, alpha, keep, outside, grad.to(draft_logits.dtype))
+    function: RowFunction,
+) -> ChunkRows:
+    def rows(draft_logits: torch.Tensor, part: slice) -> RowTerms:
+        target_logits = target(part).detach()
+        _check_sizes(draft_logits, target_logits, vocab_map)
+        of_part = None if tokens is None else tokens[part]
+        return function(kind, RowInputs(draft_logits, target_logits, weights[part], vocab_map, of_part))
+
+    return rows
 
 
-def draft_columns(tokens: torch.Tensor, vocab_map: torch.Tensor | None, num_target_tokens: int) -> torch.Tensor:
-    """Target ids [t] -> draft ids [t], -1 for those the draft vocabulary lacks."""
-    if vocab_map is None:
-        return tokens
-    inverse = torch.full((num_target_tokens,), -1, dtype=torch.int64, device=tokens.device)
-    inverse[vocab_map] = torch.arange(len(vocab_map), device=tokens.device)
-    return inverse[tokens]
+def _from_law(kind: Kind, law: TopLaw, weights: torch.Tensor, vocab_map: torch.Tensor | None) -> ChunkRows:
+    def rows(draft_logits: torch.Tensor, part: slice) -> RowTerms:
+        return sparse_rows(kind, draft_logits, TopLaw(*(values[part] for values in law)), weights[part], vocab_map)
 
-
-class _Fused(NamedTuple):
-    loss: torch.Tensor
-    alpha: torch.Tensor
-    keep: torch.Tensor | None
-    outside: torch.Tensor
-    grad_hidden: torch.Tensor | None
-    grad_head: torch.Tensor | None
+    return rows
 
 
 class _Job(NamedTuple):
-    """The arguments of one call that carry no gradient."""
+    """What one call knows besides hidden states and head."""
 
-    target_logits: TargetLogits
-    weights: torch.Tensor
-    vocab_map: torch.Tensor | None
-    tokens: torch.Tensor | None
-    rows: RowFunction
+    rows: ChunkRows
+    weights: torch.Tensor  # [T]
+    dtype: torch.dtype  # of the products
     chunk_size: int
+    has_keep: bool
 
 
-def _fused(hidden: torch.Tensor, head: torch.Tensor, job: _Job, *, wants_hidden: bool, wants_head: bool) -> _Fused:
-    """Loss and gradients in one walk over the chunks."""
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-    grad_head = torch.zeros_like(head, dtype=wide) if wants_head else None
-    head = head.to(hidden.dtype)
-    weights = job.weights.detach().to(wide)
-    loss = torch.zeros((), dtype=wide, device=hidden.device)
-    chunks: list[RowTerms] = []
-    for begin in range(0, len(hidden), job.chunk_size):
-        part = slice(begin, min(begin + job.chunk_size, len(hidden)))
-        draft_logits = hidden[part] @ head.T
-        target = job.target_logits(part).detach()
-        _check_sizes(draft_logits, target, job.vocab_map)
-        tokens = None if job.tokens is None else job.tokens[part]
-        terms = job.rows(draft_logits, target, weights[part], job.vocab_map, tokens)
-        loss += terms.kl.sum()
-        grad = terms.grad.to(hidden.dtype)
-        if wants_hidden:
-            grad_hidden[part] = grad @ head
-        if wants_head:
-            # 0 * NaN is NaN: the hidden state of a row without weight must not reach the product either.
-            grad_head += grad.T @ torch.where((weights[part] != 0)[:, None], hidden[part], 0.0)
-        chunks.append(terms._replace(grad=loss))
-    alpha = _join([terms.alpha for terms in chunks], loss)
-    keep = None if job.tokens is None else _join([terms.keep for terms in chunks], loss)
-    outside = _join([terms.outside for terms in chunks], loss)
-    return _Fused(loss, alpha, keep, outside, grad_hidden, grad_head)
+class _Gradients(NamedTuple):
+    """Filled chunk by chunk; None where none is wanted."""
+
+    hidden: torch.Tensor | None  # [T, H]
+    head: torch.Tensor | None  # [Vd, H] float32 or float64
 
 
-class _ForwardKL(torch.autograd.Function):
+def _walk(hidden: torch.Tensor, head: torch.Tensor, job: _Job, gradients: _Gradients) -> Divergence:
+    """Values and gradients in one walk over the chunks."""
+    head = head.to(job.dtype)
+    chunks = [
+        _chunk(hidden, head, job, gradients, slice(begin, min(begin + job.chunk_size, len(hidden))))
+        for begin in range(0, len(hidden), job.chunk_size)
+    ]
+    nothing = job.weights.new_zeros(0)
+    rows, alpha, keep, outside = ([nothing, *values] for values in zip(*chunks)) if chunks else ([nothing] for _ in range(4))
+    losses = torch.cat(rows)
+    return Divergence(
+        (losses * job.weights).sum(), losses, torch.cat(alpha), torch.cat(keep) if job.has_keep else None, torch.cat(outside)
+    )
+
+
+def _chunk(hidden: torch.Tensor, head: torch.Tensor, job: _Job, gradients: _Gradients, part: slice) -> tuple:
+    """(loss, alpha, keep, outside) of the rows of one chunk; its logits are gone when it returns."""
+    states = hidden[part].to(job.dtype)
+    terms = job.rows(states @ head.T, part)
+    if gradients.hidden is not None:
+        gradients.hidden[part] = terms.grad @ head
+    if gradients.head is not None:
+        # 0 * NaN is NaN: the hidden state of a row without weight must not reach the product either.
+        _add_product(gradients.head, terms.grad, torch.where((job.weights[part] != 0)[:, None], states, 0.0))
+    return terms.loss, terms.alpha, terms.keep, terms.outside
+
+
+def _add_product(total: torch.Tensor, grad: torch.Tensor, states: torch.Tensor) -> None:
+    """total [Vd, H] += grad [t, Vd].T @ states [t, H]."""
+    if total.dtype == states.dtype:
+        total.addmm_(grad.T, states)
+        return
+    step = max(1, PRODUCT_ELEMENTS // states.shape[-1])
+    for begin in range(0, len(total), step):
+        total[begin : begin + step] += grad[:, begin : begin + step].T @ states
+
+
+class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, draft_hidden, draft_head, job):
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
-        fused = _fused(draft_hidden.detach(), draft_head.detach(), job, wants_hidden=wants_hidden, wants_head=wants_head)
-        ctx.grads = fused.grad_hidden, fused.grad_head
-        ctx.head_dtype = draft_head.dtype
-        ctx.mark_non_differentiable(*(t for t in (fused.alpha, fused.keep, fused.outside) if t is not None))
-        return fused.loss, fused.alpha, fused.keep, fused.outside
+        gradients = _Gradients(
+            torch.zeros_like(draft_hidden) if wants_hidden else None,
+            torch.zeros_like(draft_head, dtype=job.weights.dtype) if wants_head else None,
+        )
+        terms = _walk(draft_hidden.detach(), draft_head.detach(), job, gradients)
+        ctx.grads = gradients.hidden, None if gradients.head is None else gradients.head.to(draft_head.dtype)
+        ctx.mark_non_differentiable(*(value for value in terms[1:] if value is not None))
+        return tuple(terms)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, *_):
-        grad_hidden, grad_head = ctx.grads
-        grad_hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
-        grad_head = None if grad_head is None else (grad_head * grad_loss).to(ctx.head_dtype)
-        return grad_hidden, grad_head, None
-
-
-def _join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts) if parts else like.new_zeros(0)
+        if ctx.grads is None:
+            raise ValueError("the gradients of this divergence were already used; call divergence again for a second backward")
+        # In place: a second [Vd, H] would be the largest thing of the whole step.
+        grads = tuple(None if grad is None else grad.mul_(grad_loss) for grad in ctx.grads)
+        ctx.grads = None
+        return (*grads, None)
 
 
 def _check_sizes(draft_logits: torch.Tensor, target_logits: torch.Tensor, vocab_map: torch.Tensor | None) -> None:
@@ -214,39 +231,3 @@ def _check_sizes(draft_logits: torch.Tensor, target_logits: torch.Tensor, vocab_
         raise ValueError(
             f"the draft head has {draft_logits.shape[-1]} tokens and {num_mapped} are expected; give the vocab_map of that head"
         )
-
-
-def sparse_forward_kl(
-    draft_logits: torch.Tensor, law: TopLaw, weights: torch.Tensor, *, vocab_map: torch.Tensor | None = None
-) -> Divergence:
-    """Weighted sum of KL between a sparse target law and draft logits [N, Vd], each with its tail as one bucket.
-
-    The bucket makes it a lower bound of the full KL. Kept tokens that the draft vocabulary lacks count as `outside` mass; alpha
-    is the part that the kept tokens prove. Gradients are autograd's own.
-    """
-    wide = draft_logits if draft_logits.dtype == torch.float64 else draft_logits.float()
-    logprobs = torch.log_softmax(wide.masked_fill((weights == 0)[:, None], 0.0), dim=-1)
-    num_draft_tokens = logprobs.shape[-1]
-    columns, known = _sparse_columns(law.ids, vocab_map)
-    # One more column, of no mass, takes the tokens that the draft vocabulary lacks.
-    columns = torch.where(known, columns, num_draft_tokens)
-    padded = torch.nn.functional.pad(logprobs, (0, 1), value=LOG_ZERO)
-    log_p, log_q = law.logprobs.to(padded.dtype), padded.gather(-1, columns)
-    p, tail = log_p.exp(), law.tail.to(padded.dtype)
-    # A masked sum, since 1 - sum of the kept loses all digits when they are nearly everything. When they are the whole draft
-    # vocabulary, the target's tail is outside mass or rounding.
-    log_q_tail = torch.logsumexp(padded.scatter(-1, columns, LOG_ZERO)[:, :num_draft_tokens], dim=-1)
-    kl_tail = torch.where(log_q_tail > LOG_ZERO / 2, tail * (tail.clamp(min=1e-30).log() - log_q_tail), 0.0)
-    kl = torch.where(known, p * (log_p.clamp(min=LOG_ZERO) - log_q), 0.0).sum(dim=-1) + kl_tail
-    alpha = torch.minimum(p, log_q.exp()).sum(dim=-1).detach()
-    outside = torch.where(known, 0.0, p).sum(dim=-1)
-    return Divergence((weights * kl).sum(), alpha, None, outside)
-
-
-def _sparse_columns(ids: torch.Tensor, vocab_map: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target ids [N, k] -> (draft ids, known), both [N, k]."""
-    if vocab_map is None:
-        return ids, torch.ones_like(ids, dtype=torch.bool)
-    ordered, order = torch.sort(vocab_map)
-    near = torch.searchsorted(ordered, ids).clamp(max=len(ordered) - 1)
-    return order[near], ordered[near] == ids

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from draftsmith.kernels.divergence_kind import Kind
 from draftsmith.train.objective import UnrolledLoss
 from draftsmith.train.walk import deepen, predicted_tau
 
@@ -16,9 +17,10 @@ class MetricWindow:
     # Batches whose text is walked for the predicted tau; the walk runs on the host, so a few recent ones must do.
     WALKED = 4
 
-    def __init__(self, depths: int) -> None:
+    def __init__(self, depths: int, kind: Kind) -> None:
         self.depths = depths  # draft positions of a round that the predicted tau assumes
-        self.sums: torch.Tensor | None = None  # [4, S] weight, KL, alpha, outside
+        self.name = kind.metric
+        self.sums: torch.Tensor | None = None  # [4, S] weight, divergence, alpha, outside
         self.walked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, unrolled: UnrolledLoss, loss_mask: torch.Tensor) -> None:
@@ -27,14 +29,15 @@ class MetricWindow:
         self.walked = [*self.walked, (unrolled.keep.detach(), loss_mask)][-self.WALKED :]
 
     def drain(self, reduce: Callable[..., torch.Tensor]) -> dict[str, float]:
-        """kl_s, alpha_s (s from 1), outside and tau of the window over all ranks; the window is empty afterwards."""
+        """forward_kl_s (or what is trained by), alpha_s (s from 1), outside and tau of the window over all ranks; the window is
+        empty afterwards."""
         if self.sums is None:
             return {}
         sums = reduce(self.sums, reduction="sum")
-        weight, kl, alpha, outside = (sums / sums[0].clamp(min=1e-9)).tolist()
+        weight, divergence, alpha, outside = (sums / sums[0].clamp(min=1e-9)).tolist()
         metrics = {}
         for depth in range(len(weight)):
-            metrics[f"kl_{depth + 1}"] = kl[depth]
+            metrics[f"{self.name}_{depth + 1}"] = divergence[depth]
             metrics[f"alpha_{depth + 1}"] = alpha[depth]
         metrics["outside"] = outside[0]
         tau = self._tau()

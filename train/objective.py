@@ -1,10 +1,11 @@
-"""Forward KL from the live target's law to the draft's, over every unrolled depth. Shared by offline and online training.
+"""A divergence of the draft's law from the live target's, over every unrolled depth. Shared by offline and online training.
 
 B rows, L tokens a row, S unrolled steps, H hidden width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,8 @@ import torch
 
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target import Target
-from draftsmith.kernels.divergence import forward_kl
+from draftsmith.kernels.divergence import Divergence, divergence
+from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
 
 
 class Unrollable(Protocol):
@@ -52,36 +54,34 @@ class StepSums(NamedTuple):
     """Weighted sums over the trained positions, one entry a step; divide by `weight`."""
 
     weight: torch.Tensor  # [S]
-    kl: torch.Tensor  # [S]
+    divergence: torch.Tensor  # [S]
     alpha: torch.Tensor  # [S] sum_v min(p_v, q_v)
     outside: torch.Tensor  # [S] target mass outside the draft vocabulary
 
 
 class UnrolledLoss(NamedTuple):
-    total: torch.Tensor  # scalar: sum over steps s and positions of decay**s * weight * KL(p || q)
+    total: torch.Tensor  # scalar: sum over steps s and positions of decay**s * weight * divergence
     scale: float  # sum over steps of decay**s; total / (scale * weights.sum()) is the token mean
     sums: StepSums
     keep: torch.Tensor  # [B, L, S] chance that the text's token at this position is kept when drafted at depth s; 0 elsewhere
 
 
-def unrolled_loss(drafter: Unrollable, target: Target, text: WeightedText, *, num_steps: int, decay: float) -> UnrolledLoss:
+def unrolled_loss(
+    drafter: Unrollable, target: Target, text: WeightedText, *, num_steps: int, decay: float, kind: Kind = FORWARD_KL
+) -> UnrolledLoss:
     """One target pass, one draft pass a step. Gradients reach the draft only."""
     with torch.no_grad():
         taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
     batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=num_steps)
-    total = torch.zeros((), device=text.weights.device)
-    scale, sums, keeps = 0.0, [], []
-    for depth, step in enumerate(drafter.unroll(batch)):
-        predicted = select(step, text, target_hidden)
-        factor = decay**depth
-        scale += factor
-        step_total, step_sums, kept = _step_loss(drafter, target, predicted)
-        # The zero keeps every rank's graph alike when a rank has no trained position at this depth.
-        total = total + factor * step_total + 0.0 * step.hidden.sum()
-        sums.append(step_sums)
-        keeps.append(scatter(kept, predicted, text.weights))
-    stacked = StepSums(*(torch.stack(values) for values in zip(*sums, strict=True)))
-    return UnrolledLoss(total, scale, stacked, torch.stack(keeps, dim=-1))
+    steps = list(drafter.unroll(batch))
+    predicted = [select(step, text, target_hidden) for step in steps]
+    factors = [decay**depth for depth in range(len(steps))]
+    result = _divergence(drafter, target, predicted, factors, kind)
+    # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
+    total = result.loss + 0.0 * sum(step.hidden.sum() for step in steps)
+    sizes = [len(one.weights) for one in predicted]
+    keep = [scatter(kept, one, text.weights) for kept, one in zip(result.keep.split(sizes), predicted, strict=True)]
+    return UnrolledLoss(total, sum(factors), _sums(result, predicted, sizes), torch.stack(keep, dim=-1))
 
 
 def select(step: UnrolledStep, text: WeightedText, target_hidden: torch.Tensor) -> Predicted:
@@ -107,20 +107,25 @@ def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> t
     return spread
 
 
-def _step_loss(drafter: Unrollable, target: Target, predicted: Predicted) -> tuple[torch.Tensor, StepSums, torch.Tensor]:
-    divergence = forward_kl(
-        predicted.hidden,
+def _divergence(
+    drafter: Unrollable, target: Target, predicted: Sequence[Predicted], factors: Sequence[float], kind: Kind
+) -> Divergence:
+    """Of all steps at once: a call holds a gradient as large as the draft head until backward."""
+    target_hidden = torch.cat([one.target_hidden for one in predicted])
+    return divergence(
+        kind,
+        torch.cat([one.hidden for one in predicted]),
         drafter.head_weight(),
-        lambda rows: target.head(predicted.target_hidden[rows]),
-        predicted.weights,
+        lambda rows: target.head(target_hidden[rows]),
+        torch.cat([factor * one.weights for factor, one in zip(factors, predicted, strict=True)]),
         vocab_map=drafter.vocab_map,
-        tokens=predicted.tokens,
+        tokens=torch.cat([one.tokens for one in predicted]),
     )
-    weights = predicted.weights
-    sums = StepSums(
-        weight=weights.sum(),
-        kl=divergence.loss.detach().float(),
-        alpha=(divergence.alpha * weights).sum(),
-        outside=(divergence.outside * weights).sum(),
-    )
-    return divergence.loss, sums, divergence.keep
+
+
+def _sums(result: Divergence, predicted: Sequence[Predicted], sizes: Sequence[int]) -> StepSums:
+    def of(values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(part * one.weights).sum() for part, one in zip(values.split(sizes), predicted, strict=True)])
+
+    weight = torch.stack([one.weights.sum() for one in predicted])
+    return StepSums(weight, of(result.rows.detach()), of(result.alpha), of(result.outside))

@@ -13,6 +13,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train import arguments, resolve
 from draftsmith.train.batches import batches_per_epoch
 from draftsmith.train.checkpoints import RunFolder
@@ -35,7 +36,7 @@ def train(config: TrainConfig) -> None:
         tell_what_is_missing(config, corpus)
     drafter = new_drafter(config, place, target, corpus)
     spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
-    trainer = make_trainer(config, place, Trainee(drafter, target, config.unroll), corpus, spare)
+    trainer = make_trainer(config, place, make_trainee(config, place, drafter, target), corpus, spare)
     trainer.train(resume_from_checkpoint=open_folder(config, place, trainer))
     finish(config, trainer, target, corpus)
 
@@ -60,6 +61,18 @@ def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
     ):
         if count:
             print(f"{count} sequences of {config.data!r} are {what}", file=sys.stderr)
+
+
+def make_trainee(config: TrainConfig, place: Place, drafter: torch.nn.Module, target: Target) -> Trainee:
+    # Short batches at the end of an epoch count as whole ones, so that a text weighs the same wherever it falls.
+    samples = config.batch_size * config.accumulate * place.world_size
+    return Trainee(
+        drafter,
+        target,
+        config.unroll,
+        kind=kind_of(config.divergence),
+        samples_per_step=samples if config.mean == "sample" else None,
+    )
 
 
 def make_trainer(

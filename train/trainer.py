@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from draftsmith.drafters.target import Target
+from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
+from draftsmith.kernels.divergence_weights import per_sample
 from draftsmith.train.batches import BatchPlan, collate
 from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data import Sequences, TokenSequence
@@ -31,10 +33,21 @@ class Trainee(torch.nn.Module):
     # The Trainer asks for it when a checkpoint holds tied weights once.
     _keys_to_ignore_on_save = None
 
-    def __init__(self, drafter: torch.nn.Module, target: Target, unroll: UnrollConfig):
+    def __init__(
+        self,
+        drafter: torch.nn.Module,
+        target: Target,
+        unroll: UnrollConfig,
+        *,
+        kind: Kind = FORWARD_KL,
+        samples_per_step: int | None = None,
+    ):
+        """With `samples_per_step`, texts in a whole optimizer step, the loss is a sample mean; without, a token mean."""
         super().__init__()
         self.drafter = drafter
         self.unroll = unroll
+        self.kind = kind
+        self.samples_per_step = samples_per_step
         # In a tuple, lest nn.Module register it.
         self._target = (target,)
 
@@ -46,10 +59,13 @@ class Trainee(torch.nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
         """`labels` [B, L] are the tokens where the target wrote them and -100 elsewhere."""
-        text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=(labels != -100).float())
+        weights, whole = (labels != -100).float(), num_items_in_batch
+        if self.samples_per_step is not None:
+            weights, whole = per_sample(weights), self.samples_per_step
+        text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=weights)
         drafter: Unrollable = self.drafter
-        unrolled = unrolled_loss(drafter, self.target, text, num_steps=self.unroll.steps, decay=self.unroll.decay)
-        return {"loss": unrolled.total / (unrolled.scale * num_items_in_batch), "unrolled": unrolled}
+        unrolled = unrolled_loss(drafter, self.target, text, num_steps=self.unroll.steps, decay=self.unroll.decay, kind=self.kind)
+        return {"loss": unrolled.total / (unrolled.scale * whole), "unrolled": unrolled}
 
 
 class DraftTrainer(Trainer):
@@ -71,7 +87,7 @@ class DraftTrainer(Trainer):
         self.clock = clock
         self.evaluate_held_out = evaluate_held_out
         self.spare = spare
-        self.window = MetricWindow(trainee.unroll.steps)
+        self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
         # The Trainer wants some evaluation data set to schedule evaluations; `evaluate` has its own.
         super().__init__(model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences, eval_dataset=sequences)
         self.remove_callback(PrinterCallback)

@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from draftsmith.kernels import divergence_triton, verify_triton
+from draftsmith.kernels import verify_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 F32, I64, I32 = "*fp32", "*i64", "i32"
@@ -16,7 +16,6 @@ F32, I64, I32 = "*fp32", "*i64", "i32"
 STATS = {"lengths": I64, "maxima": F32, "sums": F32}
 LAWS = {"p_maxima": F32, "p_sums": F32, "q_maxima": F32, "q_sums": F32}
 REQUESTS = {"draft_tokens": I64, "lengths": I64, "first_rows": I64, "seeds": I64, "positions": I64, "accepted": I64}
-ROWS = {"weights": F32, "kl": F32, "alpha": F32, "keep": F32, "outside": F32}
 
 
 def check(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> int:
@@ -39,19 +38,6 @@ def main() -> int:
         done += check(verify_triton._race, race, {"HAS_Q": has_q, "BLOCK": 4096, "BLOCKS": 1, "num_draft": 1, "num_blocks": 1})
     emit = {"draft_tokens": I64, "accepted": I64, "scores": F32, "winners": "*i32", "tokens": I64}
     done += check(verify_triton._emit, emit, {"COLUMNS": 8, "BLOCKS": 32})
-    for has_map in (True, False):
-        for has_tokens in (True, False):
-            pointers = {
-                **ROWS,
-                "draft_logits": "*bf16",
-                "target_logits": "*bf16",
-                "grad": "*bf16",
-                "vocab_map": I64 if has_map else F32,
-                "columns": I64 if has_tokens else F32,
-                "tokens": I64 if has_tokens else F32,
-            }
-            constants = {"HAS_MAP": has_map, "HAS_TOKENS": has_tokens, "BLOCK": 4096}
-            done += check(divergence_triton._forward_kl_rows, pointers, constants)
     return done
 
 
