@@ -19,6 +19,7 @@ class EngineConfig:
     memory_gib: float = option(2.0, "most memory for keys and values of the target when `num_blocks` is not given")
     max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
+    compile: str = option("auto", "replay recorded forwards with fewer operations; auto: on a CPU", choices=("auto", "off"))
     seed: int = option(0, "seeds the requests that bring none")
 
 
@@ -43,7 +44,9 @@ class ServeConfig:
     port: int = option(8000, "port to listen on")
     api_key: tuple[str, ...] | None = option(None, "if given, requests must carry one of these as a bearer token")
     max_body_bytes: int = option(16 * 2**20, "largest request body; a larger one is answered with 413")
-    max_concurrency: int | None = option(None, "answers made at the same time, waiting ones included; one more is answered with 429")
+    max_concurrency: int | None = option(
+        None, "answers made at the same time, waiting ones included; one more is answered with 429"
+    )
     request_timeout_s: float | None = option(None, "seconds that a request may take; then it is ended and answered with 408")
     per_request_spec_decode_metrics: str = option(
         "none", "what every response tells of its drafts, as vLLM does", choices=("none", "summary", "detailed")
@@ -64,6 +67,9 @@ class ServeConfig:
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
+    compile: str = option(
+        "auto", "replay recorded forwards with fewer operations; auto: on a CPU, where a recording is exact", choices=("auto", "off")
+    )
     seed: int = option(0, "seeds the requests that bring none")
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
 
@@ -88,5 +94,6 @@ class ServeConfig:
             memory_gib=self.memory_gib,
             max_length=self.max_length,
             prefix_cache=self.prefix_cache,
+            compile=self.compile,
             seed=self.seed,
         )

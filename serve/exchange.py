@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.request import Request, SamplingParams, Update
+from draftsmith.serve.request import OnUpdate, Request, SamplingParams, Update
 
 
 class Event(NamedTuple):
@@ -17,25 +18,34 @@ class Event(NamedTuple):
 
 
 class Exchange:
-    def __init__(self, loop: EngineLoop):
+    """`timeout_s` bounds the time from here to the last update; `asyncio.TimeoutError` tells that it is over."""
+
+    def __init__(self, loop: EngineLoop, timeout_s: float | None = None):
         self.loop = loop
         self.requests: list[Request] = []
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._here = asyncio.get_running_loop()
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, request_class: str, learn: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        request_class: str,
+        tenant: str,
+        learn: bool,
     ) -> None:
         """One engine request a (prompt, params) pair; when one is refused none is taken."""
         intake = self.loop.engine.intake
         requests = [
-            intake.request(prompt, choice, self._forwarder(index), request_class=request_class, learn=learn)
+            intake.request(prompt, choice, self._forwarder(index), request_class=request_class, tenant=tenant, learn=learn)
             for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))
         ]
         self.loop.enqueue(requests)
         self.requests = requests
 
-    def _forwarder(self, index: int):
+    def _forwarder(self, index: int) -> OnUpdate:
         def forward(request: Request, update: Update) -> None:
             # The client's event loop may be gone while the engine still finishes a round.
             if not self._here.is_closed():
@@ -48,11 +58,16 @@ class Exchange:
         unfinished = len(self.requests)
         try:
             while unfinished:
-                event = await self._events.get()
+                event = await self._next()
                 unfinished -= event.update.finish_reason is not None
                 yield event
         finally:
             self.cancel()
+
+    async def _next(self) -> Event:
+        if self._deadline_s is None:
+            return await self._events.get()
+        return await asyncio.wait_for(self._events.get(), max(0.0, self._deadline_s - time.monotonic()))
 
     async def finished(self) -> list[Request]:
         async for _ in self.events():

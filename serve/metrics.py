@@ -1,102 +1,45 @@
-"""`/metrics`: the engine's counters under vLLM's names, which dashboards and load generators know, and under our own."""
+"""`/metrics`: the engine's counters, and the latencies and classes of finished requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import FinishReason, Request
+from draftsmith.serve.metrics_engine import EngineCollector
+from draftsmith.serve.request import Request
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-HISTOGRAMS = {
+COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+FEW = (0, 1, 2, 5, 10, 20, 50, 100)
+LATENCIES = {
     "vllm:time_to_first_token_seconds": "Arrival to first token.",
     "vllm:inter_token_latency_seconds": "Time between two rounds that gave a request tokens.",
     "vllm:request_time_per_output_token_seconds": "Mean time of the tokens after the first, by request.",
     "vllm:e2e_request_latency_seconds": "Arrival to last token.",
     "vllm:request_queue_time_seconds": "Arrival to admission.",
+    "vllm:request_inference_time_seconds": "Admission to last token.",
+    "vllm:request_prefill_time_seconds": "Admission to first token.",
+    "vllm:request_decode_time_seconds": "First token to last.",
 }
-
-
-class EngineCollector(Collector):
-    """Reads the engine's plain counters when asked, so that counting costs the rounds nothing."""
-
-    def __init__(self, engine: Engine, model: str):
-        self.engine, self.model = engine, model
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._speculation()
-        yield from self._serving()
-        yield from self._ours()
-
-    def _speculation(self) -> Iterator[Metric]:
-        stats = self.engine.stats
-        yield self._counter("vllm:spec_decode_num_drafts", "Rounds that drafted.", stats.num_drafts)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.num_draft_tokens)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens.", stats.num_accepted_tokens)
-        yield self._by_position(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by draft position.", stats.offered, stats.accepted
-        )
-
-    def _serving(self) -> Iterator[Metric]:
-        stats, scheduler = self.engine.stats, self.engine.scheduler
-        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", len(scheduler.running))
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", len(scheduler.waiting))
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of blocks in use.", scheduler.blocks.usage)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Generated tokens.", stats.num_generation_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests put back for lack of blocks.", scheduler.num_preemptions)
-        finished = CounterMetricFamily("vllm:request_success", "Finished requests.", labels=["model_name", "finished_reason"])
-        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
-            finished.add_metric([self.model, reason.value], stats.finished[reason.value])
-        yield finished
-
-    def _ours(self) -> Iterator[Metric]:
-        stats = self.engine.stats
-        counts = stats.acceptance
-        yield self._by_position("draftsmith_offered", "Draft tokens put before the target.", stats.offered, stats.offered)
-        yield self._by_position(
-            "draftsmith_reached", "Of those, tokens whose prefix was kept.", stats.offered, dict(enumerate(counts.offered))
-        )
-        yield self._by_position("draftsmith_accepted", "Of those, tokens kept.", stats.offered, dict(enumerate(counts.accepted)))
-        yield self._counter("draftsmith_committed", "Tokens committed by rounds that drafted.", counts.num_committed)
-        yield self._counter("draftsmith_rounds", "Engine rounds.", stats.num_rounds)
-        version = GaugeMetricFamily("draftsmith_draft_version", "1 for the draft being served.", labels=["version"])
-        version.add_metric([stats.draft_version], 1)
-        yield version
-        yield self._labelled("draftsmith_time_seconds", "Where rounds spend their time.", "phase", stats.time_s)
-        yield self._labelled("draftsmith_fallbacks", "Drafting failures by cause.", "cause", stats.fallbacks)
-        yield self._counter("draftsmith_swaps", "Draft versions swapped in.", stats.num_swaps)
-        yield self._counter("draftsmith_swaps_refused", "Draft versions refused.", stats.num_swaps_refused)
-        yield self._counter("draftsmith_records", "Round records handed to the sink.", self.engine.recorder.num_records)
-        pauses = list(stats.swap_pauses_s)
-        yield self._gauge("draftsmith_swap_pause_seconds", "Pause of the latest swap.", pauses[-1] if pauses else 0.0)
-        yield self._gauge("draftsmith_swap_pause_seconds_max", "Longest pause of a swap.", max(pauses, default=0.0))
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self.model], value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self.model], value)
-        return family
-
-    def _by_position(self, name: str, text: str, positions: Iterable[int], values: dict[int, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name", "position"])
-        for position in sorted(positions):
-            family.add_metric([self.model, str(position)], values.get(position, 0))
-        return family
-
-    def _labelled(self, name: str, text: str, label: str, values: dict[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[label])
-        for key, value in dict(values).items():
-            family.add_metric([key], value)
-        return family
+SIZES = {
+    "vllm:request_prompt_tokens": "Prompt tokens of a request.",
+    "vllm:request_generation_tokens": "Tokens of an answer.",
+    "vllm:request_max_num_generation_tokens": "Tokens of the longest of a prompt's answers.",
+    "vllm:request_params_max_tokens": "Most tokens that a request allowed.",
+}
+NUMBERS = {
+    "vllm:request_params_n": "Answers asked for a prompt.",
+    "vllm:request_num_preemptions": "How often a request was put back for lack of blocks.",
+}
+CLASS_COUNTERS = {
+    "draftsmith_class_requests": "Finished requests.",
+    "draftsmith_class_generation_tokens": "Their tokens.",
+    "draftsmith_class_target_passes": "Target passes that gave these; tokens divided by passes is tau.",
+    "draftsmith_class_draft_tokens": "Draft tokens put before the target.",
+    "draftsmith_class_accepted_tokens": "Of those, tokens kept.",
+}
+MAX_CLASSES = 32  # a label that a client chooses must not grow the exposition without bound
+OTHER_CLASSES = "other"
 
 
 class ServerMetrics:
@@ -107,27 +50,68 @@ class ServerMetrics:
         self.registry.register(EngineCollector(engine, model))
         self._model = model
         self._histograms = {
-            name: Histogram(name, text, ["model_name"], registry=self.registry, buckets=SECONDS)
-            for name, text in HISTOGRAMS.items()
+            name: Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+            for family, buckets in ((LATENCIES, SECONDS), (SIZES, COUNTS), (NUMBERS, FEW))
+            for name, text in family.items()
         }
+        self._classes = {
+            name: Counter(name, text, ["model_name", "request_class"], registry=self.registry)
+            for name, text in CLASS_COUNTERS.items()
+        }
+        self._class_names: set[str] = set()
+        for histogram in self._histograms.values():
+            histogram.labels(model)  # told from the first scrape on, empty
 
-    def finished(self, request: Request) -> None:
-        """Latencies of a request that gave at least one token."""
+    def finished(self, request: Request, *, num_choices: int = 1) -> None:
+        """Latencies and sizes of a request that gave at least one token; `num_choices` were asked for its prompt."""
+        self._count_class(request)
         if request.first_token_s is None or request.finished_s is None or request.admitted_s is None:
             return
         first_s, last_s = request.first_token_s, request.last_token_s or request.first_token_s
         self._observe("vllm:time_to_first_token_seconds", first_s - request.arrival_s)
         self._observe("vllm:e2e_request_latency_seconds", last_s - request.arrival_s)
         self._observe("vllm:request_queue_time_seconds", request.admitted_s - request.arrival_s)
+        self._observe("vllm:request_inference_time_seconds", last_s - request.admitted_s)
+        self._observe("vllm:request_prefill_time_seconds", first_s - request.admitted_s)
+        self._observe("vllm:request_decode_time_seconds", last_s - first_s)
         if request.num_output > 1:
             self._observe("vllm:request_time_per_output_token_seconds", (last_s - first_s) / (request.num_output - 1))
+        self._observe("vllm:request_prompt_tokens", request.num_prompt)
+        self._observe("vllm:request_generation_tokens", request.num_output)
+        self._observe("vllm:request_params_max_tokens", request.max_tokens)
+        self._observe("vllm:request_params_n", num_choices)
+        self._observe("vllm:request_num_preemptions", request.num_preemptions)
+
+    def answered(self, lengths: list[int], num_choices: int) -> None:
+        """`lengths` of all answers of one HTTP request, choices of one prompt being neighbours."""
+        for begin in range(0, len(lengths), num_choices):
+            self._observe("vllm:request_max_num_generation_tokens", max(lengths[begin : begin + num_choices]))
 
     def updated(self, seconds: float) -> None:
         """Between two updates of a streaming request; a round may bring several tokens."""
         self._observe("vllm:inter_token_latency_seconds", seconds)
 
-    def _observe(self, name: str, seconds: float) -> None:
-        self._histograms[name].labels(self._model).observe(seconds)
+    def _count_class(self, request: Request) -> None:
+        label = self._class_label(request.request_class)
+        stats = request.speculation
+        for name, value in (
+            ("draftsmith_class_requests", 1),
+            ("draftsmith_class_generation_tokens", request.num_output),
+            ("draftsmith_class_target_passes", stats.num_passes),
+            ("draftsmith_class_draft_tokens", sum(stats.offered)),
+            ("draftsmith_class_accepted_tokens", sum(stats.accepted)),
+        ):
+            self._classes[name].labels(self._model, label).inc(value)
+
+    def _class_label(self, name: str) -> str:
+        if name not in self._class_names:
+            if len(self._class_names) >= MAX_CLASSES:
+                return OTHER_CLASSES
+            self._class_names.add(name)
+        return name
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(self._model).observe(value)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

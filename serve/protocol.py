@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from draftsmith.serve.api_format import ResponseFormat, StructuredOutputs, grammar_of
+from draftsmith.serve.api_wire import Text, Wire
 from draftsmith.serve.request import SamplingParams
 
-
-def _is_text(value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("it holds half a surrogate pair, which is no text; mend its encoding") from error
-    return value
-
-
-Text = Annotated[str, AfterValidator(_is_text)]
-
-
-class Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**63)]]
 
 
 class Speculation(Wire):
@@ -33,10 +22,7 @@ class Speculation(Wire):
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
-
-
-class ResponseFormat(Wire):
-    type: Literal["text"]
+    continuous_usage_stats: bool | None = None  # as vLLM: every chunk carries the usage so far
 
 
 class Generation(Wire):
@@ -47,42 +33,53 @@ class Generation(Wire):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Text | list[Text] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, lt=1e30)] | None = None
+    logit_bias: dict[Text, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    bad_words: list[Annotated[Text, Field(min_length=1)]] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
     speculation: Speculation = Field(default_factory=Speculation)
-    request_class: Text = ""
-    return_token_ids: bool | None = None  # as vLLM: each choice also carries its tokens
+    request_class: Annotated[Text, Field(max_length=128)] = ""
+    return_token_ids: bool | None = None  # as vLLM: the response also carries the tokens of prompt and answer
     return_tokens_as_token_ids: bool | None = None  # as vLLM: tokens of logprobs are named "token_id:17"
-
-    presence_penalty: Literal[0, 0.0] | None = None
-    frequency_penalty: Literal[0, 0.0] | None = None
-    logit_bias: dict[str, float] | None = None
-
-    @field_validator("presence_penalty", "frequency_penalty", mode="before")
-    @classmethod
-    def _no_penalty(cls, value: Any) -> Any:
-        if value not in (None, 0):
-            raise ValueError("penalties are not supported; leave it out or give 0")
-        return value
 
     @field_validator("logit_bias")
     @classmethod
-    def _no_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value:
-            raise ValueError("logit_bias is not supported; leave it out")
+    def _bias_names_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not (key.isascii() and key.isdigit() and len(key) < 19):
+                raise ValueError(f"{key!r} is no token id; name tokens by their ids")
         return value
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is given without stream; set stream to true or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Generation:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs is given together with response_format; choose one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _some_tokens(self) -> Generation:
+        if self.most_tokens() == 0 and not self.echoes():
+            raise ValueError("max_tokens is 0; ask for at least 1, or for the echo of a completion's prompt")
         return self
 
     def alternatives(self) -> int | None:
@@ -92,30 +89,44 @@ class Generation(Wire):
     def most_tokens(self) -> int | None:
         return self.max_tokens
 
-    def sampling(self, index: int) -> SamplingParams:
-        """Of the `index`-th of n choices: each draws from its own streams."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def echoes(self) -> bool:
+        """Whether the prompt is part of the answer."""
+        return False
+
+    def sampling(self, index: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+        """Of the `index`-th of n choices: each draws from its own streams. `bad_words` are the tokens of those asked for."""
+        most = self.most_tokens()
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
-            max_tokens=self.most_tokens(),
+            # An echo of nothing but the prompt: the engine gives one token, which is not shown.
+            max_tokens=1 if most == 0 else most,
+            min_tokens=self.min_tokens or 0,
             seed=None if self.seed is None else self.seed + index * 0x9E3779B97F4A7C15,
-            stop=stop,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.alternatives(),
             k=self.speculation.k,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            bad_words=bad_words,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            grammar=grammar_of(self.response_format, self.structured_outputs),
         )
 
 
 class CompletionRequest(Generation):
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | TokenIds | list[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     suffix: None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionRequest:
@@ -126,8 +137,17 @@ class CompletionRequest(Generation):
     def alternatives(self) -> int | None:
         return self.logprobs
 
+    @model_validator(mode="after")
+    def _echo_has_no_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported; leave one of them out")
+        return self
+
     def most_tokens(self) -> int:
         return 16 if self.max_tokens is None else self.max_tokens
+
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
 
 class TextPart(Wire):
@@ -145,12 +165,41 @@ class Message(Wire):
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
 
 
-class ChatRequest(Generation):
+class Conversation(Wire):
+    """Messages and how the chat template makes a prompt of them."""
+
     messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None  # default: true unless the final message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[Text, Any] | None = None
+
+    @model_validator(mode="after")
+    def _continues_or_prompts(self) -> Conversation:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt and continue_final_message are both true; choose one of them")
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_not_ours(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in OURS_OF_TEMPLATES:
+            if name in (value or {}):
+                raise ValueError(f"{name!r} is no variable of a chat template; leave it out")
+        return value
+
+
+# What apply_chat_template is itself told: a client must not set it through the variables of its template.
+OURS_OF_TEMPLATES = (
+    "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+
+
+class ChatRequest(Generation, Conversation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

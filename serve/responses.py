@@ -8,70 +8,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from draftsmith.serve.request import FinishReason, Request, SpeculationStats, TokenLogprob, Update
+from draftsmith.serve.api_report import Level, speculation_report
+from draftsmith.serve.request import FinishReason, Request, TokenLogprob, Update
+from draftsmith.serve.tokens import Prompt
 
 Body = dict[str, Any]
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM tells a token without mass by the same number
 
 
 class Vocabulary(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
-def usage(requests: Sequence[Request], num_prompts: int) -> Body:
-    """Prompt tokens count once a prompt, however many choices it has."""
-    choices = len(requests) // num_prompts
-    prompt = sum(request.num_prompt for request in requests[::choices])
-    completion = sum(request.num_output for request in requests)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def speculation_report(stats: SpeculationStats, k: int) -> Body:
-    """vLLM's per-request fields, with `tau` (of the rounds that drafted) and all target passes added."""
-    drafts, offered, accepted = len(stats.offered), sum(stats.offered), sum(stats.accepted)
-    deepest = max([k, *stats.offered])
-    histogram = [stats.accepted.count(count) for count in range(deepest + 1)]
-    return {
-        "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
-        "draft_acceptance_rate": accepted / offered if offered else None,
-        "acceptance_histogram": histogram,
-        "num_spec_steps": drafts,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": offered,
-        "num_spec_tokens": k,
-        "per_step_accepted": stats.accepted,
-        "per_step_drafted": stats.offered,
-        "per_step_committed": stats.committed,
-        "num_target_passes": stats.num_passes,
-        "num_committed_tokens": stats.num_committed,
-        "tau": sum(stats.committed) / drafts if drafts else None,
-    }
-
-
-def finish_name(reason: FinishReason | None) -> str | None:
-    return None if reason is None else reason.value
-
-
 class Extras(NamedTuple):
-    """What a request asked for beyond OpenAI's fields."""
+    """What a request asked for beyond the answer."""
 
-    report: bool = False  # what became of the drafts
-    token_ids: bool = False  # each choice also carries its tokens
+    report: Level = "none"  # what became of the drafts
+    report_alone: bool = False  # a stream tells it even where no usage is asked for
+    token_ids: bool = False  # the response also carries the tokens of prompt and answer
     name_by_id: bool = False  # tokens of logprobs are named "token_id:17", which text cannot confuse
+    echo: bool = False  # the prompt is part of the text
+    prompt_only: bool = False  # and there is nothing else
+    usage: bool = False  # a stream ends with the usage
+    running_usage: bool = False  # and every chunk has it
 
 
 @dataclass
 class Responder:
-    """Shared by both endpoints: identity of the response, usage, the optional report."""
+    """Shared by both endpoints: identity of the response, usage, the optional report. Choices of one prompt are neighbours."""
 
     model: str
     vocabulary: Vocabulary
     extras: Extras
+    prompts: Sequence[Prompt]
+    num_choices: int = 1  # of each prompt
     prefix: str = "cmpl"
     whole: str = "text_completion"
     piece: str = "text_completion"
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, int] = field(default_factory=dict)  # characters streamed, by choice
+    counts: dict[int, int] = field(default_factory=dict)  # tokens streamed, by choice
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -79,33 +56,54 @@ class Responder:
     def head(self, kind: str) -> Body:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def body(self, requests: Sequence[Request], num_prompts: int) -> Body:
+    def body(self, requests: Sequence[Request]) -> Body:
         choices = [self.choice(index, request) | self.tokens(request.output) for index, request in enumerate(requests)]
-        body = {**self.head(self.whole), "choices": choices, "usage": usage(requests, num_prompts)}
+        body = {**self.head(self.whole), "choices": choices, "usage": self.usage(requests)}
         return body | self.metrics(requests)
 
+    def usage(self, requests: Sequence[Request]) -> Body:
+        """Prompt tokens count once a prompt, however many choices it has."""
+        return self._usage(sum(len(prompt.tokens) for prompt in self.prompts), sum(request.num_output for request in requests))
+
+    def _usage(self, prompt: int, completion: int) -> Body:
+        completion = 0 if self.extras.prompt_only else completion
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
     def metrics(self, requests: Sequence[Request]) -> Body:
-        if not self.extras.report:
+        if self.extras.report == "none":
             return {}
         # As vLLM: one report belongs to one choice, and several choices have none.
-        single = requests[0] if len(requests) == 1 else None
-        return {"metrics": {"speculative_decoding": single and speculation_report(single.speculation, single.k)}}
+        if len(requests) != 1:
+            return {"metrics": {"speculative_decoding": None}}
+        report = speculation_report(requests[0].speculation, requests[0].k, level=self.extras.report)
+        return {"metrics": {"speculative_decoding": report}}
 
     def tokens(self, tokens: list[int]) -> Body:
-        return {"token_ids": tokens} if self.extras.token_ids else {}
+        if not self.extras.token_ids:
+            return {}
+        return {"token_ids": [] if self.extras.prompt_only else tokens}
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.num_choices]
 
     def chunk(self, choices: list[Body]) -> Body:
-        return {**self.head(self.piece), "choices": choices}
+        return {**self.head(self.piece), "choices": choices} | ({"usage": None} if self.extras.usage else {})
 
     def update(self, index: int, request: Request, update: Update) -> Body:
         """The chunk of one round."""
-        return self.chunk([self.delta(index, request, update) | self.tokens(update.tokens)])
+        body = self.chunk([self.delta(index, request, update) | self.tokens(update.tokens)])
+        if self.extras.running_usage:
+            # Of what was sent: the engine may be some rounds ahead.
+            self.counts[index] = self.counts.get(index, 0) + len(update.tokens)
+            body["usage"] = self._usage(request.num_prompt, self.counts[index])
+        return body
 
-    def closing(self, requests: Sequence[Request], num_prompts: int, *, with_usage: bool) -> Body | None:
+    def closing(self, requests: Sequence[Request]) -> Body | None:
         """The chunk without choices that ends a stream, if the client asked for what it holds."""
-        if not with_usage and not self.extras.report:
+        if not self.extras.usage and not self.extras.report_alone:
             return None
-        return self.chunk([]) | ({"usage": usage(requests, num_prompts)} if with_usage else {}) | self.metrics(requests)
+        usage = {"usage": self.usage(requests)} if self.extras.usage else {}
+        return self.chunk([]) | usage | self.metrics(requests)
 
     def token(self, token: int) -> str:
         return f"token_id:{token}" if self.extras.name_by_id else self.vocabulary.decode([token])
@@ -114,7 +112,7 @@ class Responder:
         raise NotImplementedError
 
     def opening(self, index: int) -> Body | None:
-        """A chunk sent before the first token."""
+        """What is sent of a choice before its first token."""
         return None
 
     def delta(self, index: int, request: Request, update: Update) -> Body:
@@ -123,38 +121,57 @@ class Responder:
 
 class CompletionResponder(Responder):
     def choice(self, index: int, request: Request) -> Body:
-        return {
-            "index": index,
-            "text": request.text,
-            "logprobs": self._logprobs(request, request.logprobs, 0),
-            "finish_reason": finish_name(request.finish_reason),
-        }
+        return self._piece(index, request, request.text, request.logprobs, request.finish_reason, first=True)
 
     def delta(self, index: int, request: Request, update: Update) -> Body:
-        offset = self.offsets.get(index, 0)
-        self.offsets[index] = offset + len(update.text)
-        return {
-            "index": index,
-            "text": update.text,
-            "logprobs": self._logprobs(request, update.logprobs, offset),
-            "finish_reason": finish_name(update.finish_reason),
-        }
+        first = index not in self.offsets
+        return self._piece(index, request, update.text, update.logprobs, update.finish_reason, first=first)
 
-    def _logprobs(self, request: Request, entries: list[TokenLogprob], offset: int) -> Body | None:
-        if request.params.logprobs is None:
-            return None
-        tokens, offsets, tops = [], [], []
+    def _piece(
+        self,
+        index: int,
+        request: Request,
+        text: str,
+        entries: list[TokenLogprob],
+        reason: FinishReason | None,
+        *,
+        first: bool,
+    ) -> Body:
+        prompt = self.prompt_of(index)
+        echoing = first and self.extras.echo
+        if self.extras.prompt_only:
+            text, entries = "", []
+        if echoing:
+            text = (self.vocabulary.decode(prompt.tokens) if prompt.text is None else prompt.text) + text
+        offset = self.offsets.get(index, 0)
+        self.offsets[index] = offset + len(text)
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = self._logprobs(prompt.tokens[0], entries, offset)
+        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_name(reason)}
+        return body | ({"prompt_token_ids": prompt.tokens} if first and self.extras.token_ids else {})
+
+    def _logprobs(self, first: int, entries: Sequence[TokenLogprob | None], offset: int) -> Body:
+        """Only the first token of a prompt has no entry: nothing comes before it."""
+        tokens, offsets, values, tops = [], [], [], []
         for entry in entries:
-            text = self.token(entry.token)
+            text = self.token(first if entry is None else entry.token)
             tokens.append(text)
             offsets.append(offset)
             offset += len(text)
-            tops.append({self.token(token): value for token, value in [*entry.top[::-1], (entry.token, entry.logprob)]})
-        values = [entry.logprob for entry in entries]
+            values.append(None if entry is None else finite(entry.logprob))
+            tops.append(None if entry is None else self._top(entry))
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _top(self, entry: TokenLogprob) -> Body:
+        # Of tokens with the same text the likeliest is told, and the emitted one before all.
+        return {self.token(token): finite(value) for token, value in [*entry.top[::-1], (entry.token, entry.logprob)]}
 
 
 class ChatResponder(Responder):
+    def body(self, requests: Sequence[Request]) -> Body:
+        return super().body(requests) | self._prompt_tokens()
+
     def choice(self, index: int, request: Request) -> Body:
         return {
             "index": index,
@@ -164,7 +181,9 @@ class ChatResponder(Responder):
         }
 
     def opening(self, index: int) -> Body:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        delta = {"role": "assistant", "content": ""}
+        chunk = self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        return chunk | (self._prompt_tokens() if index == 0 else {})
 
     def delta(self, index: int, request: Request, update: Update) -> Body:
         return {
@@ -173,6 +192,9 @@ class ChatResponder(Responder):
             "logprobs": self._logprobs(request, update.logprobs),
             "finish_reason": finish_name(update.finish_reason),
         }
+
+    def _prompt_tokens(self) -> Body:
+        return {"prompt_token_ids": self.prompts[0].tokens} if self.extras.token_ids else {}
 
     def _logprobs(self, request: Request, entries: list[TokenLogprob]) -> Body | None:
         if request.params.logprobs is None:
@@ -187,16 +209,31 @@ class ChatResponder(Responder):
         text = self.token(token)
         # A part of a character has no text of its own, and its bytes are not those of the replacement character.
         data = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": data}
+        return {"token": text, "logprob": finite(logprob), "bytes": data}
 
 
-def completion_responder(model: str, vocabulary: Vocabulary, extras: Extras) -> Responder:
-    return CompletionResponder(model, vocabulary, extras)
+def finish_name(reason: FinishReason | None) -> str | None:
+    return None if reason is None else reason.value
 
 
-def chat_responder(model: str, vocabulary: Vocabulary, extras: Extras) -> Responder:
-    return ChatResponder(model, vocabulary, extras, prefix="chatcmpl", whole="chat.completion", piece="chat.completion.chunk")
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
 
 
-def error_body(message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> Body:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def completion_responder(
+    model: str, vocabulary: Vocabulary, extras: Extras, prompts: Sequence[Prompt], num_choices: int
+) -> Responder:
+    return CompletionResponder(model, vocabulary, extras, prompts, num_choices)
+
+
+def chat_responder(model: str, vocabulary: Vocabulary, extras: Extras, prompt: Prompt, num_choices: int) -> Responder:
+    return ChatResponder(
+        model,
+        vocabulary,
+        extras,
+        [prompt],
+        num_choices,
+        prefix="chatcmpl",
+        whole="chat.completion",
+        piece="chat.completion.chunk",
+    )

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import uvicorn
@@ -22,9 +22,12 @@ from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.versions import latest, open_version
 from draftsmith.errors import UserError
+from draftsmith.serve.api_gate import Limits
+from draftsmith.serve.api_report import Level
 from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.http import Server, create_app
+from draftsmith.serve.log_line import StatsLog
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.metrics import ServerMetrics
 from draftsmith.serve.record import Sink
@@ -55,6 +58,14 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
 def check(config: ServeConfig) -> None:
     if config.threads is not None and config.threads < 1:
         raise UserError(f"threads is {config.threads}; it must be at least 1")
+    limits = limits_of(config)
+    for name, value in (
+        ("max_body_bytes", limits.max_body_bytes),
+        ("max_concurrency", limits.max_concurrency),
+        ("request_timeout_s", limits.timeout_s),
+    ):
+        if value is not None and value <= 0:
+            raise UserError(f"{name} is {value}; it must be above 0")
     chosen = {
         "ngram": config.ngram,
         "suffix": config.suffix,
@@ -120,11 +131,23 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def limits_of(config: ServeConfig) -> Limits:
+    return Limits(
+        api_keys=config.api_key or (),
+        max_body_bytes=config.max_body_bytes,
+        max_concurrency=config.max_concurrency,
+        timeout_s=config.request_timeout_s,
+    )
+
+
 def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, serving: int | None, sink: Sink | None) -> None:
     """Blocks until SIGTERM or SIGINT, then lets running requests finish and flushes the sink."""
     loop = EngineLoop(engine).start()
     name = config.name or engine.target.name
-    server = Server(loop, name, ServerMetrics(engine, name), config.api_key)
+    server = Server(
+        loop, name, ServerMetrics(engine, name), limits_of(config), cast(Level, config.per_request_spec_decode_metrics)
+    )
+    stats_log = StatsLog(engine, config.log_stats_s).start()
     watcher = None
     if config.versions is not None:
         watcher = VersionWatcher(loop, config.versions, poll_s=config.poll_s, serving=serving).start()
@@ -145,6 +168,7 @@ def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, servi
     except KeyboardInterrupt:
         pass
     finally:
+        stats_log.stop()
         if watcher is not None:
             watcher.stop()
         loop.close(drain_s=config.drain_s)

@@ -1,35 +1,82 @@
-"""Prompts of API requests as token ids."""
+"""Texts of API requests as token ids."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.errors import UserError
 
 
+class Prompt(NamedTuple):
+    tokens: list[int]
+    text: str | None  # as the client sent it; None where it sent tokens
+
+
 def completion_prompts(
-    prompt: str | list[str] | list[int] | list[list[int]], tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
+    prompt: str | list[str] | list[int] | list[list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_special_tokens: bool = True,
+) -> list[Prompt]:
     """One prompt or several, as text or as ids."""
     if isinstance(prompt, str):
-        return [_encode(prompt, tokenizer)]
+        return [Prompt(encode(prompt, tokenizer, add_special_tokens=add_special_tokens), prompt)]
     if not prompt:
         raise UserError("prompt is an empty list; give a text or token ids")
     if isinstance(prompt[0], int):
-        return [list(prompt)]  # type: ignore[list-item]
-    return [_encode(item, tokenizer) if isinstance(item, str) else list(item) for item in prompt]  # type: ignore[arg-type]
+        return [Prompt(list(prompt), None)]  # type: ignore[arg-type]
+    return [
+        Prompt(encode(item, tokenizer, add_special_tokens=add_special_tokens), item)
+        if isinstance(item, str)
+        else Prompt(list(item), None)  # type: ignore[call-overload]
+        for item in prompt
+    ]
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return list(tokenizer(text)["input_ids"])
+def encode(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def chat_prompt(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def chat_prompt(
+    messages: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
+    variables: dict[str, Any] | None = None,
+) -> list[int]:
+    """`variables` are the chat template's own."""
     if tokenizer.chat_template is None:
         raise UserError("this model's tokenizer has no chat template; use /v1/completions")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(variables or {}),
+        )
     except Exception as error:
         # Templates are programs of their own and raise what they like, mostly about the order of roles.
-        raise UserError(f"the chat template refuses these messages ({error}); mend them") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        reason = re.sub(r"\s+", " ", str(error))
+        raise UserError(f"the chat template refuses these messages ({reason}); mend them") from error
+    return encode(text, tokenizer, add_special_tokens=add_special_tokens)
+
+
+def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word at the beginning of a text and, as vLLM has it, of those after a space where that is another
+    first token and as many of them."""
+    sequences: list[tuple[int, ...]] = []
+    for word in words:
+        first, spaced = (tuple(encode(space + word.lstrip(), tokenizer, add_special_tokens=False)) for space in ("", " "))
+        if not first:
+            raise UserError(f"bad_words holds {word!r}, which has no tokens; leave it out")
+        sequences.append(first)
+        if len(spaced) == len(first) and spaced[0] != first[0]:
+            sequences.append(spaced)
+    return tuple(sequences)

@@ -12,6 +12,8 @@ import uvicorn
 
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target import Target
+from draftsmith.serve.api_gate import Limits
+from draftsmith.serve.api_report import Level
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.http import Server, create_app
@@ -21,14 +23,15 @@ from draftsmith.serve.record import Sink
 from draftsmith.serve.run import bind
 
 MODEL = "tiny"
+DEFAULT_LIMITS = Limits()
 
 
 class LiveServer:
-    def __init__(self, engine: Engine, api_key: str | None = None):
+    def __init__(self, engine: Engine, limits: Limits, report: Level):
         self.engine, self.loop = engine, EngineLoop(engine).start()
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = create_app(Server(self.loop, MODEL, ServerMetrics(engine, MODEL), api_key))
+        app = create_app(Server(self.loop, MODEL, ServerMetrics(engine, MODEL), limits, report))
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
@@ -57,7 +60,7 @@ class LiveServer:
 
 @pytest.fixture(scope="module")
 def live_server() -> Iterator[Callable[..., LiveServer]]:
-    """`live_server(target, drafter, config, sink=None, api_key=None)`; all are closed at the end of the module."""
+    """`live_server(target, drafter, config, sink=, limits=, report=)`; all are closed at the end of the module."""
     servers: list[LiveServer] = []
 
     def start(
@@ -66,9 +69,10 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
         config: EngineConfig,
         *,
         sink: Sink | None = None,
-        api_key: str | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        report: Level = "none",
     ) -> LiveServer:
-        servers.append(LiveServer(Engine(target, drafter, config, sink=sink), api_key))
+        servers.append(LiveServer(Engine(target, drafter, config, sink=sink), limits, report))
         return servers[-1]
 
     yield start

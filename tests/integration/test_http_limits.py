@@ -1,0 +1,138 @@
+"""Who may ask and how much: keys, sizes, concurrency, time. Every refusal is an OpenAI error object."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from draftsmith.drafters.target import Target
+from draftsmith.serve.api_gate import Limits
+from draftsmith.serve.config import EngineConfig
+
+LONG = {"max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+def slow(server: Any, seconds: float) -> Any:
+    """So slow a pass that an answer of 200 tokens is not done while a test looks."""
+    step = server.engine.step
+    server.engine.step = lambda: (time.sleep(seconds), step())[1]
+    return server
+
+
+def error(response: Any, status: int, code: str | None) -> dict[str, Any]:
+    assert response.status_code == status
+    body = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"} and body["code"] == code
+    return body
+
+
+def test_any_of_several_keys_opens_and_nothing_else_does(target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig(), limits=Limits(api_keys=("first", "second")))
+    for wrong in (None, "Bearer third", "Bearer", "Basic first", "first", "Bearer firs", "Bearer first second"):
+        headers = {} if wrong is None else {"authorization": wrong}
+        refused = server.http.get("/v1/models", headers=headers)
+        assert error(refused, 401, "invalid_api_key")["type"] == "authentication_error"
+        assert refused.headers["www-authenticate"] == "Bearer"
+    for key in ("first", "second"):
+        assert server.http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
+    # Nothing of a body is read for someone without a key, and what monitors need is open.
+    assert server.http.post("/v1/completions", content=b"{bad").status_code == 401
+    for path in ("/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"):
+        assert server.http.get(path).status_code == 200
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="third", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_refused(chunked: bool, target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig(), limits=Limits(max_body_bytes=2000))
+    body = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield body[:100]
+        yield body[100:]
+
+    headers = {"content-type": "application/json"}
+    refused = server.http.post("/v1/completions", content=pieces() if chunked else body, headers=headers)
+    assert "2000" in error(refused, 413, None if chunked else "body_too_large")["message"]
+    assert server.complete("x", max_tokens=1).status_code == 200
+
+
+def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: Callable) -> None:
+    server = slow(live_server(target, None, EngineConfig(), limits=Limits(max_concurrency=1)), 0.02)
+    with server.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, **LONG}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert server.http.get("/load").json() == {"server_load": 1}
+        refused = server.complete("y", max_tokens=1)
+        assert error(refused, 429, "overloaded")["type"] == "rate_limit_error" and refused.headers["retry-after"] == "1"
+        # Whatever makes no answers goes on.
+        assert server.http.get("/v1/models").status_code == 200
+    deadline_s = time.monotonic() + 20
+    while server.http.get("/load").json() != {"server_load": 0}:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert server.complete("y", max_tokens=1).status_code == 200
+
+
+def test_a_full_queue_puts_off_and_what_never_fits_is_refused(target: Target, live_server: Callable) -> None:
+    server = slow(live_server(target, None, EngineConfig(max_batch=1, max_queue=2)), 0.03)
+    threads = [threading.Thread(target=lambda: server.complete("a", **{**LONG, "max_tokens": 25})) for _ in range(3)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        # One in the batch, then two in the queue.
+        deadline_s = time.monotonic() + 20
+        scheduler = server.engine.scheduler
+        while len(scheduler.running) + len(scheduler.waiting) <= number:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+    refused = server.complete("b", max_tokens=1)
+    assert error(refused, 429, "overloaded") and refused.headers["retry-after"] == "1"
+    assert error(server.complete(["a", "b", "c"], max_tokens=1), 400, None)["param"] == "prompt"
+    assert error(server.complete("a", n=3, max_tokens=1), 400, None)["param"] == "n"
+    for thread in threads:
+        thread.join()
+    assert server.complete("b", max_tokens=1).status_code == 200
+
+
+def test_a_request_that_takes_too_long_is_ended(target: Target, live_server: Callable) -> None:
+    server = slow(live_server(target, None, EngineConfig(), limits=Limits(timeout_s=0.3)), 0.05)
+    assert error(server.complete("x", **LONG), 408, "timeout")["type"] == "timeout_error"
+    body = {"model": "tiny", "prompt": "x", "stream": True, **LONG}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert response.status_code == 200
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "timeout" and lines[-1] == "data: [DONE]"
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIError, match="no answer within"):
+        list(client.completions.create(model="tiny", prompt="x", stream=True, max_tokens=200, extra_body={"ignore_eos": True}))
+    deadline_s = time.monotonic() + 20
+    while server.engine.scheduler.busy:
+        assert time.monotonic() < deadline_s, "ended requests go on"
+        time.sleep(0.01)
+    assert server.complete("x", max_tokens=1).status_code == 200
+
+
+def test_a_server_that_goes_down_says_so(target: Target, live_server: Callable) -> None:
+    server = slow(live_server(target, None, EngineConfig()), 0.02)
+    body = {"model": "tiny", "prompt": "x", "stream": True, **LONG}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.loop.close()
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down" and rest[-1] == "data: [DONE]"
+    assert error(server.complete("x"), 503, "shutting_down")["type"] == "server_error"
+    assert server.http.get("/health").status_code == 503
