@@ -1,0 +1,127 @@
+"""The joint law of whole sampled answers under penalties, bans and a grammar is the enumerated one; broken ways are caught."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.grammar import Grammar
+from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.sampling import Adjustments
+
+PROMPT = [40, 41, 42, 40]
+LENGTH = 4
+FALSE_ALARM = 1e-6
+NUM_SAMPLES = 1500
+FEW = (40, 41, 42, 43, 0)
+
+PENALTIES = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    repetition_penalty=1.4,
+    presence_penalty=0.7,
+    frequency_penalty=1.2,
+    allowed_token_ids=FEW[:-1],
+    max_tokens=LENGTH,
+)
+BANS = SamplingParams(
+    temperature=1.3,
+    min_p=0.02,
+    allowed_token_ids=FEW,
+    bad_words=((40, 41), (42, 42), (43, 40, 43)),
+    min_tokens=2,
+    logit_bias=((0, 4.0), (41, -1.0)),
+    max_tokens=LENGTH,
+)
+GRAMMAR = SamplingParams(temperature=1.5, top_k=8, grammar=Grammar.regex("[abd]{1,2}c"), max_tokens=LENGTH, frequency_penalty=0.5)
+CASES = {"penalties": PENALTIES, "bans": BANS, "grammar": GRAMMAR}
+
+Law = dict[tuple[int, ...], float]
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target) -> DraftLm:
+    drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return drafter.eval()
+
+
+def grammatical(target: Target, text: list[int]) -> torch.Tensor:
+    """[V] bool, for GRAMMAR's pattern: which tokens leave a beginning of a match, and the end behind a whole one."""
+    tokenizer = target.tokenizer()
+    so_far = tokenizer.decode(text)
+    pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in range(target.vocab_size)]
+    mask = torch.tensor([bool(piece) and bool(re.fullmatch("[abd]{0,2}|[abd]{1,2}c", so_far + piece)) for piece in pieces])
+    mask[list(target.eos_token_ids)] = bool(re.fullmatch("[abd]{1,2}c", so_far))
+    return mask
+
+
+def enumerated(target: Target, params: SamplingParams, adjusted: Callable) -> Law:
+    """Every answer with its probability, by transformers' processors over the target's logits."""
+    rows = SamplingRows.of([params.temperature], top_k=[params.top_k], top_p=[params.top_p], min_p=[params.min_p])
+    done: Law = {}
+    growing: Law = {(): 1.0}
+    while growing:
+        answer, mass = growing.popitem()
+        if len(answer) == LENGTH or (answer and answer[-1] in target.eos_token_ids):
+            done[answer] = mass
+            continue
+        text = [*PROMPT, *answer]
+        _, hidden = target.states(torch.tensor([text]), torch.ones(1, len(text)), ())
+        scores = adjusted(params, text, len(PROMPT), target.eos_token_ids, target.head(hidden[0, -1]).float())
+        if params.grammar is not None:
+            scores = scores.masked_fill(~grammatical(target, list(answer)), -torch.inf)
+        probs = torch.softmax(process(scores[None], rows).double(), -1)[0]
+        growing |= {(*answer, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()}
+    return done
+
+
+def fit(target: Target, drafter: DraftLm, params: SamplingParams, law: Law) -> Fit:
+    engine = Engine(target, drafter, EngineConfig(k=3, max_batch=64, max_length=32, max_round_tokens=1024, seed=7))
+    answers = Counter(tuple(one.tokens) for one in engine.generate([PROMPT] * NUM_SAMPLES, params, text=False))
+    assert engine.stats.num_accepted_tokens > NUM_SAMPLES / 4 and not engine.stats.fallbacks
+    cells = [*law, *(answers.keys() - law.keys())]
+    counts = torch.tensor([answers[cell] for cell in cells])
+    return g_test(counts, torch.tensor([law.get(cell, 0.0) for cell in cells], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_joint_law_of_answers_is_the_enumerated_one(target: Target, drafter: DraftLm, adjusted: Callable, name: str) -> None:
+    law = enumerated(target, CASES[name], adjusted)
+    assert abs(sum(law.values()) - 1) < 1e-9 and len(law) > 5
+    found = fit(target, drafter, CASES[name], law)
+    assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
+
+
+@pytest.mark.parametrize("name", ["penalties", "bans"])
+def test_leaving_the_drafted_tokens_out_is_caught(
+    target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    law = enumerated(target, CASES[name], adjusted)
+    apply = Adjustments.apply
+    monkeypatch.setattr(
+        Adjustments, "apply", lambda self, logits, owners, drafted: apply(self, logits, owners, [[] for _ in drafted])
+    )
+    assert fit(target, drafter, CASES[name], law).p_value < FALSE_ALARM
+
+
+def test_a_penalty_left_out_is_caught(
+    target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    law = enumerated(target, PENALTIES, adjusted)
+    monkeypatch.setattr("draftsmith.serve.sampling.penalise", lambda logits, sites: None)
+    assert fit(target, drafter, PENALTIES, law).p_value < FALSE_ALARM
