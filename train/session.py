@@ -36,7 +36,8 @@ def train(config: TrainConfig) -> None:
         tell_what_is_missing(config, corpus)
     drafter = new_drafter(config, place, target, corpus)
     spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
-    trainer = make_trainer(config, place, make_trainee(config, place, drafter, target), corpus, spare)
+    trainee = Trainee(drafter, target, config.unroll, kind=kind_of(config.divergence), mean=config.mean)
+    trainer = make_trainer(config, place, trainee, corpus, spare)
     trainer.train(resume_from_checkpoint=open_folder(config, place, trainer))
     finish(config, trainer, target, corpus)
 
@@ -61,18 +62,6 @@ def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
     ):
         if count:
             print(f"{count} sequences of {config.data!r} are {what}", file=sys.stderr)
-
-
-def make_trainee(config: TrainConfig, place: Place, drafter: torch.nn.Module, target: Target) -> Trainee:
-    # Short batches at the end of an epoch count as whole ones, so that a text weighs the same wherever it falls.
-    samples = config.batch_size * config.accumulate * place.world_size
-    return Trainee(
-        drafter,
-        target,
-        config.unroll,
-        kind=kind_of(config.divergence),
-        samples_per_step=samples if config.mean == "sample" else None,
-    )
 
 
 def make_trainer(

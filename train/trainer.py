@@ -5,7 +5,7 @@ The frozen target is no submodule of what is trained, so neither optimizer nor D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,7 +27,7 @@ from draftsmith.train.schedule import Clock, lr_factor
 class Trainee(torch.nn.Module):
     """The trained parameters, with a forward that returns the summed loss of a batch."""
 
-    # The Trainer hands over the number of trained tokens of the whole optimizer step, so the loss is a token mean over
+    # The Trainer hands over the number of trained tokens (or texts) of the whole optimizer step, so the loss is a mean over
     # accumulated passes and ranks alike.
     accepts_loss_kwargs = True
     # The Trainer asks for it when a checkpoint holds tied weights once.
@@ -40,14 +40,14 @@ class Trainee(torch.nn.Module):
         unroll: UnrollConfig,
         *,
         kind: Kind = FORWARD_KL,
-        samples_per_step: int | None = None,
+        mean: str = "token",
     ):
-        """With `samples_per_step`, texts in a whole optimizer step, the loss is a sample mean; without, a token mean."""
+        """`mean` is over "token" or "sample", texts."""
         super().__init__()
         self.drafter = drafter
         self.unroll = unroll
         self.kind = kind
-        self.samples_per_step = samples_per_step
+        self.mean = mean
         # In a tuple, lest nn.Module register it.
         self._target = (target,)
 
@@ -59,13 +59,13 @@ class Trainee(torch.nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
         """`labels` [B, L] are the tokens where the target wrote them and -100 elsewhere."""
-        weights, whole = (labels != -100).float(), num_items_in_batch
-        if self.samples_per_step is not None:
-            weights, whole = per_sample(weights), self.samples_per_step
+        weights = (labels != -100).float()
+        if self.mean == "sample":
+            weights = per_sample(weights)
         text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=weights)
         drafter: Unrollable = self.drafter
         unrolled = unrolled_loss(drafter, self.target, text, num_steps=self.unroll.steps, decay=self.unroll.decay, kind=self.kind)
-        return {"loss": unrolled.total / (unrolled.scale * whole), "unrolled": unrolled}
+        return {"loss": unrolled.total / (unrolled.scale * num_items_in_batch), "unrolled": unrolled}
 
 
 class DraftTrainer(Trainer):
@@ -83,6 +83,7 @@ class DraftTrainer(Trainer):
         spare: torch.nn.Module | None = None,
     ):
         self.sequences = sequences
+        self.mean = trainee.mean
         self.optim_config = optim
         self.clock = clock
         self.evaluate_held_out = evaluate_held_out
@@ -103,6 +104,16 @@ class DraftTrainer(Trainer):
             world_size=self.args.world_size,
         )
         return DataLoader(self.sequences, batch_sampler=plan, collate_fn=as_inputs, pin_memory=self.args.dataloader_pin_memory)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+        """The passes of an optimizer step, and what its loss is divided by: its trained tokens, or its texts that have any."""
+        passes, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.mean == "sample":
+            texts = sum((inputs["labels"] != -100).any(dim=-1).sum() for inputs in passes)
+            num_items = self.accelerator.gather(texts.to(device)).sum()
+        return passes, num_items
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.lr_scheduler is None:

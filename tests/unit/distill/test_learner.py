@@ -50,6 +50,17 @@ def test_updates_raise_alpha(
     assert mean_alpha(drafter, target, served) > before + gain
 
 
+def test_updates_follow_the_chosen_divergence(target: Target, bigram: Callable, served: list[ServedText]) -> None:
+    alphas = {}
+    for divergence in ("forward-kl", "lk-alpha"):
+        drafter = bigram(288)
+        config = LearnConfig(lr=2e-2, steps=40, positions=("accepted", "first-rejected"), unroll=1, divergence=divergence)
+        Learner(drafter, target, config, seed=0).update(served)
+        alphas[divergence] = mean_alpha(drafter, target, served)
+    assert alphas["lk-alpha"] > mean_alpha(bigram(288), target, served) + 0.05
+    assert alphas["lk-alpha"] != alphas["forward-kl"]
+
+
 def test_positions_without_weight_change_nothing(target: Target, bigram: Callable, served: list[ServedText]) -> None:
     """Only accepted positions are asked for, and nothing was accepted."""
     rejected = [

@@ -7,6 +7,8 @@ import torch
 
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target import Target
+from draftsmith.kernels.divergence_kind import kind_of
+from draftsmith.train import objective
 from draftsmith.train.objective import WeightedText, unrolled_loss
 
 
@@ -66,6 +68,25 @@ def test_loss_metrics_and_gradients_equal_the_plain_computation(target, table_dr
     plain = torch.autograd.grad(expected, list(drafter.parameters()))
     for one, other in zip(ours, plain):
         assert torch.allclose(one, other, atol=1e-10)
+
+
+def test_another_divergence_is_weighted_alike(target, table_drafter):
+    """Total variation is 1 - alpha, so its total follows from the plain alphas."""
+    drafter = table_drafter(288).double()
+    batch = text()
+    unrolled = unrolled_loss(drafter, target, batch, num_steps=3, decay=0.7, kind=kind_of("tv"))
+    _, _, alphas = by_hand(drafter, target, batch, 3, 0.7)
+    expected = sum(0.7**depth * (unrolled.sums.weight[depth] - alphas[depth]) for depth in range(3))
+    assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-10)
+    assert unrolled.sums.divergence.tolist() == pytest.approx((unrolled.sums.weight - unrolled.sums.alpha).tolist())
+
+
+def test_the_heads_gradient_is_held_once_for_all_steps(target, table_drafter, monkeypatch):
+    calls = []
+    honest = objective.divergence
+    monkeypatch.setattr(objective, "divergence", lambda *args, **options: calls.append(1) or honest(*args, **options))
+    unrolled_loss(table_drafter(288).double(), target, text(), num_steps=4, decay=0.7)
+    assert calls == [1]
 
 
 def test_a_shift_by_one_would_be_seen(target, table_drafter):

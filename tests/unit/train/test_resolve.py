@@ -58,3 +58,9 @@ def test_a_record_read_back_is_the_same_run_but_for_what_may_change():
     assert resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 2)), optim=OptimConfig(lr=1.0)), recorded).startswith(
         "optim.lr"
     )
+
+
+def test_a_divergence_that_is_none_is_named_before_anything_loads():
+    resolve.check(config(divergence="jsd:0.3"))
+    with pytest.raises(UserError, match="did you mean 'lk-alpha'"):
+        resolve.check(config(divergence="lk_alpha"))

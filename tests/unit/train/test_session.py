@@ -17,8 +17,9 @@ from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptions
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train import session, trainer
-from draftsmith.train.config import OptimConfig, TrainConfig
+from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 from draftsmith.train.run import run
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -77,6 +78,48 @@ def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
     corpus = session.load_corpus(config, target)
     again = session.evaluate_held_out(config, target, corpus, checkpoint.load(config.out, target))
     assert again.tau.value == pytest.approx(evaluation["tau"]["value"], rel=1e-5)
+
+
+@pytest.mark.parametrize("divergence", ["reverse-kl", "jsd:0.3", "tv", "tvd++", "lk-alpha", "lk-hybrid", "ce"])
+def test_every_divergence_trains_a_draft(divergence, configure):
+    config = configure(divergence=divergence, eagle3=Eagle3Options(draft_vocab_size=200))
+    run(config)
+    first, *_, last = metrics(config)
+    key = f"{kind_of(divergence).metric}_1"
+    assert last[key] < first[key]
+    # Cross entropy learns twenty sampled texts by heart, which is not the law they came from.
+    assert last["alpha_1"] > first["alpha_1"] + 0.05 or divergence == "ce"
+    assert checkpoint.read_metadata(config.out)["training"]["config"]["divergence"] == divergence
+    with pytest.raises(UserError, match=r"divergence: '.*' -> 'forward-kl'"):
+        run(replace(config, divergence="forward-kl", steps=41))
+
+
+def test_a_sample_mean_is_a_token_mean_of_texts_of_one_length(configure):
+    """12 answered tokens a text; 20 texts in batches of 6 leave one of 2, which must not count as 6."""
+    losses = []
+    for mean in ("token", "sample"):
+        config = configure(mean=mean, steps=3, log_every=1, out=f"{configure().out}-{mean}", batch_size=6, accumulate=2)
+        run(config)
+        losses.append([line["loss"] for line in metrics(config) if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_sample_mean_counts_a_short_text_like_a_long_one(tiny_target, table_drafter):
+    target = Target.load(tiny_target("llama"))
+    ids = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    long, short = ids.clone(), ids.clone()
+    long[:, :3], short[:, :10] = -100, -100
+    labels = torch.stack([long[0], short[1]])
+
+    def loss(rows: slice, num_items: int, mean: str) -> float:
+        trainee = trainer.Trainee(table_drafter(288), target, UnrollConfig(steps=1), mean=mean)
+        return trainee(ids[rows], mask[rows], labels[rows], torch.tensor(num_items))["loss"].item()
+
+    apart = [loss(slice(0, 1), 9, "token"), loss(slice(1, 2), 2, "token")]
+    assert abs(apart[0] - apart[1]) > 1e-2
+    assert loss(slice(0, 2), 2, "sample") == pytest.approx(sum(apart) / 2, rel=1e-5)
+    assert loss(slice(0, 2), 11, "token") == pytest.approx((9 * apart[0] + 2 * apart[1]) / 11, rel=1e-5)
 
 
 def test_mass_outside_the_draft_vocabulary_is_told(configure):
