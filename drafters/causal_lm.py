@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed import DistributedConfig
 
 from draftsmith.drafters.attention import AttentionContext, register
 from draftsmith.drafters.probe import Probe, check_model
+from draftsmith.drafters.recorded import RecordedLm, record_lm
 from draftsmith.drafters.taps import FINAL, captured, check_taps, decoder_layers
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPool
@@ -45,7 +48,28 @@ class CausalLM:
         self.eos_token_ids = end_of_text_ids(model)
         self._head = _head_alone(model)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+        self._recorded: RecordedLm | None = None
         self._probe: Probe = check_model(self)
+        output_weight = model.get_output_embeddings().weight
+        # Gathered here, where every process of a sharded model comes by: a draft reads it on one of them.
+        self._gathered = whole(output_weight) if isinstance(output_weight, DTensor) else None
+
+    def record(self) -> None:
+        """Lets `paged` and `head` run from a recording of the model's forward: the same numbers to float rounding, with less
+        overhead. Weights may be written in place afterwards if `refresh` is called then. Does nothing on an accelerator,
+        where other means serve that purpose, and where the model cannot be recorded."""
+        if self._recorded is None and self.device.type == "cpu":
+            self._recorded = record_lm(self)
+
+    @property
+    def recorded(self) -> bool:
+        return self._recorded is not None
+
+    def refresh(self) -> None:
+        """To be called after weights were written in place."""
+        if self._recorded is not None:
+            self._recorded.body.refresh()
+            self._recorded.head.refresh()
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +93,11 @@ class CausalLM:
         return self._probe.vocab_size
 
     @property
+    def output_weight(self) -> torch.Tensor:
+        """[V, H], what the head multiplies its states by, whole."""
+        return self.model.get_output_embeddings().weight if self._gathered is None else self._gathered
+
+    @property
     def max_positions(self) -> int:
         return self.config.max_position_embeddings
 
@@ -86,6 +115,16 @@ class CausalLM:
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, taps: Sequence[int] = ()
     ) -> States:
         """A ragged pass, input_ids and positions [1, T]; `context` owns keys, values and causality."""
+        check_taps(taps, self.num_layers)
+        if self._recorded is None or torch.is_grad_enabled():
+            return _joined(self.own_paged(input_ids, positions, context, taps), taps)
+        final, *raw = self._recorded.body(input_ids, positions, attention_context=context)
+        return _joined({FINAL: final, **dict(enumerate(raw))}, taps)
+
+    def own_paged(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, taps: Sequence[int]
+    ) -> dict[int, torch.Tensor]:
+        """The model's own forward in `paged`: the states asked for, and `FINAL`."""
         # A 4-D mask stops transformers from building one of its own; the context ignores it.
         return self._body(
             taps, input_ids=input_ids, position_ids=positions, attention_mask=self._unused_mask, attention_context=context
@@ -93,22 +132,31 @@ class CausalLM:
 
     def full(self, input_ids: torch.Tensor, taps: Sequence[int] = ()) -> States:
         """Whole right-padded texts [B, L], causal. What stands at padding is meaningless, and no real token sees it."""
-        return self._body(taps, input_ids=input_ids)
-
-    def _body(self, taps: Sequence[int], **inputs: Any) -> States:
         check_taps(taps, self.num_layers)
+        return _joined(self._body(taps, input_ids=input_ids), taps)
+
+    def _body(self, taps: Sequence[int], **inputs: Any) -> dict[int, torch.Tensor]:
         with captured(self.layers, taps) as states:
-            final = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        states[FINAL] = final
-        return States(final, torch.cat([states[tap] for tap in taps], dim=-1) if taps else None)
+            states[FINAL] = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        return states
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., H] -> logits [..., V] in the model's dtype, with the model's own scales and soft caps."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
-        return self._head(inputs_embeds=rows).logits.view(*hidden.shape[:-1], -1)
+        own = self._recorded is None or torch.is_grad_enabled()
+        logits = self.own_head(rows) if own else self._recorded.head(rows)
+        return logits.view(*hidden.shape[:-1], -1)
+
+    def own_head(self, rows: torch.Tensor) -> torch.Tensor:
+        """The model's own forward in `head`, [1, R, H] -> [1, R, V]."""
+        return self._head(inputs_embeds=rows).logits
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model.get_input_embeddings()(ids)
+
+
+def _joined(states: dict[int, torch.Tensor], taps: Sequence[int]) -> States:
+    return States(states[FINAL], torch.cat([states[tap] for tap in taps], dim=-1) if taps else None)
 
 
 def end_of_text_ids(model: PreTrainedModel) -> tuple[int, ...]:
@@ -156,10 +204,18 @@ def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
     return head
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight that transformers has sharded over processes, put together again on each; any other as it is."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def load_model(
+    path: str | Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", shards: int = 1
+) -> PreTrainedModel:
     """A causal LM in evaluation mode with our attention."""
+    plan = {"distributed_config": DistributedConfig(tp_size=shards)} if shards > 1 else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=register())
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=register(), **plan)
     except KeyError as error:
         # Families that choose among their own attention classes by name (Falcon) do not know ours.
         raise UserError(

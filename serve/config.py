@@ -67,9 +67,8 @@ class ServeConfig:
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
-    compile: str = option(
-        "auto", "replay recorded forwards with fewer operations; auto: on a CPU, where a recording is exact", choices=("auto", "off")
-    )
+    compile: str = option("auto", "replay recorded forwards with fewer operations; auto: on a CPU", choices=("auto", "off"))
+    tensor_parallel: int = option(1, "processes that share the target's weights; start the server under torchrun")
     seed: int = option(0, "seeds the requests that bring none")
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
 
@@ -94,6 +93,6 @@ class ServeConfig:
             memory_gib=self.memory_gib,
             max_length=self.max_length,
             prefix_cache=self.prefix_cache,
-            compile=self.compile,
+            compile=self.compile if self.tensor_parallel == 1 else "off",  # a recording knows no collectives
             seed=self.seed,
         )
