@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.recorded import record_forwards
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.blocks import BlockManager
@@ -15,7 +16,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.decide import Streams, decide
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
 from draftsmith.serve.intake import Intake
-from draftsmith.serve.logprobs import token_logprobs
+from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
 from draftsmith.serve.memory import plan_blocks
 from draftsmith.serve.outcome import outcome
 from draftsmith.serve.prefix import PrefixCache
@@ -42,6 +43,8 @@ class Engine:
     ):
         plan = plan_blocks(target, config)
         self.target, self.drafter, self.config, self.max_length = target, drafter, config, plan.max_length
+        if config.compile == "auto":
+            record_forwards(target, drafter)
         self.stats = EngineStats(draft_version=draft_version)
         blocks = BlockManager(plan.num_blocks, config.block_size)
         self.prefix = prefix_cache(target, drafter, blocks) if config.prefix_cache else None
@@ -157,6 +160,7 @@ class Engine:
         emitted: list[list[int]],
     ) -> None:
         now_s = time.monotonic()
+        add_prompt_logprobs(schedule.rows, output)
         laws = self._round_laws(schedule.drafting, drafts, output)
         begin = 0
         for index, row in enumerate(schedule.rows):
@@ -263,5 +267,6 @@ def completion(request: Request) -> Completion:
         text=request.text,
         finish_reason=request.finish_reason,
         logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         speculation=request.speculation,
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from draftsmith.serve.request import TokenLogprob
+from draftsmith.serve.runner import PassOutput, prompt_positions
+from draftsmith.serve.scheduler import Row
 
 
 def token_logprobs(logits: torch.Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
@@ -14,3 +18,17 @@ def token_logprobs(logits: torch.Tensor, tokens: list[int], alternatives: int) -
     likeliest = torch.topk(logprobs, min(alternatives, logprobs.shape[-1]), dim=-1)
     tops = [list(zip(ids, values)) for ids, values in zip(likeliest.indices.tolist(), likeliest.values.tolist())]
     return [TokenLogprob(*parts) for parts in zip(tokens, emitted, tops)]
+
+
+def add_prompt_logprobs(rows: Sequence[Row], output: PassOutput) -> None:
+    """Gives every request that wants its prompt judged what this pass tells of it."""
+    begin = 0
+    for row in rows:
+        request, positions = row.request, prompt_positions(row)
+        alternatives = request.params.prompt_logprobs
+        if alternatives is None or not positions:
+            continue
+        logits = output.prompt_logits[begin : begin + len(positions)]
+        begin += len(positions)
+        tokens = request.tokens[positions.start + 1 : positions.stop + 1]
+        request.prompt_logprobs += token_logprobs(logits, tokens, alternatives)

@@ -47,6 +47,8 @@ class PrefixCache:
 
     def attach(self, request: Request) -> None:
         """Starts a request without blocks on those that hold the beginning of its text."""
+        if request.wants_prompt_logprobs:
+            return
         entries = list(self._usable(request))
         if not entries:
             return

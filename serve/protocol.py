@@ -109,6 +109,7 @@ class Generation(Wire):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.alternatives(),
+            prompt_logprobs=self.alternatives() if self.echoes() else None,
             k=self.speculation.k,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
@@ -136,12 +137,6 @@ class CompletionRequest(Generation):
 
     def alternatives(self) -> int | None:
         return self.logprobs
-
-    @model_validator(mode="after")
-    def _echo_has_no_logprobs(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported; leave one of them out")
-        return self
 
     def most_tokens(self) -> int:
         return 16 if self.max_tokens is None else self.max_tokens

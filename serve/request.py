@@ -48,6 +48,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report besides the emitted token; None reports nothing
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, its first one excepted
     k: int | None = None  # draft tokens a round; None: the server's
 
     # Applied to raw logits, at every position with the tokens before it, drafted ones included (serve/sampling.py).
@@ -70,6 +71,7 @@ class SamplingParams:
         within("top_k", self.top_k, 0, math.inf)
         within("max_tokens", self.max_tokens, 1, math.inf)
         within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         within("speculation.k", self.k, 0, 64)
         if "" in self.stop:
             raise UserError("stop holds an empty string; give the text to stop at")
@@ -144,6 +146,7 @@ class Request:
     law_state: LawState | None = None  # None: its law is the target's under temperature and filters
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens[1:num_prompt], as far as they were read
     finish_reason: FinishReason | None = None
     error: str = ""
 
@@ -179,6 +182,11 @@ class Request:
         return self.tokens[self.num_prompt :]
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of its prompt are still to be read; a cached prefix has none."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
+
+    @property
     def remaining(self) -> int:
         return self.max_tokens - self.num_output
 
@@ -206,4 +214,5 @@ class Completion:
     text: str
     finish_reason: FinishReason
     logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]  # of prompt[1:], if asked for
     speculation: SpeculationStats

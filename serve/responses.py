@@ -147,7 +147,8 @@ class CompletionResponder(Responder):
         self.offsets[index] = offset + len(text)
         logprobs = None
         if request.params.logprobs is not None:
-            logprobs = self._logprobs(prompt.tokens[0], entries, offset)
+            known = [None, *request.prompt_logprobs] if echoing else []
+            logprobs = self._logprobs(prompt.tokens[0], [*known, *entries], offset)
         body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_name(reason)}
         return body | ({"prompt_token_ids": prompt.tokens} if first and self.extras.token_ids else {})
 

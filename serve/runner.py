@@ -44,6 +44,19 @@ class PassOutput(NamedTuple):
     logits: torch.Tensor  # [R, V] float32: row b of the sampling rows owns 1 + its drafts
     taps: torch.Tensor | None  # [T, n * H]
     begins: list[int]  # where each row starts in T
+    prompt_logits: torch.Tensor  # [P, V] float32: after the positions that `prompt_positions` names, row after row
+
+
+def prompt_positions(row: Row) -> range:
+    """Positions of the row whose logits tell a token of the prompt that the request wants judged and that was not yet.
+
+    At most `max_round_tokens` a pass, which bounds the memory that their logits take.
+    """
+    request = row.request
+    if not request.wants_prompt_logprobs:
+        return range(0)
+    first = max(row.begin, len(request.prompt_logprobs))
+    return range(first, min(row.begin + row.count, request.num_prompt - 1))
 
 
 class TargetRunner:
@@ -57,10 +70,12 @@ class TargetRunner:
         lengths: list[int] = []
         begins: list[int] = []
         logit_rows: list[int] = []
+        prompt_rows: list[int] = []
         for row, drafted in zip(rows, drafts, strict=True):
             begins.append(len(ids))
             ids += row.request.tokens[row.begin : row.begin + row.count]
             ids += drafted
+            prompt_rows += (begins[-1] + position - row.begin for position in prompt_positions(row))
             positions += range(row.begin, row.begin + row.count + len(drafted))
             lengths.append(row.count + len(drafted))
             if row.samples:
@@ -69,6 +84,7 @@ class TargetRunner:
         position_row = torch.tensor(positions, device=device)
         context = PagedPass(self.pool, tables, position_row, torch.tensor(lengths, device=device))
         # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on one that nobody reads.
-        wanted = torch.tensor(logit_rows or [0], device=device)
+        wanted = torch.tensor((logit_rows + prompt_rows) or [0], device=device)
         output = self.target.forward(torch.tensor([ids], device=device), position_row[None], context, wanted, taps)
-        return PassOutput(output.logits, output.taps, begins)
+        count = len(output.logits) - len(prompt_rows)
+        return PassOutput(output.logits[:count], output.taps, begins, output.logits[count:])

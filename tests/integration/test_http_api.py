@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.target import Target
@@ -50,6 +51,26 @@ def test_echo_puts_the_prompt_before_the_answer(server: Any, target: Target) -> 
     assert server.complete(ids, **GREEDY, echo=True).json()["choices"][0]["text"] == PROMPT + plain
     streamed = events(server, "/v1/completions", prompt=PROMPT, **GREEDY, echo=True)
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == PROMPT + plain
+
+
+def test_echo_with_logprobs_judges_the_prompt(server: Any, target: Target) -> None:
+    ids = target.tokenizer()(PROMPT)["input_ids"]
+    with torch.inference_mode():
+        _, hidden = target.states(torch.tensor([ids]), torch.ones(1, len(ids)), ())
+        law = torch.log_softmax(target.head(hidden[0, :-1]).float(), dim=-1)
+    own = law.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    bodies = [server.complete(PROMPT, **{**GREEDY, "max_tokens": most}, echo=True, logprobs=1).json() for most in (0, 1, 12)]
+    for body, most in zip(bodies, (0, 1, 12)):
+        told = body["choices"][0]["logprobs"]
+        assert all(len(told[key]) == len(ids) + most for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
+        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(own, abs=1e-4)
+        tops = told["top_logprobs"][1 : len(ids)]
+        assert [max(top.values()) for top in tops] == pytest.approx(law.max(dim=-1).values.tolist(), abs=1e-4)
+        assert "".join(told["tokens"][: len(ids)]) == PROMPT and told["text_offset"][1] == len(told["tokens"][0])
+    chunks = events(server, "/v1/completions", prompt=PROMPT, **GREEDY, echo=True, logprobs=1)
+    joined = [value for chunk in chunks for value in chunk["choices"][0]["logprobs"]["token_logprobs"]]
+    assert joined[1:] == pytest.approx(bodies[2]["choices"][0]["logprobs"]["token_logprobs"][1:], abs=1e-4)
 
 
 def test_echo_of_the_prompt_alone(server: Any) -> None:

@@ -34,6 +34,8 @@ CHANGES = [
     ({"logit_bias": {"5": -3, "6": 1.5}}, {"logit_bias": ((5, -3), (6, 1.5))}),
     ({"allowed_token_ids": [1, 2]}, {"allowed_token_ids": (1, 2)}),
     ({"logprobs": 2}, {"logprobs": 2}),
+    ({"logprobs": 2, "echo": True}, {"logprobs": 2, "prompt_logprobs": 2}),
+    ({"max_tokens": 0, "echo": True}, {"max_tokens": 1}),
     ({"speculation": {"k": 2}}, {"k": 2}),
     ({"response_format": {"type": "text"}}, {"grammar": None}),
     ({"response_format": {"type": "json_object"}}, {"grammar": Grammar.json_object()}),
