@@ -31,14 +31,27 @@ class _State:
 
 
 class TextStream:
-    """The text of one request. `context` is the end of the prompt: some tokenizers drop a leading space without it."""
+    """The text of one request. `context` is the end of the prompt: some tokenizers drop a leading space without it.
 
-    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), stop: Sequence[str] = ()):
+    A stop string ends the text only behind the first `min_tokens` tokens, though it may begin among them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), stop: Sequence[str] = (), min_tokens: int = 0):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self._unstoppable = min_tokens if stop else 0
         window = list(context[-_CONTEXT:])
         self._state = _State(window, len(self._decode(window)) if window else 0, "")
 
     def push(self, tokens: Sequence[int]) -> StreamStep:
+        early = min(self._unstoppable, len(tokens))
+        if early == 0:
+            return self._push(tokens)
+        self._unstoppable -= early
+        first = self._advance(tokens[:early], stoppable=False)
+        rest = self._push(tokens[early:]) if early < len(tokens) else StreamStep("", 0, False)
+        return StreamStep(first.text + rest.text, early + rest.num_tokens, rest.stopped)
+
+    def _push(self, tokens: Sequence[int]) -> StreamStep:
         before = _State(list(self._state.window), self._state.sent, self._state.held)
         step = self._advance(tokens)
         if not step.stopped or len(tokens) == 1:
@@ -60,7 +73,7 @@ class TextStream:
         self._state = _State([], 0, "")
         return rest
 
-    def _advance(self, tokens: Sequence[int]) -> StreamStep:
+    def _advance(self, tokens: Sequence[int], *, stoppable: bool = True) -> StreamStep:
         state = self._state
         state.window.extend(tokens)
         text = self._decode(state.window)
@@ -74,13 +87,16 @@ class TextStream:
             unsent = len(text) - state.sent
             state.window = state.window[-_CONTEXT:]
             state.sent = len(self._decode(state.window)) - unsent
-        return self._release(state, state.held + fresh, len(tokens))
+        return self._release(state, fresh, len(tokens), stoppable=stoppable)
 
-    def _release(self, state: _State, pending: str, num_tokens: int) -> StreamStep:
+    def _release(self, state: _State, fresh: str, num_tokens: int, *, stoppable: bool) -> StreamStep:
+        pending = state.held + fresh
         if not self.stop:
             return StreamStep(pending, num_tokens, False)
-        found = [at for at in (pending.find(stop) for stop in self.stop) if at >= 0]
-        if found:
+        # One that lies wholly in what was held was met when it could not end the text.
+        searched = [(stop, max(0, len(state.held) + 1 - len(stop))) for stop in self.stop]
+        found = [at for at in (pending.find(stop, begin) for stop, begin in searched) if at >= 0]
+        if found and stoppable:
             state.held, state.window, state.sent = "", [], 0
             return StreamStep(pending[: min(found)], num_tokens, True)
         held = max(_overlap(pending, stop) for stop in self.stop)

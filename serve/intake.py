@@ -46,7 +46,7 @@ class Intake:
         max_tokens = self.max_tokens(prompt, params)
         stream = None
         if text or params.stop:
-            stream = TextStream(self._decoder, context=prompt, stop=params.stop)
+            stream = TextStream(self._decoder, context=prompt, stop=params.stop, min_tokens=params.min_tokens)
         return Request(
             id=f"{uuid.uuid4().hex}-{next(self._numbers)}",
             tokens=prompt,

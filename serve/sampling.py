@@ -87,5 +87,16 @@ class Prefixes(NamedTuple):
 
 def chain_prefixes(chains: Sequence[Sequence[int]]) -> Prefixes:
     """Row b owns `len(chains[b]) + 1` rows of logits."""
-    owners = [owner for owner, chain in enumerate(chains) for _ in range(len(chain) + 1)]
-    return Prefixes(owners, [list(chain[:length]) for chain in chains for length in range(len(chain) + 1)])
+    return tree_prefixes(chains, [range(-1, len(chain) - 1) for chain in chains])
+
+
+def tree_prefixes(drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Prefixes:
+    """The same for trees: `parents[b][i]` is the node before node i of row b, -1 where that is the last committed token."""
+    prefixes = Prefixes([], [])
+    for owner, (tokens, above) in enumerate(zip(drafted, parents, strict=True)):
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tokens, above):
+            paths.append([*paths[parent + 1], token])
+        prefixes.owners.extend([owner] * len(paths))
+        prefixes.drafted.extend(paths)
+    return prefixes

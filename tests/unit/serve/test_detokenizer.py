@@ -105,3 +105,28 @@ def test_characters_of_several_tokens_come_whole(text: str) -> None:
     pieces = [stream.push([token]).text for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]]
     assert "".join(pieces) + stream.finish() == text
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(0, 9),
+    st.sampled_from([("ab",), ("b", "xaby"), ("ba", "aa")]),
+)
+def test_a_stop_string_ends_the_text_only_behind_the_least_tokens(sizes: list[int], least: int, stops: tuple[str, ...]) -> None:
+    text = "xabyaabxaby"
+    tokens = TOKENIZER.convert_tokens_to_ids(list(text))
+    stream = TextStream(TOKENIZER, stop=stops, min_tokens=least)
+    told, count, stopped = "", 0, False
+    for piece in chunks(tokens, sizes):
+        step = stream.push(piece)
+        told, count, stopped = told + step.text, count + step.num_tokens, step.stopped
+        if stopped:
+            break
+    # One letter a token: the first place where a stop string ends and is long enough.
+    ends = [end for end in range(least + 1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    if not ends:
+        assert not stopped and told + stream.finish() == text
+        return
+    begins = [ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop)]
+    assert stopped and count == ends[0] and told == text[: min(begins)]

@@ -13,7 +13,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
 from draftsmith.serve.request import SamplingParams
-from draftsmith.serve.sampling import Adjustments, chain_prefixes
+from draftsmith.serve.sampling import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.sampling_checks import check_vocabulary
 from draftsmith.serve.sampling_processors import check_processors
 from draftsmith.serve.sampling_state import LawState
@@ -76,6 +76,12 @@ def test_every_row_equals_transformers_processors_with_its_drafted_tokens(
         expected = adjusted(asked, prompt + output + prefix, len(prompt), EOS, raw[row])
         # A float32 bias is what transformers adds, to whichever type.
         torch.testing.assert_close(found[row], expected, rtol=0, atol=0 if dtype == torch.float32 else 1e-6)
+
+
+def test_prefixes_are_the_paths_to_each_row() -> None:
+    assert chain_prefixes([[4, 5], [], [6]]) == ([0, 0, 0, 1, 2, 2], [[], [4], [4, 5], [], [], [6]])
+    tree = tree_prefixes([[4, 5, 6, 7], []], [[-1, -1, 1, 0], []])
+    assert tree == ([0, 0, 0, 0, 0, 1], [[], [4], [5], [5, 6], [4, 7], []])
 
 
 def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor]) -> None:
