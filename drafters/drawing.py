@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal
 from draftsmith.kernels.filters import process
 from draftsmith.kernels.randomness import Purpose, sample
 
@@ -28,7 +28,8 @@ class Drawing:
     def draw(self, rows: torch.Tensor, depth: int, logits: torch.Tensor, positions: torch.Tensor) -> None:
         """Raw draft logits [R, Vd] of `rows` [R]; the tokens drawn are those of the absolute `positions` [R]."""
         if self.inputs.adjust is not None:
-            logits = self._adjusted(rows, depth, logits)
+            prefixes = self.tokens[rows, :depth].tolist()
+            logits = adjusted(self.inputs.adjust, logits, rows, prefixes, self.shape[2], self.vocab_map)
         if self.logits is None:
             best = logits.max(dim=-1)  # the first of equal logits
             self.sound = self.sound and bool(torch.isfinite(best.values).all())
@@ -45,23 +46,30 @@ class Drawing:
         self.tokens[rows, depth] = tokens if self.vocab_map is None else self.vocab_map[tokens]
         self.lengths[rows] = depth + 1
 
-    def _adjusted(self, rows: torch.Tensor, depth: int, logits: torch.Tensor) -> torch.Tensor:
-        """What the requests ask of their laws, still over the draft's ids, so that every row draws as it would alone."""
-        assert self.inputs.adjust is not None
-        full = logits
-        if self.vocab_map is not None:
-            full = torch.full((len(rows), self.shape[2]), -torch.inf, dtype=logits.dtype, device=logits.device)
-            full[:, self.vocab_map] = logits
-        adjusted = self.inputs.adjust(full, rows, self.tokens[rows, :depth].tolist())
-        if self.vocab_map is not None:
-            adjusted = adjusted[:, self.vocab_map]
-        # A draft that knows no token that may come has not failed: what it draws instead is rejected.
-        possible = (adjusted > -torch.inf).any(dim=-1, keepdim=True)
-        return torch.where(possible, adjusted, logits)
-
     def proposal(self) -> Proposal:
         return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits if self.sound else self._no_mass())
 
     def _no_mass(self) -> torch.Tensor:
         # The type is named: a version being loaded on another thread changes torch's default for a while.
         return torch.full(self.shape, -torch.inf, dtype=torch.float32, device=self.tokens.device)
+
+
+def adjusted(
+    adjust: Adjust,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    prefixes: list[list[int]],
+    vocab_size: int,
+    vocab_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the requests `rows` [R] ask of their laws, still over the draft's ids: every row draws as it would alone. [R, Vd]."""
+    full = logits
+    if vocab_map is not None:
+        full = torch.full((len(rows), vocab_size), -torch.inf, dtype=logits.dtype, device=logits.device)
+        full[:, vocab_map] = logits
+    changed = adjust(full, rows, prefixes)
+    if vocab_map is not None:
+        changed = changed[:, vocab_map]
+    # A draft that knows no token that may come has not failed: what it draws instead is rejected.
+    possible = (changed > -torch.inf).any(dim=-1, keepdim=True)
+    return torch.where(possible, changed, logits)

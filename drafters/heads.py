@@ -6,7 +6,7 @@ it takes its own previous output for the state. H hidden width, B rows, K draft 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,6 +17,10 @@ from transformers import LlamaConfig
 from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.recorded import Recordable
+from draftsmith.drafters.recorded_head import RecordedHead, record_head
+from draftsmith.drafters.tree_growth import grow
+from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.drafters.unroll import UnrollPass
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 
@@ -34,10 +38,11 @@ class CatchUp(NamedTuple):
     step: HeadStep  # [R, H]
 
 
-class FeatureHead(nn.Module, ABC):
+class FeatureHead(nn.Module, Recordable):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
+    _recorded: RecordedHead | None = None
 
     @abstractmethod
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
@@ -52,6 +57,17 @@ class FeatureHead(nn.Module, ABC):
 
     @abstractmethod
     def head_weight(self) -> torch.Tensor: ...
+
+    def record(self) -> None:
+        if self._recorded is None and self.head_weight().device.type == "cpu":
+            self._recorded = record_head(self)
+
+    def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""
+        return head_input @ self.head_weight().T if self._recorded is None else self._recorded.logits(head_input)
+
+    def fused(self, taps: torch.Tensor) -> torch.Tensor:
+        return self.fuse(taps) if self._recorded is None else self._recorded.fuse(taps)
 
     @property
     @abstractmethod
@@ -89,7 +105,6 @@ class FeatureHead(nn.Module, ABC):
         if caught is None:
             return drawing.proposal()
         rows, positions, step = caught.rows, caught.positions, caught.step
-        head = self.head_weight().T
         for depth in range(drawing.depth):
             alive = inputs.num_draft[rows] > depth
             if not alive.all():
@@ -101,10 +116,14 @@ class FeatureHead(nn.Module, ABC):
                 positions = positions + 1
                 context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, torch.ones_like(rows))
                 embeds = self.embed(drawing.tokens[rows, depth - 1])
-                step = self._ragged(embeds, step.next_hidden, positions, context)
+                step = self.read_ragged(embeds, step.next_hidden, positions, context)
             # The state at position t predicts t + 2.
-            drawing.draw(rows, depth, step.head_input @ head, positions + 2)
+            drawing.draw(rows, depth, self.draft_logits(step.head_input), positions + 2)
         return drawing.proposal()
+
+    @torch.no_grad()
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        return grow(self, inputs, self._catch_up(inputs), shape)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """Drafted positions were written from the head's own states; they are read again with the target's."""
@@ -112,6 +131,8 @@ class FeatureHead(nn.Module, ABC):
 
     def _catch_up(self, inputs: DraftInputs) -> CatchUp | None:
         """Reads the true states of positions `starts .. starts + lengths - 2` of every row."""
+        if self._recorded is not None:
+            self._recorded.refresh()  # a swap writes new weights in place
         pairs = inputs.lengths - 1
         rows = pairs.nonzero()[:, 0]
         if len(rows) == 0:
@@ -127,11 +148,16 @@ class FeatureHead(nn.Module, ABC):
         )
         positions = (torch.repeat_interleave(inputs.starts, inputs.lengths) + offsets)[is_state]
         context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, lengths)
-        step = self._ragged(self.embed(inputs.tokens[is_next]), self.fuse(inputs.taps), positions, context)
+        step = self.read_ragged(self.embed(inputs.tokens[is_next]), self.fused(inputs.taps), positions, context)
         last = lengths.cumsum(0) - 1
         return CatchUp(rows, positions[last], HeadStep(step.next_hidden[last], step.head_input[last]))
 
-    def _ragged(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
+    def read_ragged(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> HeadStep:
         """[T, H] -> [T, H]."""
-        step = self.step(embeds[None], hidden[None], positions[None], context)
+        if self._recorded is None:
+            step = self.step(embeds[None], hidden[None], positions[None], context)
+        else:
+            step = HeadStep(*self._recorded.step(embeds[None], hidden[None], positions[None], attention_context=context))
         return HeadStep(step.next_hidden[0], step.head_input[0])

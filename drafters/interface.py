@@ -14,6 +14,7 @@ from draftsmith.kernels.paged_attention import PagedPool
 
 if TYPE_CHECKING:
     from draftsmith.drafters.target import Target
+    from draftsmith.drafters.tree_shape import TreeShape
 
 # (raw logits [R, V] in target ids, rows [R], prefixes: the tokens drafted so far of each) -> logits [R, V] under the request's
 # penalties, bans and masks.
@@ -79,6 +80,15 @@ class Remembering(Protocol):
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
         """The request has ended with `tokens`, prompt and answer; they are empty when nothing of it may be kept."""
+        ...
+
+
+@runtime_checkable
+class GrowsTrees(Protocol):
+    """A drafter that can offer several continuations at once."""
+
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        """At most `num_draft` nodes a row, see `drafters/tree_shape.py`."""
         ...
 
 

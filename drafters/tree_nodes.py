@@ -1,0 +1,72 @@
+"""The nodes of growing draft trees, one table for all rows, and the proposal made of them."""
+
+from __future__ import annotations
+
+import torch
+
+from draftsmith.drafters.interface import DraftInputs, Proposal
+
+
+class TreeNodes:
+    """C nodes so far for each of R rows, in order of creation: a node's parent comes before it."""
+
+    def __init__(self, num_rows: int, device: torch.device):
+        self.tokens = torch.empty(num_rows, 0, dtype=torch.int64, device=device)  # [R, C] target ids
+        self.parents = torch.empty(num_rows, 0, dtype=torch.int64, device=device)  # [R, C], -1: the root
+        self.ranks = torch.empty(num_rows, 0, dtype=torch.float32, device=device)  # [R, C], higher is better; -inf: no node
+
+    def add(self, tokens: torch.Tensor, parents: torch.Tensor, ranks: torch.Tensor) -> None:
+        """[R, n] each."""
+        self.tokens = torch.cat([self.tokens, tokens], dim=1)
+        self.parents = torch.cat([self.parents, parents], dim=1)
+        self.ranks = torch.cat([self.ranks, ranks], dim=1)
+
+    @property
+    def count(self) -> int:
+        return self.tokens.shape[1]
+
+    def prefixes(self, rows: torch.Tensor, nodes: torch.Tensor) -> list[list[int]]:
+        """The tokens from the root to each node [n] of `rows` [n], its own included; none for the root, -1."""
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        found = []
+        for row, node in zip(rows.tolist(), nodes.tolist()):
+            path: list[int] = []
+            while node >= 0:
+                path.append(tokens[row][node])
+                node = parents[row][node]
+            found.append(path[::-1])
+        return found
+
+    def best(self, budgets: torch.Tensor, most: int) -> TreeNodes:
+        """The `budgets` [R] (<= most) best nodes of each row, still in order of creation, the others left out.
+
+        No node ranks above its parent, and of equals the elder comes first: so parents are never left out alone.
+        """
+        order = self.ranks.argsort(dim=1, descending=True, stable=True)[:, :most]
+        wanted = torch.arange(order.shape[1], device=order.device) < budgets[:, None]
+        wanted &= self.ranks.gather(1, order) > -torch.inf
+        kept = torch.zeros_like(self.ranks, dtype=torch.bool).scatter(1, order, wanted)
+        # Where each node goes; the others to a column that is cut off.
+        width = order.shape[1]
+        places = torch.where(kept, kept.cumsum(dim=1) - 1, width)
+        best = TreeNodes(len(budgets), order.device)
+        moved = torch.where(self.parents < 0, -1, places.gather(1, self.parents.clamp(min=0)))
+        best.add(_put(places, self.tokens, width, 0), _put(places, moved, width, -1), _put(places, self.ranks, width, -torch.inf))
+        return best
+
+    def proposal(self, inputs: DraftInputs, rows: torch.Tensor, logits: torch.Tensor | None, q_rows: torch.Tensor) -> Proposal:
+        """Rows [R] of the batch get these nodes, the others none; q_rows [R, C + 1]."""
+        size = len(inputs.num_draft)
+        tokens, parents = (torch.full((size, self.count), -1, dtype=torch.int64, device=rows.device) for _ in range(2))
+        laws = torch.full((size, self.count + 1), -1, dtype=torch.int64, device=rows.device)
+        lengths = torch.zeros(size, dtype=torch.int64, device=rows.device)
+        real = self.ranks > -torch.inf
+        tokens[rows] = torch.where(real, self.tokens, -1)
+        parents[rows], laws[rows], lengths[rows] = self.parents, q_rows, real.sum(dim=1)
+        return Proposal(tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=laws)
+
+
+def _put(places: torch.Tensor, values: torch.Tensor, width: int, empty: float) -> torch.Tensor:
+    """values [R, C] at places [R, C] -> [R, width]; those at place `width` are dropped."""
+    out = torch.full((len(values), width + 1), empty, dtype=values.dtype, device=values.device)
+    return out.scatter(1, places, values)[:, :width]

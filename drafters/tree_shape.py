@@ -1,0 +1,78 @@
+"""What draft trees are grown to, and the text that says so. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+from draftsmith.errors import UserError
+
+MAX_NODES = 62  # as kernels/trees.py, which needs torch
+FORMS = "'dynamic', 'dynamic:nodes=24,depth=5,width=4' or 'sampled:3x2x1x1'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicTree:
+    """EAGLE-2's (arXiv 2406.16858): at each depth the `width` likeliest nodes get their `width` likeliest children, and of all
+    these the `nodes` likeliest are offered. Likely is the product of the draft's own probabilities on the way; nothing is drawn.
+    """
+
+    nodes: int = 24
+    depth: int = 5
+    width: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 1 <= value <= MAX_NODES:
+                raise UserError(f"{name} of the tree is {value}; it must be at least 1 and at most {MAX_NODES}")
+        if self.num_read > self.nodes + 1:
+            raise UserError(
+                f"the tree reads width * (depth - 1) = {self.num_read} nodes but offers only {self.nodes}; offer more nodes, or "
+                "make it less wide or less deep"
+            )
+
+    @property
+    def num_read(self) -> int:
+        """Nodes that the draft reads to grow the tree: the last depth's are only offered."""
+        return self.width * (self.depth - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTree:
+    """Every node of depth d gets `branches[d]` children, drawn from the draft's law without replacement."""
+
+    branches: tuple[int, ...] = (3, 2, 1, 1)
+
+    def __post_init__(self) -> None:
+        if not self.branches or min(self.branches) < 1:
+            raise UserError(f"the tree has branches {self.branches}; give a number of children, at least 1, for each depth")
+        if self.nodes > MAX_NODES:
+            raise UserError(f"the tree has {self.nodes} nodes; at most {MAX_NODES} are possible")
+
+    @property
+    def depth(self) -> int:
+        return len(self.branches)
+
+    @property
+    def nodes(self) -> int:
+        return sum(self.level_sizes)
+
+    @property
+    def level_sizes(self) -> list[int]:
+        return list(accumulate(self.branches, lambda size, count: min(size * count, 10 * MAX_NODES)))
+
+
+TreeShape = DynamicTree | SampledTree
+
+
+def parse_tree(text: str) -> TreeShape:
+    """`FORMS`, numbers left out being the defaults."""
+    kind, _, rest = text.partition(":")
+    if kind == "sampled" and re.fullmatch(r"(\d+(x\d+)*)?", rest):
+        return SampledTree(branches=tuple(map(int, rest.split("x")))) if rest else SampledTree()
+    if kind == "dynamic" and re.fullmatch(r"(\w+=\d+(,\w+=\d+)*)?", rest):
+        values = dict(part.split("=") for part in rest.split(",")) if rest else {}
+        if values.keys() <= {"nodes", "depth", "width"}:
+            return DynamicTree(**{name: int(value) for name, value in values.items()})
+    raise UserError(f"tree is {text!r}; give {FORMS}")
