@@ -360,16 +360,30 @@ def test_memory_held_is_not_rows_times_vocabulary() -> None:
         loss.backward()
 
 
+def head_gradient(case: Case, chunk_size: int) -> torch.Tensor:
+    head = case.head.bfloat16().requires_grad_()
+    single = case._replace(target=case.target.float(), weights=case.weights.float())
+    ours(kind_of("tv"), single, case.hidden.bfloat16(), head, chunk_size).loss.backward()
+    return head.grad
+
+
 def test_a_head_gradient_added_up_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(subset=False)
-    head = case.head.bfloat16()
+    case = make_case(subset=False, num_rows=40)
     grads = []
     for elements in (1 << 26, 10):
         monkeypatch.setattr("draftsmith.kernels.divergence.PRODUCT_ELEMENTS", elements)
-        leaf = head.clone().requires_grad_()
-        ours(kind_of("tv"), case, case.hidden.bfloat16(), leaf).loss.backward()
-        grads.append(leaf.grad)
+        grads.append(head_gradient(case, 1))
     assert torch.equal(*grads)
+
+
+def test_few_chunks_add_up_in_bfloat16_nearly_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(subset=False, num_rows=160)
+    short = head_gradient(case, 10).double()
+    monkeypatch.setattr("draftsmith.kernels.divergence.FEW_CHUNKS", 0)
+    wide = head_gradient(case, 10).double()
+    assert not torch.equal(short, wide)
+    # 16 roundings of 2^-9 each, on sums no larger than the largest entry.
+    assert (short - wide).abs().max() < 16 * 2**-9 * wide.abs().max()
 
 
 @pytest.mark.parametrize(
