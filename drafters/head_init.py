@@ -22,7 +22,7 @@ def shares_embeddings(target: Target) -> bool:
 
 def output_table(target: Target) -> torch.Tensor:
     """[V, H], what the target's head multiplies its final states by."""
-    return target.model.get_output_embeddings().weight
+    return target.output_weight
 
 
 @torch.no_grad()

@@ -6,14 +6,18 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.drafters.answer import Sampling, answer_chunks
 from draftsmith.drafters.attention import AttentionContext
-from draftsmith.drafters.causal_lm import CausalLM, load_model, load_tokenizer
+from draftsmith.drafters.causal_lm import CausalLM, load_model, load_tokenizer, whole
 from draftsmith.drafters.taps import FINAL
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
 
@@ -36,9 +40,12 @@ class Target(CausalLM):
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @classmethod
-    def load(cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> Target:
-        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own."""
-        return cls(load_model(path, dtype=dtype, device=device), str(path))
+    def load(
+        cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", *, shards: int = 1
+    ) -> Self:
+        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own. With `shards` above 1 every process of the group
+        calls this and holds its share of the weights, by the model's own tensor-parallel plan."""
+        return cls(load_model(path, dtype=dtype, device=device, shards=shards), str(path))
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -114,6 +121,6 @@ def revision_of(model: PreTrainedModel) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu().numpy()
+        values = whole(parameter.detach()).flatten()[:64].to(torch.bfloat16).float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.tobytes())
     return digest.hexdigest()[:16]

@@ -81,6 +81,14 @@ class TreeLayout(NamedTuple):
     first: torch.Tensor  # [T] int64: all places before it are seen; not read where `ancestors` is -1
 
 
+class PassLayout(NamedTuple):
+    """Which tokens a pass holds and where their rows keep keys; see `PagedPass`."""
+
+    block_tables: torch.Tensor
+    lengths: torch.Tensor
+    tree: TreeLayout | None
+
+
 class PagedPass:
     """The `AttentionContext` of one forward pass: writes the pass's keys and values to the pool, then attends.
 
@@ -104,6 +112,7 @@ class PagedPass:
         impl: str = "auto",
     ):
         self.pool = pool
+        self.layout = PassLayout(block_tables, lengths, tree)
         places = positions if tree is None else tree.places
         rows = 0 if len(lengths) == 1 else torch.repeat_interleave(lengths, output_size=len(positions))
         self.slots = pool.slots_of(block_tables, rows, places)

@@ -30,6 +30,7 @@ from draftsmith.serve.http import Server, create_app
 from draftsmith.serve.log_line import StatsLog
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.metrics import ServerMetrics
+from draftsmith.serve.parallel import LEADER, Channel, LeadingTarget, follow, join
 from draftsmith.serve.record import Sink
 from draftsmith.serve.watch import VersionWatcher
 
@@ -42,22 +43,48 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
     for chatty in ("httpx", "uvicorn.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     check(config)
-    listener = bind(config.host, config.port)
-    torch.set_num_threads(config.threads or default_threads())
-    device = device_of(config)
-    target = Target.load(config.target, dtype=dtype_of(config, device), device=device)
-    draft = load_drafter(config, target)
     if config.learn is not None and make_sink is None:
         raise UserError("learn is given but nothing stores records here; start the server as `draftsmith serve`")
+    torch.set_num_threads(config.threads or default_threads())
+    if config.tensor_parallel > 1:
+        return run_sharded(config, make_sink)
+    listener = bind(config.host, config.port)
+    device = device_of(config)
+    lead(config, Target.load(config.target, dtype=dtype_of(config, device), device=device), listener, make_sink)
+    return 0
+
+
+def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
+    """One of the processes that share the target: rank 0 serves, the others run its passes with it."""
+    device = device_of(config)
+    place = join(config.tensor_parallel, device)
+    kind = LeadingTarget if place.rank == LEADER else Target
+    listener = bind(config.host, config.port) if place.rank == LEADER else None
+    target = kind.load(config.target, dtype=dtype_of(config, device), device=place.device, shards=place.size)
+    channel = Channel()
+    if listener is None:
+        follow(target, channel)
+        return 0
+    assert isinstance(target, LeadingTarget)
+    try:
+        lead(config, target.lead(channel), listener, make_sink)
+    finally:
+        target.stop()
+    return 0
+
+
+def lead(config: ServeConfig, target: Target, listener: socket.socket, make_sink: MakeSink | None) -> None:
+    draft = load_drafter(config, target)
     sink = make_sink(config, target) if config.learn is not None and make_sink is not None else None
     engine = Engine(target, draft.drafter, config.engine(), sink=sink, draft_version=draft.version)
     serve(config, engine, listener, serving=draft.number, sink=sink)
-    return 0
 
 
 def check(config: ServeConfig) -> None:
     if config.threads is not None and config.threads < 1:
         raise UserError(f"threads is {config.threads}; it must be at least 1")
+    if config.tensor_parallel < 1:
+        raise UserError(f"tensor_parallel is {config.tensor_parallel}; it must be at least 1")
     limits = limits_of(config)
     for name, value in (
         ("max_body_bytes", limits.max_body_bytes),

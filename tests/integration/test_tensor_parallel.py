@@ -1,0 +1,126 @@
+"""The target sharded over two processes by transformers' own plan answers as one process does, with every kind of drafting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from draftsmith.drafters.checkpoint import save
+from draftsmith.drafters.options import Eagle3Options, MtpOptions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.parallel import join
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(20, 60)), [9]]
+REQUEST = {"prompt": PROMPTS, "temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def target_folder(tiny_target: Callable[..., str]) -> str:
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def drafts(target_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Families that read the target's embedding, its head, and both, while they draft."""
+    target = Target.load(target_folder, dtype="float32")
+    folders = {}
+    for family, options in (("eagle3", Eagle3Options()), ("mtp", MtpOptions())):
+        folders[family] = tmp_path_factory.mktemp("draft") / family
+        save(FAMILIES[family].create(options, target, seed=0), folders[family], target)
+    return folders
+
+
+@pytest.fixture
+def serve(target_folder: str) -> Iterator[Callable[[int, Sequence[str]], tuple[str, subprocess.Popen]]]:
+    """`serve(processes, options)` -> the URL of a server that is up."""
+    running: list[subprocess.Popen] = []
+
+    def start(processes: int, options: Sequence[str]) -> tuple[str, subprocess.Popen]:
+        port = free_port()
+        launcher = [sys.executable, "-m", "draftsmith.cli"]
+        if processes > 1:
+            launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+            launcher += [f"--master_port={free_port()}", "-m", "draftsmith.cli"]
+            options = [*options, "--tensor-parallel", str(processes)]
+        command = [*launcher, "serve", "--target", target_folder, "--port", str(port), "--dtype", "float32", *options]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        running.append(server)
+        url = f"http://127.0.0.1:{port}"
+        deadline_s = time.monotonic() + 90
+        while time.monotonic() < deadline_s and server.poll() is None:
+            try:
+                httpx.get(f"{url}/health", timeout=1.0)
+                return url, server
+            except httpx.TransportError:
+                time.sleep(0.1)
+        server.kill()
+        raise AssertionError(f"no server came up: {server.communicate()[0]}")
+
+    yield start
+    for server in running:
+        server.send_signal(signal.SIGTERM)
+    for server in running:
+        server.communicate(timeout=30)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(url: str) -> list[list[int]]:
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    body = httpx.post(f"{url}/v1/completions", json=REQUEST | {"model": model}, timeout=60).raise_for_status().json()
+    return [choice["token_ids"] for choice in body["choices"]]
+
+
+def wait_until_running(url: str) -> None:
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        if any(line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in metrics(url)):
+            return
+    raise AssertionError("no request was seen running")
+
+
+def metrics(url: str) -> list[str]:
+    return httpx.get(f"{url}/metrics").text.splitlines()
+
+
+def drafted(url: str) -> float:
+    return sum(float(line.split()[-1]) for line in metrics(url) if line.startswith("vllm:spec_decode_num_draft_tokens_total"))
+
+
+@pytest.mark.parametrize(
+    "family", ["eagle3", pytest.param("mtp", marks=pytest.mark.long), pytest.param(None, marks=pytest.mark.long)]
+)
+def test_two_processes_answer_as_one(family: str | None, target_folder: str, drafts: dict[str, Path], serve: Callable) -> None:
+    url, server = serve(2, [] if family is None else ["--draft", str(drafts[family]), "--k", "3"])
+    assert answers(url) == Target.load(target_folder, dtype="float32").answer(PROMPTS, max_new_tokens=24, ignore_eos=True)
+    assert (drafted(url) > 0) == (family is not None)
+    # A signal reaches all processes at once; the answer under way is finished all the same.
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(answers, url)
+        wait_until_running(url)
+        server.send_signal(signal.SIGTERM)
+        assert len(late.result()) == len(PROMPTS)
+    assert server.wait(timeout=30) is not None
+
+
+def test_a_server_that_torchrun_did_not_start_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match="1 process runs; start the server with `torchrun --nproc-per-node 2"):
+        join(2, "cpu")
