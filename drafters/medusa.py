@@ -112,6 +112,8 @@ class Medusa(StateHead):
         check_shape(values, target, folder)
         num_heads, num_layers = numbers_of(values, folder)
         tensors = {own_name(name, num_layers): tensor for name, tensor in tensors.items()}
+        if (shared := tensors.pop("lm_head.weight", None)) is not None:
+            tensors |= shared_table(shared, target, num_heads)
         own_tables = "tables.0.weight" in tensors
         drafter = cls(
             target, num_heads=num_heads, num_layers=num_layers, bias="heads.0.0.linear.bias" in tensors, own_tables=own_tables
@@ -141,6 +143,14 @@ def own_name(name: str, num_layers: int) -> str:
     if parts[0].isdigit() and parts[1] == str(num_layers):
         return f"tables.{parts[0]}.weight"
     return name
+
+
+def shared_table(table: torch.Tensor, target: Target, num_heads: int) -> dict[str, torch.Tensor]:
+    """A table for all heads: nothing to keep when it is the target's, one of each head's own otherwise."""
+    own = output_table(target).to(table)
+    if table.shape == own.shape and torch.allclose(table.to(own.device), own, rtol=1e-2, atol=1e-4):
+        return {}
+    return {f"tables.{head}.weight": table for head in range(num_heads)}
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -111,6 +111,9 @@ def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[
         return [({"vllm": "vLLM", "sglang": "SGLang"}[engine], lines[engine])]
     if engine == "hf" and family != "draft-lm":
         return [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
+    if family == "medusa":
+        speculative = json.dumps({"method": "medusa", "model": draft, "num_speculative_tokens": k})
+        return [("vLLM up to 0.32", f"vllm serve {target} --speculative-config '{speculative}'")]
     method, algorithm = {
         "eagle3": ("eagle3", "EAGLE3"),
         "eagle1": ("eagle", "EAGLE"),

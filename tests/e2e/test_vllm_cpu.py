@@ -36,6 +36,8 @@ PROBE = Path(__file__).with_name("vllm_probe.py")
 FAMILIES = {
     "eagle3": ("eagle3.taps=[1,2,3]", "eagle3.draft_vocab_size=250"),
     "mtp": (),
+    "eagle1": (),
+    "medusa": ("medusa.num_heads=3", "unroll.steps=3"),
     "draft-lm": ("draft_lm.num_layers=2", "draft_lm.hidden_size=64", "draft_lm.num_attention_heads=2"),
 }
 
@@ -173,6 +175,16 @@ def test_eagle3_in_the_speculators_layout_finds_its_target_itself(workshop: Path
 def test_draft_lm_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
     draft = exported(workshop, "draft-lm", "vllm")
     check(workshop, "draft-lm", vllm(workshop, "target", speculation(workshop, "draft_model", draft)), plain)
+
+
+def test_eagle1_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
+    draft = exported(workshop, "eagle1", "vllm")
+    check(workshop, "eagle1", vllm(workshop, "target", speculation(workshop, "eagle", draft)), plain)
+
+
+def test_medusa_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
+    draft = exported(workshop, "medusa", "vllm")
+    check(workshop, "medusa", vllm(workshop, "target", speculation(workshop, "medusa", draft)), plain)
 
 
 def test_stitched_mtp_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""Medusa in its original layout, as FasterDecoding, TGI and TensorRT-LLM read it: every head with a table of its own."""
+"""Medusa as vLLM up to 0.32 reads it, with one table for all heads, and in the original layout of FasterDecoding, TGI and
+TensorRT-LLM, with a table for each. Both want the target's table written out, because neither looks for it in the target.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from draftsmith.drafters.medusa import ORIGINAL_WEIGHTS, numbers_of, own_name, read_tensors
+from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.layouts.source import Source, text_config, weight_files, write_config
 
 TABLES = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+def write_vllm(source: Source, out: Path) -> None:
+    """A block without its table would be served with random numbers in its place."""
+    tensors = read_tensors(source.draft)
+    numbers_of(source.config, source.draft)
+    if source.config.get("model_type") != "medusa":
+        raise UserError("the draft is in Medusa's original layout, which vLLM reads as it is; serve it without an export")
+    if source.config.get("original_lm_head"):
+        tensors["lm_head.weight"] = target_table(source).to(tensors["blocks.0.layers.0.weight"].dtype)
+    write_weights(out, source.config, tensors)
 
 
 def write_original(source: Source, out: Path) -> None:

@@ -21,8 +21,8 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "draft-lm": {"vllm": draft_lm.write_plain, "sglang": draft_lm.write_plain, "hf": draft_lm.write_plain},
     "mtp": {"vllm": mimo.write_stitched},
     "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
-    "medusa": {"hf": medusa.write_original},
-    "mlp": {"hf": mlp.write_plain},
+    "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
+    "mlp": {"hf": mlp.write_ibm},
 }
 REFUSALS: dict[tuple[str, str], str] = {
     ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
@@ -32,10 +32,9 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("mtp", "hf"): "transformers does not draft with MiMo modules",
     ("eagle1", "speculators"): "the speculators layout has no EAGLE-1 heads",
     ("eagle1", "hf"): "transformers cannot draft with EAGLE-1",
-    ("medusa", "vllm"): "vLLM removed Medusa",
     ("medusa", "sglang"): "SGLang does not draft with Medusa",
     ("medusa", "speculators"): "the speculators layout has no Medusa heads",
-    ("mlp", "vllm"): "vLLM removed the MLP speculator",
+    ("mlp", "vllm"): "vLLM does not draft with the MLP speculator any more",
     ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
     ("mlp", "speculators"): "the speculators layout has no MLP speculators",
 }
