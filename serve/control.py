@@ -1,0 +1,100 @@
+"""How many tokens to draft: fixed, by batch size, or what pays as measured while serving (`auto_control.py`). Torch-free.
+
+What is chosen here is chosen before anything of the round is drawn (law 4), so it cannot change the law of the output. It does
+change which random numbers decide a position: token for token, a seeded request repeats at a fixed k only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from draftsmith.errors import UserError
+
+MAX_K = 64
+
+
+class Wish(NamedTuple):
+    """A row that is about to decide tokens."""
+
+    request_class: str
+    most: int  # drafts it may have: the request's own k, and the room left in its answer
+
+
+class Offer(NamedTuple):
+    """What became of a row's drafts."""
+
+    request_class: str
+    offered: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    num_tokens: int  # known tokens that went through the target
+    num_rows: int  # rows that decided
+    k: int  # the deepest draft, as planned
+    seconds: float
+    catching_up: bool  # the draft read far more than the last round's tokens
+    offers: Sequence[Offer]
+
+
+class Control(Protocol):
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> list[int]:
+        """The k of each row; `num_tokens` known tokens are expected in the pass."""
+        ...
+
+    def observe(self, result: RoundResult) -> None:
+        """The round that the last `choose` was for."""
+        ...
+
+    def new_draft(self) -> None:
+        """Other weights draft from now on."""
+        ...
+
+
+class FixedControl:
+    """Every request drafts what it asked for."""
+
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> list[int]:
+        return [wish.most for wish in wishes]
+
+    def observe(self, result: RoundResult) -> None:
+        return
+
+    def new_draft(self) -> None:
+        return
+
+
+class Step(NamedTuple):
+    batch: int  # from this many deciding rows on
+    k: int
+
+
+class ScheduledControl(FixedControl):
+    """k by batch size, ascending steps; a request's own k stays a cap."""
+
+    def __init__(self, steps: Sequence[Step]):
+        self.steps = steps
+
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> list[int]:
+        k = next((step.k for step in reversed(self.steps) if step.batch <= len(wishes)), self.steps[0].k)
+        return [min(k, wish.most) for wish in wishes]
+
+
+def parse_schedule(text: str) -> list[Step]:
+    """`"1:5,8:3,32:0"`: from 1 row on 5 tokens, from 8 on 3, from 32 on none."""
+    steps = []
+    for part in text.split(","):
+        batch, separator, k = part.partition(":")
+        if not (separator and batch.strip().isdecimal() and k.strip().isdecimal()):
+            raise UserError(f"k_schedule has {part!r}; write BATCH:K pairs, for example 1:5,8:3,32:0")
+        steps.append(Step(int(batch), int(k)))
+    batches = [step.batch for step in steps]
+    if batches[0] < 1 or any(low >= high for low, high in pairwise(batches)):
+        raise UserError(f"k_schedule is {text!r}; its batch sizes must rise from at least 1, for example 1:5,8:3,32:0")
+    if max(step.k for step in steps) > MAX_K:
+        raise UserError(f"k_schedule is {text!r}; at most {MAX_K} tokens can be drafted a round")
+    return steps

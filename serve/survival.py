@@ -1,0 +1,69 @@
+"""How far drafts survive, by request class: the chance that position i is kept given that it was reached. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+FIRST_ALPHA = 0.6
+CLASS_WEIGHT = 24.0  # rounds of all classes together that stand in for a class nobody knows yet
+DEPTH_WEIGHT = 4.0  # how much a position says about the next one
+MEMORY = 400.0  # rounds
+MAX_CLASSES = 256
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Sums over rounds, older ones fading."""
+
+    reached: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+
+    def add(self, offered: int, accepted: int) -> None:
+        while len(self.reached) < offered:
+            self.reached.append(0.0)
+            self.kept.append(0.0)
+        for position in range(min(accepted + 1, offered)):
+            fade = 1.0 - 1.0 / MEMORY
+            self.reached[position] = fade * self.reached[position] + 1.0
+            self.kept[position] = fade * self.kept[position] + float(position < accepted)
+
+    def alpha(self, position: int, prior: float, weight: float) -> float:
+        if position >= len(self.reached):
+            return prior
+        return (self.kept[position] + weight * prior) / (self.reached[position] + weight)
+
+    def scale(self, factor: float) -> None:
+        self.reached = [factor * value for value in self.reached]
+        self.kept = [factor * value for value in self.kept]
+
+
+class Survival:
+    """A class leans on all classes together until it has rounds of its own, a position on the one before it."""
+
+    def __init__(self) -> None:
+        self._all = _Counts()
+        self._classes: dict[str, _Counts] = {}
+
+    def add(self, request_class: str, offered: int, accepted: int) -> None:
+        self._all.add(offered, accepted)
+        counts = self._classes.pop(request_class, None) or _Counts()
+        counts.add(offered, accepted)
+        self._classes[request_class] = counts
+        if len(self._classes) > MAX_CLASSES:
+            # The class that was quiet for longest.
+            del self._classes[next(iter(self._classes))]
+
+    def chances(self, request_class: str, k: int) -> list[float]:
+        """Of the first, the first two, ..., the first `k` drafts being kept."""
+        counts = self._classes.get(request_class, _Counts())
+        chances, survived, common = [], 1.0, FIRST_ALPHA
+        for position in range(k):
+            common = self._all.alpha(position, common, DEPTH_WEIGHT)
+            survived *= counts.alpha(position, common, CLASS_WEIGHT)
+            chances.append(survived)
+        return chances
+
+    def doubt(self, left: float) -> None:
+        """What was seen counts for a share `left` of what it did: weights have changed, or it was seen long ago."""
+        for counts in (self._all, *self._classes.values()):
+            counts.scale(left)

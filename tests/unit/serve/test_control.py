@@ -1,0 +1,238 @@
+"""The controller against a made-up machine: what a round costs and which drafts survive is known, so the best k is too."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.serve.auto_control import AutoControl
+from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, ScheduledControl, Step, Wish, parse_schedule
+from draftsmith.serve.latency import LatencyTable, bucket_of
+from draftsmith.serve.survival import Survival
+
+MOST = 8
+
+
+@dataclass
+class Machine:
+    """A pass costs the weights' time or its tokens' time, whichever is more; a draft step a share of the weights' time."""
+
+    alpha: Callable[[str, int], float]  # of a class, at a round number
+    weights_s: float = 1e-2
+    token_s: float = 1e-4  # the batch is compute-bound from 100 tokens on
+    draft_share: float = 0.08
+    draft_fixed_s: float = 5e-4
+    noise: float = 0.05
+
+    def round_s(self, num_tokens: int, ks: list[int]) -> float:
+        tokens = num_tokens + sum(ks)
+        verify_s = max(self.weights_s, self.token_s * tokens)
+        drafting = sum(k > 0 for k in ks)
+        draft_s = (
+            self.draft_fixed_s + max(ks) * self.draft_share * max(self.weights_s, self.token_s * drafting) if drafting else 0.0
+        )
+        return verify_s + draft_s
+
+
+def play(control: Control, machine: Machine, classes: list[str], rounds: int, *, seed: int = 0, skip: int = 0) -> float:
+    """Tokens a second after the first `skip` rounds; the accepted tokens of a round are drawn."""
+    chance = random.Random(seed)
+    tokens = seconds = 0.0
+    for number in range(rounds):
+        ks = control.choose([Wish(name, MOST) for name in classes], len(classes))
+        round_s = machine.round_s(len(classes), ks)
+        offers, expected = [], len(classes)
+        for name, k in zip(classes, ks):
+            alpha, accepted = machine.alpha(name, number), 0
+            while accepted < k and chance.random() < alpha:
+                accepted += 1
+            expected += sum(alpha ** (depth + 1) for depth in range(k))
+            if k:
+                offers.append(Offer(name, k, accepted))
+        noisy_s = round_s * (1.0 + machine.noise * abs(chance.gauss(0, 1))) * (4.0 if chance.random() < 0.005 else 1.0)
+        control.observe(RoundResult(len(classes), len(classes), max(ks), noisy_s, False, offers))
+        if number >= skip:
+            # Expectations, so that luck with the drafts does not blur the comparison.
+            tokens += expected
+            seconds += round_s
+    return tokens / seconds
+
+
+class Constant(FixedControl):
+    def __init__(self, k: int):
+        self.k = k
+
+    def choose(self, wishes: list[Wish], num_tokens: int) -> list[int]:
+        return [min(self.k, wish.most) for wish in wishes]
+
+
+def best_fixed(machine: Machine, classes: list[str], rounds: int, *, skip: int = 0) -> tuple[float, int]:
+    rates = [play(Constant(k), machine, classes, rounds, skip=skip) for k in range(MOST + 1)]
+    return max(rates), rates.index(max(rates))
+
+
+BATCHES = [1, 4, 16, 48, 128, 256]
+
+
+@pytest.mark.parametrize("alpha", [0.85, 0.6, 0.3])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_best_fixed_k_of_each_load_is_nearly_reached_without_tuning(batch: int, alpha: float) -> None:
+    machine = Machine(lambda name, number: alpha)
+    rounds, learning = (1500, 150) if batch < 100 else (500, 100)
+    best, k = best_fixed(machine, ["a"] * batch, 20)
+    found = play(AutoControl(), machine, ["a"] * batch, rounds, skip=learning)
+    assert found >= 0.97 * best, (found / best, k)
+    without = play(Constant(0), machine, ["a"] * batch, 20)
+    assert found >= 0.99 * without
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_speculation_that_never_pays_costs_next_to_nothing(batch: int) -> None:
+    machine = Machine(lambda name, number: 0.02, draft_share=0.3)
+    control = AutoControl()
+    rounds = 2000 if batch < 100 else 700
+    found = play(control, machine, ["a"] * batch, rounds, skip=60)  # the trials go on, the first measurements are over
+    assert found >= 0.99 * play(Constant(0), machine, ["a"] * batch, 10)
+
+
+def test_a_load_that_changes_is_followed() -> None:
+    """The latencies of one load tell little about another's; the controller keeps both."""
+    machine = Machine(lambda name, number: 0.7)
+    control = AutoControl()
+    for batch in (1, 200, 1, 200, 8, 200):
+        best, _ = best_fixed(machine, ["a"] * batch, 10)
+        found = play(control, machine, ["a"] * batch, 300)
+        assert found >= 0.94 * best
+    assert found >= 0.97 * best
+
+
+def test_a_draft_that_turns_good_or_bad_is_noticed() -> None:
+    machine = Machine(lambda name, number: 0.1 if 600 <= number < 4000 else 0.8, draft_share=0.3)
+    control = AutoControl()
+    chosen = []
+
+    class Watched(FixedControl):
+        def choose(self, wishes: list[Wish], num_tokens: int) -> list[int]:
+            chosen.append(control.choose(wishes, num_tokens))
+            return chosen[-1]
+
+        def observe(self, result: RoundResult) -> None:
+            control.observe(result)
+
+    play(Watched(), machine, ["a"] * 8, 8000)
+    deepest = [max(ks) for ks in chosen]
+    assert sum(deepest[500:600]) / 100 > 1.5
+    assert sum(deepest[1500:4000]) / 2500 < 0.1
+    assert sum(deepest[7000:]) / 1000 > 1.5
+
+
+def test_classes_of_requests_get_drafts_by_their_own_survival() -> None:
+    machine = Machine(lambda name, number: 0.9 if name == "easy" else 0.05, token_s=6e-4)
+    classes = ["easy"] * 6 + ["hard"] * 6
+    control = AutoControl()
+    play(control, machine, classes, 1500)
+    last: list[list[int]] = []
+    for _ in range(20):
+        last.append(control.choose([Wish(name, MOST) for name in classes], len(classes)))
+        control.observe(RoundResult(12, 12, max(last[-1]), machine.round_s(12, last[-1]), False, []))
+    easy, hard = sum(sum(ks[:6]) for ks in last), sum(sum(ks[6:]) for ks in last)
+    assert easy >= 6 * 20 and hard < 0.25 * easy
+    best, _ = best_fixed(machine, classes, 10)
+    assert play(control, machine, classes, 400) > best  # no single k does as well
+
+
+def test_a_requests_own_k_is_a_cap_and_zero_means_zero() -> None:
+    control = AutoControl(start=5)
+    assert control.choose([Wish("", 2), Wish("", 8), Wish("", 0)], 3) == [2, 5, 0]
+    assert control.choose([Wish("", 0)], 1) == [0]
+    assert FixedControl().choose([Wish("", 2), Wish("", 8)], 2) == [2, 8]
+
+
+def test_a_schedule_goes_by_batch_size() -> None:
+    control = ScheduledControl(parse_schedule("1:5,8:3,32:0"))
+    assert control.steps == [Step(1, 5), Step(8, 3), Step(32, 0)]
+    for batch, k in ((1, 5), (7, 5), (8, 3), (31, 3), (32, 0), (300, 0)):
+        assert control.choose([Wish("", 9)] * batch, batch) == [k] * batch
+    assert control.choose([Wish("", 2)], 1) == [2]
+
+
+def test_catching_up_is_charged_to_drafting() -> None:
+    """Reading a long prompt late costs the draft more than a round does; answers of one token never pay for it."""
+    control = AutoControl()
+    control.latency.add(1, 0, 1.0)
+    for k in range(4):
+        for _ in range(3):
+            control.latency.add(1, k, 1.0)
+
+    def usual() -> int:
+        chosen = []
+        for _ in range(60):
+            (k,) = control.choose([Wish("", 3)], 1)
+            control.observe(RoundResult(1, 1, k, 1.0, False, [Offer("", k, k // 2)] if k else []))
+            chosen.append(k)
+        return sorted(chosen)[30]
+
+    assert usual() == 3
+    for _ in range(60):
+        control.observe(RoundResult(1, 1, 3, 9.0, True, []))
+    assert usual() == 0
+
+
+def test_buckets_grow_by_at_most_half() -> None:
+    tops = sorted({bucket_of(n) for n in range(1, 2000)})
+    assert tops[:8] == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert all(high <= 1.5 * low or high - low == 1 for low, high in itertools.pairwise(tops))
+    assert all(bucket_of(n) >= n for n in range(1, 2000))
+
+
+def test_what_was_not_measured_is_inferred() -> None:
+    table = LatencyTable()
+    assert table.seconds(8, 3) > table.seconds(8, 0)
+    for k, seconds in ((0, 1.0), (4, 3.0)):
+        table.add(8, k, 100.0)  # the first of its kind is not believed
+        table.add(8, k, seconds)
+    assert table.seconds(8, 2) == pytest.approx(2.0)
+    assert table.seconds(8, 6) == pytest.approx(4.0)
+    table.add(16, 0, 1.0)
+    table.add(16, 0, 2.0)
+    assert table.seconds(16, 4) == pytest.approx(6.0)  # by the ratio of the bucket beside it
+    assert table.seconds(12, 0) in (1.0, 2.0)
+
+
+def test_one_stall_of_the_machine_does_not_ruin_a_measurement() -> None:
+    table = LatencyTable()
+    for seconds in (1.0, 1.0, 1.0, 1.0, 60.0):
+        table.add(1, 2, seconds)
+    assert table.seconds(1, 2) < 1.5
+
+
+def test_survival_learns_by_class_and_leans_on_the_others_until_then() -> None:
+    survival = Survival()
+    for _ in range(300):
+        survival.add("good", 3, 3)
+        survival.add("bad", 3, 0)
+    assert survival.chances("good", 3)[2] > 0.8 > 0.2 > survival.chances("bad", 1)[0]
+    assert 0.35 < survival.chances("unknown", 1)[0] < 0.65
+    assert len(survival.chances("good", 6)) == 6
+    survival.doubt(0.05)
+    for _ in range(60):
+        survival.add("bad", 3, 3)
+    assert survival.chances("bad", 1)[0] > 0.6
+
+
+def test_the_number_of_classes_remembered_is_bounded() -> None:
+    survival = Survival()
+    for index in range(2000):
+        survival.add(f"class {index}", 2, 1)
+    assert len(survival._classes) <= 256
+
+
+@pytest.mark.parametrize("text", ["", "5", "1:5,", "8:3,1:5", "0:1", "1:x", "1:65", "1:5,1:3"])
+def test_a_schedule_that_says_nothing_clear_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="k_schedule"):
+        parse_schedule(text)
