@@ -18,6 +18,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, Un
 from draftsmith.drafters.lora import add_adapters, merged_state
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.pruned import pruned_target
+from draftsmith.drafters.recorded import Recordable
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import check_finite, read_config, read_weights
@@ -25,7 +26,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 
 
-class DraftLm(nn.Module):
+class DraftLm(nn.Module, Recordable):
     """`model` has as many token ids as the target."""
 
     family = "draft-lm"
@@ -95,8 +96,12 @@ class DraftLm(nn.Module):
     def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
         return self.lm.new_pool(num_blocks, block_size, device, dtype)
 
+    def record(self) -> None:
+        self.lm.record()
+
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
+        self.lm.refresh()  # a swap writes new weights in place
         drawing = Drawing(inputs, vocab_size=self.lm.vocab_size)
         ends = inputs.lengths.cumsum(0)
         rows = torch.arange(len(ends), device=ends.device)

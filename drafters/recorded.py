@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from draftsmith.drafters.causal_lm import CausalLM
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Largest allowed difference from the model's own pass, relative by row.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -61,7 +62,7 @@ def record_lm(lm: CausalLM) -> RecordedLm | None:
     return attempt(lm.name, lambda: _record(lm))
 
 
-def attempt(name: str, record: Callable[[], RecordedLm]) -> RecordedLm | None:
+def attempt(name: str, record: Callable[[], T]) -> T | None:
     try:
         return record()
     except Exception as error:
@@ -105,8 +106,8 @@ def _check(lm: CausalLM, recorded: RecordedLm) -> None:
     for count in PIECES:
         ids = torch.randint(lm.vocab_size, (1, count), generator=generator).to(lm.device)
         positions = torch.arange(begin, begin + count, device=lm.device)
-        expected = _every_state(lm, ids, positions[None], _pass_over(own, positions))
-        found = recorded.body(ids, positions[None], attention_context=_pass_over(replayed, positions))
+        expected = _every_state(lm, ids, positions[None], pass_over(own, positions))
+        found = recorded.body(ids, positions[None], attention_context=pass_over(replayed, positions))
         for one, other in zip(found, expected, strict=True):
             compare(one, other)
         compare(recorded.head(expected[0]), lm.own_head(expected[0]))
@@ -115,7 +116,7 @@ def _check(lm: CausalLM, recorded: RecordedLm) -> None:
         compare(one, other)
 
 
-def _pass_over(pool: PagedPool, positions: torch.Tensor) -> AttentionContext:
+def pass_over(pool: PagedPool, positions: torch.Tensor) -> AttentionContext:
     """One row in block 1."""
     table = torch.ones(1, 1, dtype=torch.int64, device=positions.device)
     return PagedPass(pool, table, positions, torch.tensor([len(positions)], device=positions.device))
