@@ -16,8 +16,9 @@ from draftsmith.drafters.target import Target
 from draftsmith.serve.grammar_matcher import GrammarCompiler
 from draftsmith.serve.request import Request, SamplingParams
 from draftsmith.serve.sampling_checks import check_vocabulary
+from draftsmith.serve.sampling_penalties import penalise
 from draftsmith.serve.sampling_processors import check_processors, run_processors
-from draftsmith.serve.sampling_stages import add_biases, ban, penalise, restrict
+from draftsmith.serve.sampling_stages import add_biases, ban, restrict
 from draftsmith.serve.sampling_state import LawState, Site
 
 

@@ -1,8 +1,4 @@
-"""The stages that make a request's law of raw logits, in the order in which `serve/sampling.py` calls them.
-
-Each changes the rows of its sites in `logits` [R, V] in place; the formulas are those of transformers' processors and, for
-presence and frequency penalties, OpenAI's.
-"""
+"""Biases, bans and masks, as transformers' processors apply them. Each changes its sites' rows of `logits` [R, V] in place."""
 
 from __future__ import annotations
 
@@ -21,29 +17,6 @@ def add_biases(logits: torch.Tensor, sites: Sequence[Site]) -> None:
         rows = torch.repeat_interleave(_rows(biased, logits.device), counts)
         ids = torch.cat([site.state.bias_ids for site in biased])
         logits[rows, ids] += torch.cat([site.state.bias_values for site in biased]).to(logits.dtype)
-
-
-def penalise(logits: torch.Tensor, sites: Sequence[Site]) -> None:
-    """Repetition, then frequency and presence; a drafted token counts as output of the positions behind it."""
-    counted = [(site, site.state.counts) for site in sites if site.state.counts is not None]
-    if not counted:
-        return
-    occurrences = [counts.of(site.state.tokens) for site, counts in counted]
-    output = torch.stack([one.output for one in occurrences]).to(logits.dtype)
-    drafted = [(place, token) for place, (site, _) in enumerate(counted) for token in site.prefix]
-    if drafted:
-        places, tokens = torch.tensor(drafted, device=logits.device).T
-        output.index_put_((places, tokens), torch.ones((), dtype=output.dtype, device=output.device), accumulate=True)
-    in_output = output > 0
-    seen = in_output | torch.stack([one.prompt for one in occurrences])
-    params = [site.state.params for site, _ in counted]
-    repetition = _column([one.repetition_penalty for one in params], logits)
-    rows = _rows([site for site, _ in counted], logits.device)
-    scores = logits[rows]
-    scores = torch.where(seen, torch.where(scores < 0, scores * repetition, scores / repetition), scores)
-    scores -= _column([one.frequency_penalty for one in params], logits) * output
-    scores -= _column([one.presence_penalty for one in params], logits) * in_output
-    logits[rows] = scores
 
 
 def ban(logits: torch.Tensor, sites: Sequence[Site]) -> None:
@@ -70,7 +43,3 @@ def restrict(logits: torch.Tensor, sites: Sequence[Site]) -> None:
 
 def _rows(sites: Sequence[Site], device: torch.device) -> torch.Tensor:
     return torch.tensor([site.row for site in sites], device=device)
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

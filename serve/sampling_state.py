@@ -33,7 +33,7 @@ class LawState:
         self.bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64, device=device)
         self.bias_values = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32, device=device)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self.counts = TokenCounts(num_prompt, vocab_size, device) if penalties != (1.0, 0.0, 0.0) else None
+        self.counts = TokenCounts(num_prompt, device) if penalties != (1.0, 0.0, 0.0) else None
         self.forbidden: torch.Tensor | None = None  # [V] bool, of `allowed_token_ids`
         if params.allowed_token_ids is not None:
             self.forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
@@ -48,6 +48,8 @@ class LawState:
 
     def follow(self, tokens: list[int]) -> None:
         self.tokens = tokens
+        if self.counts is not None:
+            self.counts.follow(tokens)
         if self.matcher is not None and len(tokens) > self._matched:
             self.matcher.commit(tokens[self._matched :])
             self._matched = len(tokens)
