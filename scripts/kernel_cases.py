@@ -1,0 +1,201 @@
+"""What is measured: each case with its ways of doing the same work and the bytes that none of them can avoid moving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from kernel_divergences import divergence_cases
+from kernel_peers import installed, vllm_chain, vllm_filters
+
+from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.kernels.paged_attention import PagedPass, PagedPool
+from draftsmith.kernels.randomness import Purpose, sample, sample_without_replacement
+from draftsmith.kernels.trees import DraftTree
+from draftsmith.kernels.verify import verify_chain
+from draftsmith.kernels.verify_block import verify_block
+from draftsmith.kernels.verify_tree import verify_tree
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    vocabularies: tuple[int, ...]
+    requests: int
+    depth: int  # drafted tokens a request
+    tokens: int  # rows of a divergence
+    width: int  # of its hidden states
+    context: int  # of attention
+    layers_kv: tuple[int, int, int]  # query heads, key heads, width of a head
+
+
+FULL = Sizes((32_000, 128_256, 151_936), 64, 5, 8192, 4096, 2048, (32, 8, 128))
+QUICK = Sizes((32_000, 128_256, 151_936), 4, 5, 128, 128, 512, (8, 4, 32))
+
+
+@dataclass
+class Case:
+    name: str
+    shape: str
+    floor_bytes: int  # 0 where arithmetic and not traffic is the bound
+    ways: dict[str, Call]
+    compiled: list[str] = field(default_factory=list)  # names of ways to be timed under torch.compile as well
+
+
+def ours_and_reference(device: torch.device, call: Callable[[str], Any]) -> dict[str, Call]:
+    """On a CPU the reference is what "auto" runs, so there is one way."""
+    ways = {"reference": lambda: call("torch")}
+    return {"ours": lambda: call("auto"), **ways} if device.type == "cuda" else ways
+
+
+def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]]:
+    """Makers, so that one case's tensors are gone before the next one's exist."""
+    for vocab_size in sizes.vocabularies:
+        yield lambda v=vocab_size: chain_case(sizes, v, device)
+        yield lambda v=vocab_size: deterministic_case(sizes, v, device)
+        yield lambda v=vocab_size: block_case(sizes, v, device)
+        yield lambda v=vocab_size: tree_case(sizes, v, device)
+        yield lambda v=vocab_size: filter_case(sizes, v, device)
+        yield lambda v=vocab_size: sample_case(sizes, v, device)
+    yield from divergence_cases(sizes, device, Case)
+    yield lambda: attention_case(sizes, device)
+
+
+@dataclass(frozen=True)
+class Round:
+    p: torch.Tensor  # [B * (K + 1), V]
+    q: torch.Tensor  # [B, K, V]
+    drafts: torch.Tensor  # [B, K], drawn from q
+    lengths: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+
+def make_round(sizes: Sizes, vocab_size: int, device: torch.device) -> Round:
+    """Laws with a temperature of 1 and a draft that keeps about half of its tokens."""
+    generator = torch.Generator(device).manual_seed(vocab_size)
+    num_rows, depth = sizes.requests, sizes.depth
+    p = 3 * torch.randn(num_rows, depth + 1, vocab_size, generator=generator, device=device)
+    q = p[:, :depth] + 0.7 * torch.randn(num_rows, depth, vocab_size, generator=generator, device=device)
+    seeds, positions = torch.arange(num_rows, device=device), 100 + torch.arange(num_rows, device=device)
+    drafts = torch.stack([sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
+    lengths = torch.full((num_rows,), depth, dtype=torch.int64, device=device)
+    return Round(p.flatten(0, 1), q, drafts, lengths, seeds, positions)
+
+
+def _shape(sizes: Sizes) -> str:
+    return f"{sizes.requests} x ({sizes.depth}+1) rows, float32"
+
+
+def chain_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    one = make_round(sizes, vocab_size, device)
+
+    def call(impl: str) -> Any:
+        return verify_chain(one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl)
+
+    ways = ours_and_reference(device, call)
+    if installed("vllm", device):
+        ways["vllm"] = vllm_chain(one.p, one.drafts, one.q)
+    return Case(f"chain verification, V {vocab_size}", _shape(sizes), 4 * (one.p.numel() + one.q.numel()), ways, ["reference"])
+
+
+def deterministic_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    one = make_round(sizes, vocab_size, device)
+
+    def call(impl: str) -> Any:
+        return verify_chain(one.p, one.drafts, one.lengths, None, one.seeds, one.positions, impl=impl)
+
+    ways = ours_and_reference(device, call)
+    return Case(f"chain verification without q, V {vocab_size}", _shape(sizes), 4 * one.p.numel(), ways)
+
+
+def block_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    one = make_round(sizes, vocab_size, device)
+
+    def call(impl: str) -> Any:
+        return verify_block(one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl)
+
+    ways = ours_and_reference(device, call)
+    return Case(f"block verification, V {vocab_size}", _shape(sizes), 4 * (one.p.numel() + one.q.numel()), ways)
+
+
+# Two children of the root, two of its first child, one of its second: three laws a request.
+PARENTS = (-1, -1, 0, 0, 1)
+LAW_SLOTS, CHILDREN = (0, 1, 2), (2, 2, 1)
+
+
+def tree_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    one = make_round(Sizes(**{**vars(sizes), "depth": len(PARENTS)}), vocab_size, device)
+    num_rows, laws = sizes.requests, len(LAW_SLOTS)
+    # The law after the root and after nodes 0 and 1: rows 0, 1 and 2 of p, told with noise.
+    q = one.q[:, :laws]
+    tokens = torch.cat(
+        [
+            sample_without_replacement(q[:, law], one.seeds, one.positions + int(law > 0), Purpose.DRAFT, count)
+            for law, count in enumerate(CHILDREN)
+        ],
+        dim=1,
+    )
+    parents = torch.tensor(PARENTS, device=device).expand(num_rows, -1).contiguous()
+    q_rows = torch.full((num_rows, len(PARENTS) + 1), -1, dtype=torch.int64, device=device)
+    q_rows[:, list(LAW_SLOTS)] = torch.arange(num_rows * laws, device=device).view(num_rows, laws)
+    tree, told = DraftTree(tokens, parents, one.lengths), q.flatten(0, 1).contiguous()
+
+    def call(impl: str) -> Any:
+        return verify_tree(one.p, tree, told, q_rows, one.seeds, one.positions, impl=impl)
+
+    ways = ours_and_reference(device, call)
+    shape = f"{num_rows} x {len(PARENTS)} nodes, {laws} laws, float32"
+    return Case(f"tree verification, V {vocab_size}", shape, 4 * (one.p.numel() + told.numel()), ways)
+
+
+def filter_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    logits = make_round(sizes, vocab_size, device).p
+    rows = SamplingRows.of([0.8] * len(logits), top_k=[50] * len(logits), top_p=[0.95] * len(logits), device=device)
+    ways: dict[str, Call] = {"ours": lambda: process(logits, rows)}
+    if installed("vllm", device):
+        ways["vllm"] = vllm_filters(logits, 50, 0.95)
+    shape = f"{len(logits)} rows, temperature, top-k 50, top-p 0.95"
+    return Case(f"filters, V {vocab_size}", shape, 8 * logits.numel(), ways)
+
+
+def sample_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    one = make_round(sizes, vocab_size, device)
+    logits = one.p[: sizes.requests]
+    ways: dict[str, Call] = {
+        "ours": lambda: sample(logits, one.seeds, one.positions, Purpose.BONUS),
+        "torch.multinomial": lambda: torch.multinomial(logits.softmax(-1), 1),
+    }
+    return Case(f"sampling, V {vocab_size}", f"{len(logits)} rows, float32", 4 * logits.numel(), ways, ["ours"])
+
+
+def attention_case(sizes: Sizes, device: torch.device) -> Case:
+    heads, kv_heads, width = sizes.layers_kv
+    block, new = 16, sizes.depth + 1
+    blocks = -(-(sizes.context + new) // block)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    pool = PagedPool.empty(
+        num_layers=1,
+        num_blocks=sizes.requests * blocks,
+        block_size=block,
+        num_kv_heads=kv_heads,
+        key_dim=width,
+        device=device,
+        dtype=dtype,
+    )
+    tables = torch.randperm(sizes.requests * blocks, device=device).view(sizes.requests, blocks)
+    positions = (sizes.context + torch.arange(new, device=device)).repeat(sizes.requests)
+    lengths = torch.full((sizes.requests,), new, dtype=torch.int64, device=device)
+    query = torch.randn(1, heads, len(positions), width, device=device, dtype=dtype)
+    key, value = (torch.randn(1, kv_heads, len(positions), width, device=device, dtype=dtype) for _ in range(2))
+
+    def call(impl: str) -> Any:
+        one = PagedPass(pool, tables, positions, lengths, impl=impl)
+        return one.attend(0, query, key, value, scaling=width**-0.5)
+
+    floor = 2 * sizes.requests * (sizes.context + new) * kv_heads * width * dtype.itemsize
+    shape = f"{sizes.requests} rows of {new} over {sizes.context}, {heads} heads on {kv_heads} of {width}"
+    return Case("paged attention", shape, floor, ours_and_reference(device, call))
