@@ -9,6 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from draftsmith.distill.record_table import from_table, to_table
+from draftsmith.distill.scoring import positions_of
+from draftsmith.distill.traffic import Role, stitch
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.ngram import Ngram
@@ -173,3 +176,16 @@ def test_a_sink_that_fails_stops_nothing_but_recording(target: Target) -> None:
     engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3), sink=Failing())
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     assert all(request.num_output == 20 for request in requests)
+
+
+def test_rounds_under_penalties_are_text_without_laws_so_that_nobody_scores_them(target: Target) -> None:
+    """What was accepted under a penalty says nothing about the laws that the record's sampling fields describe."""
+    sink = ListSink()
+    engine = Engine(target, eagle3(target), EngineConfig(k=3, max_batch=4), sink=sink)
+    asked = [params(1.0, frequency_penalty=1.0), params(1.0), params(0.0, bad_words=((7,),))]
+    requests = serve(engine, asked)
+    texts = [stitch(records) for records in by_request(from_table(to_table(sink.records))).values()]
+    found = {tuple(text.tokens): len(positions_of(text, 0, max_depth=3, max_length=256)) for text in texts if text is not None}
+    scored = [found[tuple(request.tokens)] for request in requests]
+    assert scored[0] == scored[2] == 0 < scored[1]
+    assert all(Role.FIRST_REJECTED in text.roles for text in texts)
