@@ -5,6 +5,8 @@ Module and tensor names are the portable checkpoint's, which vLLM and SGLang loa
     state at t   = fc(cat(taps of t))                              or, drafting further, the layer's own output at t - 1
     layer input  = cat(input_layernorm(embed(x_{t+1})), hidden_norm(state))
     next state   = state + attention + mlp;   logits of x_{t+2} = lm_head(norm(next state))
+
+`Norms` names the variants of this that are trained, and served if made elsewhere. Further layers are plain decoder layers.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from draftsmith.drafters.attention import AttentionContext
+from draftsmith.drafters.eagle3_layer import Eagle3Layer, Norms, TapNorms
 from draftsmith.drafters.head_init import adopt_last_layer, fitted_norm, frequent_tokens, output_table, shares_embeddings
 from draftsmith.drafters.head_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads import FeatureHead, HeadStep
@@ -29,36 +32,9 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
 from draftsmith.errors import UserError
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-# Variants of the layer that other trainers can switch on; a draft that uses one is refused, not served wrongly.
-UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "parallel_drafting")
-
-
-class Eagle3Layer(nn.Module):
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        size = config.hidden_size
-        self.self_attn = LlamaAttention(config, layer_idx=0)
-        # The attention reads embedding and state side by side.
-        self.self_attn.q_proj = nn.Linear(2 * size, self.self_attn.q_proj.out_features, bias=False)
-        self.self_attn.k_proj = nn.Linear(2 * size, self.self_attn.k_proj.out_features, bias=False)
-        self.self_attn.v_proj = nn.Linear(2 * size, self.self_attn.v_proj.out_features, bias=False)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        context: AttentionContext,
-    ) -> torch.Tensor:
-        mixed = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
-        attended, _ = self.self_attn(mixed, position_embeddings=rotary, attention_context=context)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
+# Variants that other trainers can switch on; a draft that uses one is refused, not served wrongly.
+UNSUPPORTED = ("parallel_drafting",)
 
 
 class Eagle3(FeatureHead):
@@ -67,15 +43,27 @@ class Eagle3(FeatureHead):
     family = "eagle3"
 
     def __init__(
-        self, config: LlamaConfig, target: Target, taps: tuple[int, ...], draft_vocab_size: int, *, own_embeddings: bool = False
+        self,
+        config: LlamaConfig,
+        target: Target,
+        taps: tuple[int, ...],
+        draft_vocab_size: int,
+        *,
+        norms: Norms | None = None,
+        own_embeddings: bool = False,
     ):
         super().__init__()
         self.config = config
         self.taps = taps
+        self.norms = norms = norms or Norms()
         # In a tuple, lest nn.Module register the target's weights as ours.
         self._target = (target,)
         self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.input_norm = LlamaRMSNorm(self.fc.in_features, eps=config.rms_norm_eps) if norms.norm_before_fc else None
+        self.fc_norm = TapNorms(len(taps), target.hidden_size, config.rms_norm_eps) if norms.fc_norm else None
+        self.midlayer = Eagle3Layer(config, norm_before_residual=norms.norm_before_residual)
+        later = range(1, config.num_hidden_layers)
+        self.layers = nn.ModuleDict({str(index): LlamaDecoderLayer(config, layer_idx=index) for index in later})
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
         # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
@@ -97,7 +85,10 @@ class Eagle3(FeatureHead):
         # The initial weights depend on the seed alone, and nobody else's random numbers on them.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drafter = cls(config, target, taps, vocab_size, own_embeddings=not shares_embeddings(target))
+            norms = Norms(
+                norm_before_residual=options.norm_before_residual, fc_norm=options.fc_norm, norm_output=options.norm_output
+            )
+            drafter = cls(config, target, taps, vocab_size, norms=norms, own_embeddings=not shares_embeddings(target))
         if drafter.embed_tokens is not None:
             drafter.embed_tokens.weight.data.copy_(target.embed(torch.arange(target.vocab_size, device=target.device)))
         if drafter.d2t is not None:
@@ -120,15 +111,24 @@ class Eagle3(FeatureHead):
         return self.lm_head.weight
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        return self.fc(taps.to(self.fc.weight.dtype))
+        taps = taps.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            taps = self.fc_norm(taps)
+        return self.fc(taps)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         embeds = self._target[0].embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
         return embeds.to(self.fc.weight.dtype)
 
     def step(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
-        hidden = self.midlayer(embeds, hidden, self._rotary[0](hidden, positions), context)
-        return HeadStep(next_hidden=hidden, head_input=self.norm(hidden))
+        rotary = self._rotary[0](hidden, positions)
+        hidden = self.midlayer(embeds, hidden, rotary, context)
+        for layer in self.layers.values():
+            hidden = layer(hidden, position_embeddings=rotary, attention_context=context)
+        normed = self.norm(hidden)
+        return HeadStep(next_hidden=normed if self.norms.norm_output else hidden, head_input=normed)
 
     def save(self, folder: Path) -> None:
         write_weights(Path(folder), self.portable_config(), self.state_dict())
@@ -144,10 +144,7 @@ class Eagle3(FeatureHead):
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self._target[0].hidden_size,
             "num_aux_hidden_states": len(self.taps),
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": False,
-            "norm_output": False,
+            **asdict(self.norms),
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "eagle_config": {
                 "use_aux_hidden_state": True,
@@ -157,14 +154,21 @@ class Eagle3(FeatureHead):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Eagle3:
-        """Our own folder or one made elsewhere: either layer prefix, either layer-id key, with or without embeddings."""
+        """Our own folder or one made elsewhere, in the speculators layout too: any layer prefix, layer-id key and norms."""
         folder = Path(folder)
-        values = read_config(folder)
+        values = flattened(read_config(folder))
         check_portable(values, target, folder)
         tensors = {portable_name(name): tensor for name, tensor in read_weights(folder).items()}
+        # The norm that only a first layer uses.
+        tensors = {name: tensor for name, tensor in tensors.items() if not unused_norm(name)}
         vocab_size = values.get("draft_vocab_size") or target.vocab_size
         drafter = cls(
-            llama_config(values), target, taps_of(values, target), vocab_size, own_embeddings="embed_tokens.weight" in tensors
+            llama_config(values),
+            target,
+            taps_of(values, target),
+            vocab_size,
+            norms=Norms.of(values),
+            own_embeddings="embed_tokens.weight" in tensors,
         )
         if drafter.d2t is None:
             # Some trainers write the map of a full vocabulary too.
@@ -207,6 +211,17 @@ def start_from_target(drafter: Eagle3, target: Target) -> None:
     drafter.fc.weight.mul_(0.1).add_(average)
 
 
+def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The portable keys of a config in the speculators layout, which nests the layer's and takes a missing norm for true."""
+    if "transformer_layer_config" not in values:
+        return dict(values)
+    return {"norm_before_residual": True, **values["transformer_layer_config"], **values}
+
+
+def unused_norm(name: str) -> bool:
+    return name.startswith("layers.") and name.endswith(".hidden_norm.weight")
+
+
 def portable_name(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
@@ -218,14 +233,13 @@ def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> N
                 f"draft {str(folder)!r} has {key}={values[key]!r}, which draftsmith does not serve; train one without it"
             )
     expected = {
-        "num_hidden_layers": 1,
         "hidden_act": "silu",
         "vocab_size": target.vocab_size,
         "target_hidden_size": target.hidden_size,
     }
     for key, wanted in expected.items():
         # A draft as wide as its target may leave the target's width out.
-        found = values.get(key, values.get("hidden_size") if key == "target_hidden_size" else None)
+        found = values.get(key) or (values.get("hidden_size") if key == "target_hidden_size" else None)
         if found != wanted:
             raise UserError(
                 f"draft {str(folder)!r} has {key}={found!r} where {wanted!r} is needed for {target.name!r}; use another draft"

@@ -75,7 +75,7 @@ class FeatureHead(nn.Module, Recordable):
 
     def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
         return PagedPool.empty(
-            num_layers=1,
+            num_layers=self.config.num_hidden_layers,
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=self.config.num_key_value_heads,

@@ -10,6 +10,8 @@ Legend: B rows, L columns, C columns of a chunk, G queries a key-value head, D w
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
@@ -21,15 +23,16 @@ LONG = 1024
 
 
 class UnrollPass:
-    """An `AttentionContext` for one attention layer; call `next_step()` between steps."""
+    """An `AttentionContext` for the attention layers of a head; call `next_step()` between steps."""
 
     def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        # Of every layer, a tensor a step.
+        self.keys: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self.values: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.step = 0
 
     def next_step(self) -> None:
-        assert len(self.keys) == self.step + 1, "one attention call a step"
+        assert all(len(keys) == self.step + 1 for keys in self.keys.values()), "one attention call a layer and step"
         self.step += 1
 
     def attend(
@@ -48,13 +51,14 @@ class UnrollPass:
             raise ValueError("a feature head with a sliding window, soft cap or sinks cannot be unrolled; use plain attention")
         # Under autocast the rotated queries and keys come wider than the values.
         query, key = query.to(value.dtype) * scaling, key.to(value.dtype)
-        self.keys.append(key)
-        self.values.append(value)
+        keys, values = self.keys[layer], self.values[layer]
+        keys.append(key)
+        values.append(value)
         length = query.shape[2]
         outputs = []
         for begin in range(0, length, CHUNK):
             part = query[:, :, begin : begin + CHUNK]
-            inputs = (part, begin, tuple(self.keys), tuple(self.values))
+            inputs = (part, begin, tuple(keys), tuple(values))
             outputs.append(_attend(*inputs) if length <= LONG else checkpoint(_attend, *inputs, use_reentrant=False))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 

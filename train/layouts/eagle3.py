@@ -19,6 +19,7 @@ from draftsmith.train.layouts.source import Source, tensor_shapes, text_config
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SPECULATORS_VERSION = "0.5.0"
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # variants that vLLM reads
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -41,6 +42,11 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "midlayer.hidden_norm.weight": (hidden,),
         "midlayer.post_attention_layernorm.weight": (hidden,),
     }
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (config["num_aux_hidden_states"] * config["target_hidden_size"],)
+    if config.get("fc_norm"):
+        names = [f"fc_norm.{index}.weight" for index in range(config["num_aux_hidden_states"])]
+        shapes |= dict.fromkeys(names, (config["target_hidden_size"],))
     if config["draft_vocab_size"] != config["vocab_size"]:
         shapes["d2t"] = (config["draft_vocab_size"],)
     if config["hidden_size"] != config["target_hidden_size"]:
@@ -86,9 +92,9 @@ def speculators_config(source: Source) -> dict[str, Any]:
         "target_hidden_size": config["target_hidden_size"],
         # Written out even if false: a reader of this layout takes a missing one for true.
         "norm_before_residual": bool(config.get("norm_before_residual")),
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "norm_before_fc": bool(config.get("norm_before_fc")),
+        "fc_norm": bool(config.get("fc_norm")),
+        "norm_output": bool(config.get("norm_output")),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
@@ -131,9 +137,8 @@ def check_config(config: dict[str, Any]) -> None:
     for key, value in fixed.items():
         if config[key] != value:
             raise UserError(f"the draft has {key}={config[key]!r}, which the EAGLE-3 layout cannot express; it must be {value!r}")
-    for key in ("norm_before_fc", "fc_norm", "norm_output", "attention_bias"):
-        if config.get(key):
-            raise UserError(f"the draft has {key}={config[key]!r}, which draftsmith does not export; train it without")
+    if config.get("attention_bias"):
+        raise UserError("the draft has attention_bias=True, which draftsmith does not export; train it without")
 
 
 def check_taps(config: dict[str, Any], target_config: dict[str, Any]) -> None:
@@ -204,5 +209,6 @@ def check_vocab_map(config: dict[str, Any], offsets: torch.Tensor) -> None:
 
 
 def check_sglang(config: dict[str, Any]) -> None:
-    if config.get("norm_before_residual"):
-        raise UserError("the draft has norm_before_residual=true, which SGLang cannot express; export it --to vllm")
+    for key in NORMS:
+        if config.get(key):
+            raise UserError(f"the draft has {key}=true, which SGLang cannot express or was not seen to read; export it --to vllm")

@@ -136,9 +136,10 @@ def test_scaled_embeddings_are_kept_with_their_scale(tiny_target):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual=True"),
-        ({"fc_norm": True}, "fc_norm=True"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers=2 where 1"),
+        ({"parallel_drafting": True}, "parallel_drafting=True"),
+        ({"fc_norm": True}, "'fc_norm.0.weight' is missing"),
+        ({"attention_bias": True}, "'midlayer.self_attn.q_proj.bias' is missing"),
+        ({"num_hidden_layers": 2}, "'layers.1.self_attn.q_proj.weight' is missing"),
         ({"vocab_size": 300}, "vocab_size=300 where 288"),
         ({"target_hidden_size": 64}, "target_hidden_size=64 where 32"),
         ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),

@@ -21,6 +21,7 @@ BLOCK = 4
 KINDS = {
     "eagle3": ("eagle3", Eagle3Options()),
     "eagle3 subset": ("eagle3", Eagle3Options(draft_vocab_size=120, num_key_value_heads=4)),
+    "eagle3.1": ("eagle3", Eagle3Options(norm_before_residual=True, fc_norm=True, norm_output=True)),
     "mtp": ("mtp", MtpOptions()),
     "eagle1": ("eagle1", Eagle1Options()),
     "medusa": ("medusa", MedusaOptions(num_heads=5, num_layers=2)),

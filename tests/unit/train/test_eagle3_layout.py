@@ -233,7 +233,9 @@ NESTED = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 
         (assign(num_hidden_layers=2), "num_hidden_layers=2"),
         (assign(tie_word_embeddings=True), "tie_word_embeddings=True"),
         (assign(architectures=["Qwen3Eagle3Model"]), "'Qwen3Eagle3Model' is not the portable EAGLE-3 one"),
-        (assign(norm_output=True), "norm_output=True"),
+        (assign(attention_bias=True), "attention_bias=True"),
+        (assign(fc_norm=True), "weight 'fc_norm.0.weight' is missing"),
+        (replace("fc_norm.0.weight", torch.ones(HIDDEN)), "'fc_norm.0.weight' of shape [32] has no place"),
         (assign(vocab_size=300), "vocab_size 300"),
         (assign(intermediate_size=64), "has shape [48, 32], its config.json implies [64, 32]"),
         (replace("midlayer.q_norm.weight", torch.ones(8)), "'midlayer.q_norm.weight' of shape [8] has no place"),
@@ -252,12 +254,24 @@ def test_what_no_engine_could_serve_is_refused_in_one_sentence(
     assert [path.name for path in draft.parent.iterdir()] == ["draft"], "a refused export leaves nothing behind"
 
 
-def test_norm_before_residual_is_refused_for_sglang_only(make_draft: Callable[..., Path]) -> None:
-    draft = make_draft(assign(norm_before_residual=True))
+def normed(key: str) -> Callable[..., None]:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config[key] = True
+        if key == "fc_norm":
+            tensors |= {f"fc_norm.{index}.weight": torch.ones(HIDDEN) for index in range(3)}
+        if key == "norm_before_fc":
+            tensors["input_norm.weight"] = torch.ones(3 * HIDDEN)
+
+    return change
+
+
+@pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
+def test_other_norms_are_refused_for_sglang_only(make_draft: Callable[..., Path], key: str) -> None:
+    draft = make_draft(normed(key))
     with pytest.raises(UserError, match="SGLang cannot express"):
         export(draft, "sglang")
-    assert read_config(export(draft, "vllm"))["norm_before_residual"] is True
-    assert read_config(export(draft, "speculators"))["norm_before_residual"] is True
+    assert read_config(export(draft, "vllm"))[key] is True
+    assert read_config(export(draft, "speculators"))[key] is True
 
 
 def test_targets_with_scaled_embeddings_need_embeddings_in_the_draft(
