@@ -35,10 +35,15 @@ class ErrorBody(BaseModel):
     error: Error
 
 
+class PromptTokens(BaseModel):
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokens
 
 
 class CompletionLogprobs(BaseModel):

@@ -21,9 +21,8 @@ HEALTH_DOCUMENT: dict[int | str, dict[str, Any]] = {
 
 
 def add_service_endpoints(app: FastAPI, server: Server) -> None:
-    @app.get("/health", response_class=Response, responses=HEALTH_DOCUMENT)
     @app.get("/ping", response_class=Response, responses=HEALTH_DOCUMENT, operation_id="ping")
-    @app.post("/ping", response_class=Response, responses=HEALTH_DOCUMENT, operation_id="post_ping")
+    @app.get("/health", response_class=Response, responses=HEALTH_DOCUMENT)
     async def health() -> Response:
         return Response(status_code=200 if server.loop.healthy else 503)
 

@@ -10,7 +10,7 @@ from draftsmith.serve.api_format import ResponseFormat, StructuredOutputs, gramm
 from draftsmith.serve.api_wire import Text, Wire
 from draftsmith.serve.request import SamplingParams
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**63)]]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class Speculation(Wire):
@@ -122,7 +122,12 @@ class Generation(Wire):
 
 
 class CompletionRequest(Generation):
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: None = None

@@ -152,6 +152,7 @@ class Request:
 
     blocks: list[int] = field(default_factory=list)
     slot: int = -1  # row of the block-table tensor while running
+    num_cached: int = 0  # of the prompt's tokens, those that the prefix cache held when it was admitted
     computed: int = 0
     draft_cached: int = 0
     taps: list[torch.Tensor] = field(default_factory=list)  # of positions draft_cached .. computed-1, in order

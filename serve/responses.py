@@ -63,11 +63,18 @@ class Responder:
 
     def usage(self, requests: Sequence[Request]) -> Body:
         """Prompt tokens count once a prompt, however many choices it has."""
-        return self._usage(sum(len(prompt.tokens) for prompt in self.prompts), sum(request.num_output for request in requests))
+        return self._usage(requests[:: self.num_choices], sum(request.num_output for request in requests))
 
-    def _usage(self, prompt: int, completion: int) -> Body:
+    def _usage(self, prompts: Sequence[Request], completion: int) -> Body:
+        """`prompts` has one request of each prompt."""
+        prompt = sum(request.num_prompt for request in prompts)
         completion = 0 if self.extras.prompt_only else completion
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(request.num_cached for request in prompts)},
+        }
 
     def metrics(self, requests: Sequence[Request]) -> Body:
         if self.extras.report == "none":
@@ -95,7 +102,7 @@ class Responder:
         if self.extras.running_usage:
             # Of what was sent: the engine may be some rounds ahead.
             self.counts[index] = self.counts.get(index, 0) + len(update.tokens)
-            body["usage"] = self._usage(request.num_prompt, self.counts[index])
+            body["usage"] = self._usage([request], self.counts[index])
         return body
 
     def closing(self, requests: Sequence[Request]) -> Body | None:

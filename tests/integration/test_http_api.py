@@ -91,8 +91,21 @@ def test_usage_of_a_stream(server: Any) -> None:
         assert chunk["usage"]["completion_tokens"] == counted
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12 == counted
     without = events(server, "/v1/completions", prompt=PROMPT, **GREEDY, stream_options={"include_usage": True})
-    assert all(chunk["usage"] is None for chunk in without[:-1]) and without[-1]["usage"] == chunks[-1]["usage"]
+    assert (
+        all(chunk["usage"] is None for chunk in without[:-1])
+        and without[-1]["usage"]["total_tokens"] == chunks[-1]["usage"]["total_tokens"]
+    )
     assert all("usage" not in chunk for chunk in events(server, "/v1/completions", prompt=PROMPT, **GREEDY))
+
+
+def test_usage_tells_what_the_prefix_cache_held(target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig(block_size=4))
+    prompt = [(5 * i) % 200 + 3 for i in range(30)]
+    cached = [
+        server.complete(prompt, max_tokens=1, n=2).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)
+    ]
+    assert cached[0] < cached[1] == 28
+    assert server.metric("vllm:prefix_cache_hits_total") >= 28 and server.metric("vllm:prefix_cache_queries_total") == 120
 
 
 def test_a_chunk_holds_all_tokens_of_a_round(server: Any) -> None:
@@ -174,7 +187,7 @@ def test_tokenizer_endpoints_know_their_model(server: Any) -> None:
 
 def test_service_endpoints(server: Any, client: openai.OpenAI) -> None:
     assert server.http.get("/version").json()["version"]
-    for response in (server.http.get("/health"), server.http.get("/ping"), server.http.post("/ping")):
+    for response in (server.http.get("/health"), server.http.get("/ping")):
         assert response.status_code == 200
     model = client.models.retrieve("tiny")
     assert model.id == "tiny" and model.created > 0 and model.model_extra["max_model_len"] == server.engine.max_length
