@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import logging
 import os
 import platform
 import sys
 import time
+import warnings
 from importlib import metadata
 from typing import Any
 
@@ -25,6 +27,9 @@ COLUMNS = f"{'':<24}{'median ms':>11}{'80 % of runs':>21}{'peak MiB':>11}{'of co
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    # Where torch.compile breaks a graph is its own affair here; the time tells.
+    torch._logging.set_logs(dynamo=logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"torch\._dynamo.*")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = chosen_sizes(options)
     stopwatch = Stopwatch(device, options.seconds)
