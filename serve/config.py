@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from draftsmith.config import option
 from draftsmith.drafters.options import SuffixOptions
 
+TREE_HELP = "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4] or sampled[:3x2x1x1]"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     k: int = option(4, "draft tokens a round; a request may ask for fewer or more")
+    tree: str | None = option(None, TREE_HELP)
     max_batch: int = option(8, "requests that run at the same time")
     max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
@@ -54,6 +57,7 @@ class ServeConfig:
     log_stats_s: float = option(10.0, "seconds between two log lines of throughput and acceptance; 0: none")
     name: str | None = option(None, "model name in the API; default: the target's")
     k: int = option(4, "draft tokens a round; a request may ask for its own number")
+    tree: str | None = option(None, TREE_HELP)
     max_batch: int = option(8, "requests that run at the same time")
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
     max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
@@ -85,6 +89,7 @@ class ServeConfig:
     def engine(self) -> EngineConfig:
         return EngineConfig(
             k=self.k,
+            tree=self.tree,
             max_batch=self.max_batch,
             max_round_tokens=self.max_round_tokens,
             max_queue=self.max_queue,

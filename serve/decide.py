@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.randomness import Purpose, sample
 from draftsmith.kernels.verify import verify_chain
+from draftsmith.kernels.verify_tree import verify_tree
 from draftsmith.serve.drafting import Drafts
-from draftsmith.serve.sampling import Adjustments, chain_prefixes
+from draftsmith.serve.sampling import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.scheduler import Row
+from draftsmith.serve.trees import greedy_path
 
 
 class Streams:
@@ -41,45 +44,61 @@ class Streams:
         return SamplingRows(laws.temperature[:num_rows], laws.top_k[:num_rows], laws.top_p[:num_rows], laws.min_p[:num_rows])
 
 
-def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts | None, streams: Streams) -> list[list[int]]:
-    """Each row's accepted drafts, then its residual or bonus token (-1 if its logits are not finite).
+class Decision(NamedTuple):
+    emitted: list[list[int]]  # each row's accepted drafts, then its residual or bonus token (-1 if its logits are not finite)
+    paths: list[list[int]]  # each row's accepted nodes when trees were drafted; empty for chains
+
+
+def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts | None, streams: Streams) -> Decision:
+    """What each row emits.
 
     Args:
         logits: [R, V] raw; row b owns `len(chains[b]) + 1` of them.
-        chains: the drafted tokens of every deciding row.
+        chains: the drafted tokens of every deciding row, in a tree's order where it drafted one.
         drafts: the proposal of the first rows, None when nothing was drafted.
     """
+    tree = None if drafts is None else drafts.tree
+    parents = None if tree is None else tree.parents + [[]] * (len(chains) - len(tree.parents))
     if streams.adjust is not None:
-        owners, prefixes = chain_prefixes(chains)
+        owners, prefixes = chain_prefixes(chains) if parents is None else tree_prefixes(chains, parents)
         logits = streams.adjust.apply(logits, owners, prefixes)
-    if streams.all_greedy and (emitted := _decide_greedily(logits, chains)) is not None:
-        return emitted
+    if streams.all_greedy and (decision := _decide_greedily(logits, chains, parents)) is not None:
+        return decision
     counts = [len(chain) + 1 for chain in chains]
     laws = streams.laws
     if max(counts) > 1:
         laws = laws.repeat(torch.tensor(counts, device=logits.device))
     p_logits = process(logits, laws)
-    emitted = []
+    decision = Decision([], [])
     num_drafting = len(drafts.chains) if drafts is not None else 0
     num_rows = sum(counts[:num_drafting])
     if drafts is not None:
-        verdict = verify_chain(
-            p_logits[:num_rows],
-            drafts.tokens,
-            drafts.lengths,
-            drafts.logits,
-            streams.seeds[:num_drafting],
-            streams.positions[:num_drafting],
-        )
-        emitted += [tokens[: kept + 1] for tokens, kept in zip(verdict.tokens.tolist(), verdict.accepted.tolist())]
+        decision = _verify(p_logits[:num_rows], drafts, streams.seeds[:num_drafting], streams.positions[:num_drafting])
     if num_drafting < len(counts):
         # Nothing was drafted for these rows: their token is a bonus token.
         seeds, positions = streams.seeds[num_drafting:], streams.positions[num_drafting:]
-        emitted += [[token] for token in sample(p_logits[num_rows:], seeds, positions, Purpose.BONUS).tolist()]
-    return emitted
+        bonus = sample(p_logits[num_rows:], seeds, positions, Purpose.BONUS)
+        decision.emitted.extend([token] for token in bonus.tolist())
+        if tree is not None:
+            decision.paths.extend([] for _ in bonus)
+    return decision
 
 
-def _decide_greedily(logits: torch.Tensor, chains: Sequence[Sequence[int]]) -> list[list[int]] | None:
+def _verify(p_logits: torch.Tensor, drafts: Drafts, seeds: torch.Tensor, positions: torch.Tensor) -> Decision:
+    if drafts.tree is None:
+        verdict = verify_chain(p_logits, drafts.tokens, drafts.lengths, drafts.logits, seeds, positions)
+        nodes: list[list[int]] = []
+    else:
+        verdict = verify_tree(p_logits, drafts.tree.draft, drafts.logits, drafts.tree.q_rows, seeds, positions)
+        nodes = verdict.nodes.tolist()
+    accepted = verdict.accepted.tolist()
+    emitted = [tokens[: kept + 1] for tokens, kept in zip(verdict.tokens.tolist(), accepted)]
+    return Decision(emitted, [path[:kept] for path, kept in zip(nodes, accepted)])
+
+
+def _decide_greedily(
+    logits: torch.Tensor, chains: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None
+) -> Decision | None:
     """What verification of one-hot laws comes to: drafts are kept while they are the argmax. None when a logit is NaN.
 
     The common case on a small machine, and several times cheaper than making the laws.
@@ -88,12 +107,18 @@ def _decide_greedily(logits: torch.Tensor, chains: Sequence[Sequence[int]]) -> l
     if not bool(torch.isfinite(best.values).all()):
         return None
     choices: list[int] = best.indices.tolist()
-    emitted: list[list[int]] = []
+    decision = Decision([], [])
     begin = 0
-    for chain in chains:
-        kept = 0
-        while kept < len(chain) and chain[kept] == choices[begin + kept]:
-            kept += 1
-        emitted.append(choices[begin : begin + kept + 1])
-        begin += len(chain) + 1
-    return emitted
+    for row, chain in enumerate(chains):
+        own = choices[begin : begin + len(chain) + 1]
+        begin += len(own)
+        if parents is None:
+            kept = 0
+            while kept < len(chain) and chain[kept] == own[kept]:
+                kept += 1
+            decision.emitted.append(own[: kept + 1])
+        else:
+            path = greedy_path(chain, parents[row], own)
+            decision.paths.append(path)
+            decision.emitted.append([own[slot] for slot in (0, *(node + 1 for node in path))])
+    return decision

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal, Remembering, ServingDrafter
+from draftsmith.drafters.interface import Adjust, DraftInputs, GrowsTrees, Proposal, Remembering, ServingDrafter
+from draftsmith.drafters.tree_shape import TreeShape
+from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows
 from draftsmith.kernels.paged_attention import PagedPool
 from draftsmith.serve.request import Request
 from draftsmith.serve.scheduler import Row
 from draftsmith.serve.stats import EngineStats
+from draftsmith.serve.trees import RoundTree, check_tree
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,14 @@ class Drafts:
     sound: list[bool]  # False: what the drafter did for this row is not trusted, its cache does not advance
     tokens: torch.Tensor  # [B, K] int64
     lengths: torch.Tensor  # [B] int64
-    logits: torch.Tensor | None  # [B, K, V] processed
+    logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
+    tree: RoundTree | None = None  # how the tokens hang together when they are no chains
+
+    def offered(self, index: int) -> int:
+        """How deep the row's drafts go: a round keeps at most so many of them."""
+        if index >= len(self.chains):
+            return 0
+        return len(self.chains[index]) if self.tree is None else self.tree.height(index)
 
 
 class BadProposal(ValueError):
@@ -38,8 +48,19 @@ class BadProposal(ValueError):
 class Drafting:
     """`drafter` None means no speculation at all."""
 
-    def __init__(self, drafter: ServingDrafter | None, pool: PagedPool | None, stats: EngineStats, *, vocab_size: int):
-        self.drafter, self.pool, self.stats, self.vocab_size = drafter, pool, stats, vocab_size
+    def __init__(
+        self,
+        drafter: ServingDrafter | None,
+        pool: PagedPool | None,
+        stats: EngineStats,
+        *,
+        vocab_size: int,
+        tree: TreeShape | None = None,
+    ):
+        if tree is not None and not isinstance(drafter, GrowsTrees):
+            family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
+            raise UserError(f"tree is given with {family}, which grows none; leave it out or draft with eagle3, eagle1 or mtp")
+        self.drafter, self.pool, self.stats, self.vocab_size, self.tree = drafter, pool, stats, vocab_size, tree
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
         self._failures = 0
         self._pause = 0
@@ -68,7 +89,7 @@ class Drafting:
         assert self.drafter is not None
         try:
             inputs = self._inputs(rows, tables, sampling, seeds, adjust)
-            drafts = self._checked(self.drafter.propose(inputs), rows)
+            drafts = self._checked(self._proposal(inputs), rows)
         except Exception as error:
             # Any failure of a drafter is a matter of speed, never of the request (law 6).
             self._failed("raised" if not isinstance(error, BadProposal) else "invalid", error)
@@ -78,6 +99,12 @@ class Drafting:
         else:
             self._failed("nan", "a draft law without mass")
         return drafts
+
+    def _proposal(self, inputs: DraftInputs) -> Proposal:
+        if self.tree is not None and isinstance(self.drafter, GrowsTrees):
+            return self.drafter.propose_tree(inputs, self.tree)
+        assert self.drafter is not None
+        return self.drafter.propose(inputs)
 
     def advance(self, row: Row, drafted: int, accepted: int, *, sound: bool) -> None:
         """After a round: what the draft cache of this request still holds. Taps of the round are in already."""
@@ -126,6 +153,12 @@ class Drafting:
         chains = [chain[:length] for chain, length in zip(tokens, lengths)]
         if any(not 0 <= token < self.vocab_size for chain in chains for token in chain):
             raise BadProposal(f"drafted {chains}, with a token outside the vocabulary of {self.vocab_size}")
+        if proposal.parents is not None:
+            checked = check_tree(proposal, lengths)
+            if isinstance(checked, str):
+                raise BadProposal(f"drafted {checked}")
+            tree, sound = checked
+            return Drafts(chains, sound, proposal.tokens, proposal.lengths, proposal.logits, tree)
         usable = lengths
         if proposal.logits is not None and proposal.tokens.shape[1] > 0:
             # A law that gives no mass to its own draw is no law: NaN weights end here. What was drafted before it is verified

@@ -10,10 +10,11 @@ import torch
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.recorded import record_forwards
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.serve.blocks import BlockManager
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.decide import Streams, decide
+from draftsmith.serve.decide import Decision, Streams, decide
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
 from draftsmith.serve.intake import Intake
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
@@ -27,6 +28,7 @@ from draftsmith.serve.runner import BlockTables, PassOutput, TargetRunner
 from draftsmith.serve.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.stats import EngineStats
 from draftsmith.serve.swap import Swap, apply_swap, prepare_swap
+from draftsmith.serve.trees import move_kept, straighten
 
 
 class Engine:
@@ -59,9 +61,11 @@ class Engine:
         pool = None
         if drafter is not None:
             pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
-        self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size)
+        tree = None if config.tree is None else parse_tree(config.tree)
+        self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree)
         self.recorder = Recorder(sink, target=target.name, target_revision=target.revision)
-        self.intake = Intake(target, k=config.k, has_drafter=drafter is not None, max_length=plan.max_length, seed=config.seed)
+        k = config.k if tree is None else tree.nodes
+        self.intake = Intake(target, k=k, has_drafter=drafter is not None, max_length=plan.max_length, seed=config.seed)
         self._tables = BlockTables(config.max_batch, blocks.blocks_for(plan.max_length) + 1, target.device)
         self._swap: Swap | None = None
 
@@ -133,13 +137,18 @@ class Engine:
             chains[: len(drafts.chains)] = drafts.chains
         with self.stats.phase("verify"):
             taps = self.drafting.taps if any(row.request.k > 0 for row in rows) else ()
-            output = self.runner.run(rows, chains, tables, taps)
-        emitted: list[list[int]] = []
+            output = self.runner.run(rows, chains, tables, taps, None if drafts is None else drafts.tree)
+        decision = Decision([], [])
         if schedule.num_deciding:
             with self.stats.phase("sample"):
-                emitted = decide(output.logits, chains[: schedule.num_deciding], drafts, streams)
+                decision = decide(output.logits, chains[: schedule.num_deciding], drafts, streams)
         with self.stats.phase("host"):
-            self._commit(schedule, chains, drafts, output, emitted)
+            if drafts is not None and drafts.tree is not None:
+                self.stats.num_tree_nodes += sum(map(len, drafts.chains))
+                move_kept(self.runner.pool, tables, rows, decision.paths)
+                with_laws = any(self.recorder.wants(row.request) for row in schedule.drafting)
+                chains, drafts, output = straighten(rows, chains, drafts, output, decision.paths, with_laws=with_laws)
+            self._commit(schedule, chains, drafts, output, decision.emitted)
         self.stats.num_rounds += 1
         return True
 
@@ -175,7 +184,7 @@ class Engine:
             committed, text, reason = outcome(row.request, emitted[index], self.target.eos_token_ids)
             self._extend(row.request, committed, text, now_s)
             self._remember(row.request)
-            self._count(row.request, len(chain), accepted, len(committed))
+            self._count(row.request, 0 if drafts is None else drafts.offered(index), accepted, len(committed))
             if laws is not None and chain and committed and self.recorder.wants(row.request):
                 self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, self.stats.draft_version)
             if reason is not None:

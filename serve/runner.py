@@ -15,6 +15,7 @@ from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 from draftsmith.serve.blocks import NULL_BLOCK
 from draftsmith.serve.request import Request
 from draftsmith.serve.scheduler import Row
+from draftsmith.serve.trees import RoundTree, lay_out
 
 
 class BlockTables:
@@ -63,8 +64,15 @@ class TargetRunner:
     def __init__(self, target: Target, pool: PagedPool):
         self.target, self.pool, self.device = target, pool, target.device
 
-    def run(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], tables: torch.Tensor, taps: Sequence[int]) -> PassOutput:
-        """`drafts[b]` are the tokens that row b puts before the target; rows that do not sample must come last."""
+    def run(
+        self,
+        rows: Sequence[Row],
+        drafts: Sequence[Sequence[int]],
+        tables: torch.Tensor,
+        taps: Sequence[int],
+        tree: RoundTree | None = None,
+    ) -> PassOutput:
+        """`drafts[b]` are the tokens that row b puts before the target, chains or `tree`; rows that do not sample come last."""
         ids: list[int] = []
         positions: list[int] = []
         lengths: list[int] = []
@@ -81,8 +89,11 @@ class TargetRunner:
             if row.samples:
                 logit_rows += range(len(ids) - len(drafted) - 1, len(ids))
         device = self.device
+        layout = None
+        if tree is not None:
+            positions, layout = lay_out(rows, tree, device)
         position_row = torch.tensor(positions, device=device)
-        context = PagedPass(self.pool, tables, position_row, torch.tensor(lengths, device=device))
+        context = PagedPass(self.pool, tables, position_row, torch.tensor(lengths, device=device), tree=layout)
         # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on one that nobody reads.
         wanted = torch.tensor((logit_rows + prompt_rows) or [0], device=device)
         output = self.target.forward(torch.tensor([ids], device=device), position_row[None], context, wanted, taps)

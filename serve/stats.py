@@ -19,7 +19,8 @@ class EngineStats:
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)  # of rounds that offered at least one token
     num_rounds: int = 0  # engine rounds, whatever their batch
     num_drafts: int = 0  # rounds of a request that offered tokens
-    num_draft_tokens: int = 0
+    num_draft_tokens: int = 0  # of a tree its depth: what a round could have kept
+    num_tree_nodes: int = 0  # of trees put before the target
     num_accepted_tokens: int = 0  # kept and still there after stop and EOS trimming
     offered: Counter[int] = field(default_factory=Counter)  # by position, whether or not it was reached
     accepted: Counter[int] = field(default_factory=Counter)  # by position, after trimming
