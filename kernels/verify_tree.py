@@ -102,7 +102,7 @@ def sibling_law(log_p: torch.Tensor, log_q: torch.Tensor | None, tokens: torch.T
     keep = torch.zeros(len(tokens), dtype=log_p.dtype, device=log_p.device)
     for place, token in enumerate(tokens[:, None]):
         drawn_from = offered_law(left, token, told)[0, token.clamp(min=0)]
-        if not bool(drawn_from > -math.inf):
+        if not bool((token >= 0) & (drawn_from > -math.inf)):
             continue
         keep[place] = (left.log_p[0, token] - drawn_from).exp().clamp(max=1)[0]
         left = reject(left, token, told, log_p[None])
@@ -163,7 +163,7 @@ class _Walk:
         left = Siblings(self.left.log_p[rows], self.left.log_q[rows])
         ids = tokens.clamp(min=0)[:, None]
         log_q = offered_law(left, tokens, told).gather(-1, ids)[:, 0]
-        possible = log_q > -math.inf
+        possible = (tokens >= 0) & (log_q > -math.inf)
         keep = possible & accepts(log_u, left.log_p.gather(-1, ids)[:, 0], log_q)
         self.tested[rows] += 1
         lost = possible & ~keep

@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from draftsmith.kernels import verify_triton
+from draftsmith.kernels import law_triton, verify_block_triton, verify_tree_triton, verify_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 F32, I64, I32 = "*fp32", "*i64", "i32"
@@ -16,6 +16,8 @@ F32, I64, I32 = "*fp32", "*i64", "i32"
 STATS = {"lengths": I64, "maxima": F32, "sums": F32}
 LAWS = {"p_maxima": F32, "p_sums": F32, "q_maxima": F32, "q_sums": F32}
 REQUESTS = {"draft_tokens": I64, "lengths": I64, "first_rows": I64, "seeds": I64, "positions": I64, "accepted": I64}
+CHAIN = {**LAWS, **REQUESTS, "p_logits": F32, "q_logits": F32, "scores": F32, "winners": "*i32"}
+TREE = {"tokens": I64, "parents": I64, "nodes": I64, "drafts": I64, "stands": I64, "scales": F32, "q_rows": I64}
 
 
 def check(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> int:
@@ -29,15 +31,37 @@ def check(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> i
 def main() -> int:
     done = 0
     for grouped in (True, False):
-        done += check(verify_triton._row_stats, {**STATS, "logits": "*bf16"}, {"GROUPED": grouped, "BLOCK": 4096})
-    for has_q in (True, False):
-        pointers = {**LAWS, **REQUESTS, "p_logits": F32, "q_logits": F32}
-        done += check(verify_triton._decide, pointers, {"HAS_Q": has_q, "BLOCKS": 32})
-        race = {**pointers, "scores": F32, "winners": "*i32"}
-        # A depth or a block count of 1 is specialised to a constant by the launcher.
-        done += check(verify_triton._race, race, {"HAS_Q": has_q, "BLOCK": 4096, "BLOCKS": 1, "num_draft": 1, "num_blocks": 1})
+        done += check(law_triton.row_stats, {**STATS, "logits": "*bf16"}, {"GROUPED": grouped, "BLOCK": 4096})
     emit = {"draft_tokens": I64, "accepted": I64, "scores": F32, "winners": "*i32", "tokens": I64}
-    done += check(verify_triton._emit, emit, {"COLUMNS": 8, "BLOCKS": 32})
+    done += check(law_triton.emit, emit, {"COLUMNS": 8, "BLOCKS": 32})
+    return done + chain() + block() + tree()
+
+
+def chain() -> int:
+    done = 0
+    for has_q in (True, False):
+        done += check(verify_triton._decide, CHAIN, {"HAS_Q": has_q, "BLOCKS": 32})
+        # A depth or a block count of 1 is specialised to a constant by the launcher.
+        constants = {"HAS_Q": has_q, "BLOCK": 4096, "BLOCKS": 1, "num_draft": 1, "num_blocks": 1}
+        done += check(verify_triton._race, CHAIN, constants)
+    return done
+
+
+def block() -> int:
+    pointers = {**CHAIN, "reaches": F32, "masses": F32, "lasts": I64}
+    blocks = {"BLOCKS": 32}
+    done = sum(check(kernel, pointers, blocks) for kernel in (verify_block_triton._reach, verify_block_triton._decide))
+    return done + sum(
+        check(kernel, pointers, {**blocks, "BLOCK": 4096}) for kernel in (verify_block_triton._mass, verify_block_triton._race)
+    )
+
+
+def tree() -> int:
+    done = 0
+    for has_q in (True, False):
+        pointers = {**CHAIN, **TREE, "p_logits": "*bf16", "q_logits": "*bf16"}
+        done += check(verify_tree_triton._walk, pointers, {"HAS_Q": has_q, "COLUMNS": 64, "BLOCK": 8192})
+        done += check(verify_tree_triton._race, pointers, {"HAS_Q": has_q, "BLOCK": 8192})
     return done
 
 

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draftsmith.kernels.randomness import Purpose, round_seeds, sample
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify import Verdict, log_law, residual_law, verify_chain
+from draftsmith.kernels.verify import Verdict, log_law, residual_law, verify_chain, verify_chain_torch
 from draftsmith.kernels.verify_block import block_law, verify_block, verify_block_torch
 
 Verify = Callable[..., Verdict]
@@ -122,7 +124,7 @@ def test_deterministic_drafts_come_to_a_chain() -> None:
 
 
 def generations(p: torch.Tensor, q: torch.Tensor, rows: int, *, fresh: bool) -> torch.Tensor:
-    """Four tokens [rows, 4] of a Markov pair by rounds of three drafts each; `fresh` noise is of the round, else of the request."""
+    """Four tokens [rows, 4] of a Markov pair by rounds of three drafts; `fresh` noise is the round's, else the request's."""
     size = p.shape[1]
     seeds = torch.arange(rows)
     tokens, counts = torch.full((rows, 9), size), torch.zeros(rows, dtype=torch.int64)
@@ -155,3 +157,138 @@ def test_rounds_need_noise_of_their_own(fresh: bool) -> None:
     cells = (tokens * torch.tensor([64, 16, 4, 1])).sum(dim=1)
     fit = g_test(torch.bincount(cells, minlength=256), target_law(p.double().softmax(-1), 3).flatten())
     assert (fit.p_value > FALSE_ALARM) == fresh
+
+
+# Single rounds
+
+
+def random_rounds(seed: int, rows: int, depth: int, size: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, depth + 1, (rows,), generator=generator)
+    p = 2 * torch.randn(int((lengths + 1).sum()), size, generator=generator)
+    q = torch.randn(rows, depth, size, generator=generator)
+    p[p < -2.5], q[q < -2] = -math.inf, -math.inf
+    first = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    for row in range(rows):
+        own = slice(int(first[row]), int(first[row] + lengths[row]))
+        q[row, : lengths[row]] += p[own].clamp(min=-5)
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    positions = torch.randint(0, 100_000, (rows,), generator=generator)
+    noise = round_seeds(seeds, positions)
+    drafts = torch.stack([sample(q[:, i], noise, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
+    return p, drafts, lengths, q, seeds, positions
+
+
+@pytest.mark.parametrize("size", [2, 33, 130])
+def test_triton_decides_as_the_reference(size: int, device: torch.device, poisoned_empty: None) -> None:
+    arguments = [tensor.to(device) for tensor in random_rounds(size, 12, 3, size)]
+    arguments[1][3, 1] = -1
+    reference, ours = verify_block_torch(*arguments), triton_small_blocks(*arguments)
+    # The seeds are such that no draw lies within rounding of its threshold.
+    assert torch.equal(ours.accepted, reference.accepted) and torch.equal(ours.tokens, reference.tokens)
+    assert (reference.accepted > 1).any() and (reference.accepted < arguments[2]).any()
+
+
+def test_one_draft_or_deterministic_ones_are_a_chain(verify: Verify) -> None:
+    p, drafts, lengths, q, seeds, positions = random_rounds(20, 12, 1, 40)
+    block, chain = verify(p, drafts, lengths, q, seeds, positions), verify_chain_torch(p, drafts, lengths, q, seeds, positions)
+    assert torch.equal(block.tokens, chain.tokens)
+    p, drafts, lengths, _, seeds, positions = random_rounds(21, 12, 3, 40)
+    assert torch.equal(
+        verify_block(p, drafts, lengths, None, seeds, positions).tokens,
+        verify_chain(p, drafts, lengths, None, seeds, positions).tokens,
+    )
+
+
+def test_a_draft_equal_to_the_target_stands_whole(verify: Verify) -> None:
+    laws = normal(22, 4, 33)
+    seeds, positions = torch.arange(12), torch.arange(12)
+    drafts = torch.stack([sample(laws[i].expand(12, 33), seeds, positions + i, Purpose.DRAFT) for i in range(3)], dim=1)
+    verdict = verify(laws.repeat(12, 1), drafts, torch.full((12,), 3), laws[:3].expand(12, 3, 33), seeds, positions)
+    assert verdict.accepted.tolist() == [3] * 12
+
+
+def test_a_token_that_its_law_could_not_have_drawn_ends_the_block(verify: Verify) -> None:
+    """A placeholder, a law without mass, one of NaN and one that excludes the token: what follows is a draw of p."""
+    size, rows = 21, 4
+    p = normal(23, 3, size).repeat(rows, 1)
+    q = p.view(rows, 3, size)[:, :2].clone()
+    drafts = ids([4, 5], [4, -1], [4, 5], [4, 5])
+    q[0, 1], q[2, 1], q[3, 1, 5] = -math.inf, math.nan, -math.inf
+    seeds, positions = torch.full((rows,), 9), torch.full((rows,), 30)
+    verdict = verify(p, drafts, torch.full((rows,), 2), q, seeds, positions)
+    drawn = sample(p[1:2], seeds[:1], positions[:1] + 1, Purpose.RESIDUAL).item()
+    assert verdict.accepted.tolist() == [1] * rows and verdict.tokens.tolist() == [[4, drawn, -1]] * rows
+
+
+def test_broken_targets_are_survived(verify: Verify) -> None:
+    p, q = normal(24, 6, 19), normal(25, 3, 1, 19)
+    p[0:2], p[2, 1:], p[4, 3] = math.nan, math.nan, -math.inf
+    verdict = verify(p, ids([3], [3], [3]), ids(1, 1, 1), q, ids(0, 1, 2), ids(0, 0, 0))
+    assert verdict.accepted.tolist() == [0, 0, 0]
+    assert verdict.tokens[:2].tolist() == [[-1, -1], [0, -1]] and verdict.tokens[2, 0] not in (-1, 3)
+
+
+def test_rows_without_drafts_among_others(verify: Verify) -> None:
+    p, drafts, _, q, seeds, positions = random_rounds(26, 4, 2, 40)
+    lengths = ids(0, 2, 0, 1)
+    p = normal(27, 7, 40)
+    verdict = verify(p, drafts, lengths, q, seeds, positions)
+    assert (verdict.tokens.ge(0).sum(1) == verdict.accepted + 1).all() and (verdict.accepted <= lengths).all()
+    assert verdict.tokens[0, 0] == sample(p[:1], seeds[:1], positions[:1], Purpose.BONUS)
+    nothing = ids()
+    assert verify(torch.zeros(0, 9), nothing.view(0, 3), nothing, torch.zeros(0, 3, 9), nothing, nothing).tokens.shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype) -> None:
+    p, drafts, lengths, q, seeds, positions = random_rounds(28, 6, 2, 45)
+    p, q = p.to(dtype), q.to(dtype)
+    wide_p, wide_q = torch.zeros(len(p), 60, dtype=dtype), torch.zeros(6, 4, 60, dtype=dtype)
+    wide_p[:, 3:48], wide_q[:, 1:3, 3:48] = p, q
+    narrow = verify(wide_p[:, 3:48], drafts, lengths, wide_q[:, 1:3, 3:48], seeds, positions)
+    assert torch.equal(narrow.tokens, verify(p.float(), drafts, lengths, q.float(), seeds, positions).tokens)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    p, drafts, lengths, q, seeds, positions = random_rounds(29, 25, 3, 40)
+    together = verify_block(p, drafts, lengths, q, seeds, positions)
+    begin = 0
+    for row in range(25):
+        one, length = slice(row, row + 1), int(lengths[row])
+        law = p[begin : begin + length + 1]
+        shorter = verify_block(law, drafts[one, :length], lengths[one], q[one, :length], seeds[one], positions[one])
+        assert torch.equal(shorter.tokens[0], together.tokens[row, : length + 1])
+        begin += length + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_invariants(data: st.DataObject) -> None:
+    """Length, prefix, mask, range and determinism, for any logits hypothesis can think of."""
+    size, depth, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
+    number = st.one_of(st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf]))
+
+    def law(*shape: int) -> torch.Tensor:
+        count = math.prod(shape)
+        return torch.tensor(data.draw(st.lists(number, min_size=count, max_size=count)), dtype=torch.float32).view(shape)
+
+    lengths = ids(*(data.draw(st.integers(0, depth)) for _ in range(rows)))
+    p, q = law(int((lengths + 1).sum()), size), law(rows, depth, size)
+    drafts = ids(*(data.draw(st.integers(-1, size - 1)) for _ in range(rows * depth))).view(rows, depth)
+    seeds = ids(*(data.draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(rows)))
+    arguments = p, drafts, lengths, q, seeds, torch.arange(rows)
+    verdict, again = verify_block(*arguments), verify_block(*arguments)
+    assert torch.equal(verdict.tokens, again.tokens) and torch.equal(verdict.accepted, again.accepted)
+    first = 0
+    for row in range(rows):
+        kept, tokens = int(verdict.accepted[row]), verdict.tokens[row].tolist()
+        assert 0 <= kept <= lengths[row] and tokens[:kept] == drafts[row, :kept].tolist()
+        assert tokens[kept + 1 :] == [-1] * (depth - kept)
+        for place in range(kept + 1):
+            mass = torch.nan_to_num(p[first + place], nan=-math.inf, posinf=1.0, neginf=-math.inf)
+            if tokens[place] < 0:
+                assert place == kept and (mass == -math.inf).all()
+            else:
+                assert tokens[place] < size and mass[tokens[place]] > -math.inf
+        first += int(lengths[row]) + 1

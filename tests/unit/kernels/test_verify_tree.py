@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftsmith.kernels.randomness import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.trees import DraftTree, chain_tree
-from draftsmith.kernels.verify import one_hot_logits, verify_chain, verify_chain_torch
+from draftsmith.kernels.verify import one_hot_logits, verify_chain_torch
 from draftsmith.kernels.verify_tree import TreeVerdict, sibling_law, verify_tree, verify_tree_torch
 
 Verify = Callable[..., TreeVerdict]
@@ -191,3 +191,230 @@ def test_a_deterministic_tree_leaves_the_joint_law() -> None:
     assert g_test(*pair_counts(verdict.tokens, p)).p_value > FALSE_ALARM
     shifted = verify_tree(p[states.flatten()].roll(1, 0), tree, None, None, *arguments)
     assert g_test(*pair_counts(shifted.tokens, p)).p_value < FALSE_ALARM
+
+
+# Single rounds
+
+
+def random_trees(seed: int, rows: int, num_nodes: int, size: int, *, scale: float = 2.0) -> tuple[object, ...]:
+    """Ragged trees of random shape; siblings drawn without replacement from random laws with holes."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, num_nodes + 1, (rows,), generator=generator)
+    parents = torch.stack([torch.randint(-1, max(i // 2, 1), (rows,), generator=generator) for i in range(num_nodes)], dim=1)
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    positions = torch.randint(0, 100_000, (rows,), generator=generator)
+    p = scale * torch.randn(int((lengths + 1).sum()), size, generator=generator)
+    q = scale * torch.randn(rows * (num_nodes + 1), size, generator=generator)
+    first = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    for row in range(rows):
+        slots = torch.arange(int(lengths[row]) + 1)
+        q[row * (num_nodes + 1) + slots] += p[first[row] + slots]
+    p[p < -1.5 * scale], q[q < -2 * scale] = -math.inf, -math.inf
+    q_rows = torch.arange(rows * (num_nodes + 1)).view(rows, num_nodes + 1)
+    tokens = torch.full((rows, num_nodes), -7)
+    for row in range(rows):
+        for slot in range(num_nodes + 1):
+            children = (parents[row] + 1 == slot).nonzero()[:, 0]
+            one = slice(row, row + 1)
+            law = q[q_rows[row, slot]][None]
+            tokens[row, children] = sample_without_replacement(
+                law, seeds[one] + slot, positions[one], Purpose.DRAFT, len(children)
+            )
+    return p, DraftTree(tokens, parents, lengths), q, q_rows, seeds, positions
+
+
+def same(one: TreeVerdict, other: TreeVerdict) -> None:
+    for ours, theirs in zip(one, other):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [2, 49])
+@pytest.mark.parametrize("told", ["true q", "deterministic", "mixed"])
+def test_triton_decides_as_the_reference(size: int, told: str, device: torch.device, poisoned_empty: None) -> None:
+    p, tree, q, q_rows, seeds, positions = random_trees(size, 7, 9, size)
+    if told == "mixed":
+        q_rows = torch.where((torch.arange(7)[:, None] + torch.arange(10)) % 3 == 0, -1, q_rows)
+    laws = (None, None) if told == "deterministic" else (q.to(device), q_rows.to(device))
+    arguments = p.to(device), DraftTree(*(t.to(device) for t in tree)), *laws, seeds.to(device), positions.to(device)
+    # The seeds are such that no draw lies within rounding of its threshold.
+    reference, ours = verify_tree_torch(*arguments), triton_small_blocks(*arguments)
+    same(ours, reference)
+    assert (reference.accepted > 0).any() and (reference.accepted < tree.lengths.to(device)).any()
+
+
+def test_a_chain_is_verified_as_a_chain(verify: Verify) -> None:
+    generator = torch.Generator().manual_seed(30)
+    lengths = torch.randint(0, 4, (8,), generator=generator)
+    p = torch.randn(int((lengths + 1).sum()), 40, generator=generator)
+    q = torch.randn(8, 3, 40, generator=generator) + p[torch.cumsum(lengths + 1, 0) - 1][:, None]
+    seeds, positions = torch.arange(8) * 13, torch.arange(8)
+    drafts = torch.stack([sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(3)], dim=1)
+    drafts[2, 1], q[5, 0] = -1, math.nan
+    q_rows = torch.nn.functional.pad(torch.arange(24).view(8, 3), (0, 1), value=-1)
+    for laws, told in (((q.flatten(0, 1), q_rows), q), ((None, None), None)):
+        chain = verify_chain_torch(p, drafts, lengths, told, seeds, positions)
+        tree = verify(p, chain_tree(drafts, lengths), *laws, seeds, positions)
+        assert torch.equal(tree.tokens, chain.tokens) and torch.equal(tree.accepted, chain.accepted)
+        places = torch.arange(3)
+        assert torch.equal(tree.nodes, torch.where(places < chain.accepted[:, None], places, -1))
+
+
+def test_greedy_paths(verify: Verify) -> None:
+    """Root children 1 and 2; node 1 has children 3 and 4; node 3 has child 5."""
+    tree = DraftTree(ids([1, 2, 3, 4, 5]), ids([-1, -1, 1, 1, 3]), ids(5))
+    arguments = None, None, ids(3), ids(10)
+    verdict = verify(peaked([2, 9, 4, 9, 5, 7]), tree, *arguments)
+    assert verdict.tokens.tolist() == [[2, 4, 5, 7, -1, -1]] and verdict.nodes.tolist() == [[1, 3, 4, -1, -1]]
+    verdict = verify(peaked([1, 8, 4, 9, 5, 7]), tree, *arguments)
+    assert verdict.tokens.tolist() == [[1, 8, -1, -1, -1, -1]] and verdict.nodes.tolist() == [[0, -1, -1, -1, -1]]
+    verdict = verify(peaked([6, 8, 4, 9, 5, 7]), tree, *arguments)
+    assert verdict.tokens.tolist() == [[6, -1, -1, -1, -1, -1]] and verdict.accepted.tolist() == [0]
+
+
+def test_children_that_could_not_have_been_drawn_are_passed_over(verify: Verify) -> None:
+    """Repeats, placeholders and tokens without mass in q change neither the path nor the token that follows, only its node."""
+    rows, size = 6, 37
+    p, q = normal(31, rows * 3, size), normal(32, rows, size)
+    q[:, 5] = -math.inf
+    seeds, positions = torch.arange(rows), torch.full((rows,), 4)
+    drawn = sample_without_replacement(q, seeds, positions, Purpose.DRAFT, 2)
+    lengths = torch.full((rows,), 2)
+    q_rows = torch.stack([torch.arange(rows), lengths - 3, lengths - 3], dim=1)
+    plain = verify(p, DraftTree(drawn, torch.full((rows, 2), -1), lengths), q, q_rows, seeds, positions)
+    assert plain.accepted.unique().tolist() == [0, 1] and (plain.nodes[:, 0] == 1).any()
+    # A uniform belongs to a place among the siblings, so the two draws keep their places.
+    both = DraftTree(torch.cat([drawn, drawn, torch.full_like(drawn, 5)], dim=1), torch.full((rows, 6), -1), lengths * 3)
+    both.tokens[:, 3] = -1
+    root = torch.arange(rows) * 3
+    more_p = torch.stack([p[root], p[root + 1], p[root + 2], *(p[root] for _ in range(4))], dim=1).flatten(0, 1)
+    more = verify(more_p, both, q, torch.nn.functional.pad(q_rows, (0, 4), value=-1), seeds, positions)
+    assert torch.equal(more.tokens[:, :3], plain.tokens) and torch.equal(more.nodes[:, :2], plain.nodes)
+    first = DraftTree(both.tokens[:, [3, 4, 0, 1]], torch.full((rows, 4), -1), lengths * 2)
+    later_p = torch.stack([p[root], p[root], p[root], p[root + 1], p[root + 2]], dim=1).flatten(0, 1)
+    later = verify(later_p, first, q, torch.nn.functional.pad(q_rows, (0, 2), value=-1), seeds, positions)
+    assert (later.nodes != 0).all() and (later.nodes != 1).all() and (later.accepted == 1).any()
+
+
+def test_only_impossible_children_leave_p(verify: Verify) -> None:
+    size, tree = 23, DraftTree(ids([-1, 4, 4]), ids([-1, -1, -1]), ids(3))
+    p, q = normal(33, 4, size), normal(34, 3, size)
+    q[0, 4], q[1], q[2] = -math.inf, math.nan, -math.inf
+    for seed in range(4):
+        drawn = sample(p[:1], ids(seed), ids(2), Purpose.RESIDUAL).item()
+        for row in range(3):
+            verdict = verify(p, tree, q, ids([row, -1, -1, -1]), ids(seed), ids(2))
+            assert verdict.tokens.tolist() == [[drawn, -1, -1, -1]]
+
+
+def test_a_last_sibling_of_next_to_no_mass(verify: Verify) -> None:
+    """q without its first token is the second one alone, at probability exp(-150): drawn all the same, and tested with q = 1."""
+    rows = 14
+    p = torch.tensor([0.25, 0.5, 0.25]).log().repeat(rows * 3, 1)
+    q = torch.tensor([0.0, -150.0, -math.inf])
+    tree = DraftTree(ids([0, 1]).expand(rows, 2), ids([-1, -1]).expand(rows, 2), torch.full((rows,), 2))
+    q_rows = ids([0, -1, -1]).expand(rows, 3)
+    verdict = verify(p, tree, q[None], q_rows, torch.arange(rows), torch.arange(rows))
+    # p(0) = 1/4 stands; otherwise p is 2/3 and 1/3 of tokens 1 and 2, and q = 1 at token 1.
+    second = int((verdict.nodes[:, 0] == 1).sum())
+    assert 1 <= int((verdict.nodes[:, 0] == 0).sum()) <= 8 and 3 <= second <= 11
+    assert (verdict.tokens[verdict.accepted == 0, 0] == 2).all() and (verdict.accepted == 0).any()
+
+
+def test_a_draft_equal_to_the_target_keeps_the_first_child(verify: Verify) -> None:
+    law = normal(35, 1, 33)
+    seeds, positions = torch.arange(12), torch.arange(12)
+    drafts = sample_without_replacement(law.expand(12, 33), seeds, positions, Purpose.DRAFT, 3)
+    tree = DraftTree(drafts, torch.full((12, 3), -1), torch.full((12,), 3))
+    verdict = verify(law.expand(48, 33), tree, law, ids([0, -1, -1, -1]).expand(12, 4), seeds, positions)
+    assert verdict.nodes[:, 0].tolist() == [0] * 12
+
+
+def test_broken_targets_are_survived(verify: Verify) -> None:
+    size, tree = 19, DraftTree(ids([3, 4], [3, 4]), ids([-1, -1], [-1, -1]), ids(2, 2))
+    p, q = normal(36, 6, size), normal(37, 1, size)
+    p[0], p[3, 1:] = math.nan, math.nan
+    for laws in ((q, ids([0, -1, -1], [0, -1, -1])), (None, None)):
+        verdict = verify(p, tree, *laws, ids(0, 1), ids(0, 0))
+        assert verdict.accepted.tolist() == [0, 0] and verdict.tokens[:, 0].tolist() == [-1, 0]
+
+
+def test_an_empty_batch_and_rows_without_nodes(verify: Verify) -> None:
+    nothing = ids()
+    empty = verify(torch.zeros(0, 9), DraftTree(nothing.view(0, 3), nothing.view(0, 3), nothing), None, None, nothing, nothing)
+    assert empty.tokens.shape == (0, 4) and empty.nodes.shape == (0, 3)
+    p = normal(38, 3, 9)
+    for width in (0, 2):
+        tree = DraftTree(*(torch.full((3, width), 99) for _ in range(2)), ids(0, 0, 0))
+        verdict = verify(p, tree, None, None, ids(4, 5, 6), ids(7, 8, 9))
+        assert torch.equal(verdict.tokens[:, 0], sample(p, ids(4, 5, 6), ids(7, 8, 9), Purpose.BONUS))
+        assert verdict.nodes.tolist() == [[-1] * width] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype) -> None:
+    p, tree, q, *others = random_trees(39, 6, 5, 45)
+    p, q = p.to(dtype), q.to(dtype)
+    wide_p, wide_q = torch.zeros(len(p), 60, dtype=dtype), torch.zeros(len(q), 60, dtype=dtype)
+    wide_p[:, 3:48], wide_q[:, 3:48] = p, q
+    same(verify(wide_p[:, 3:48], tree, wide_q[:, 3:48], *others), verify(p.float(), tree, q.float(), *others))
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    p, tree, q, q_rows, seeds, positions = random_trees(40, 25, 8, 40)
+    together = verify_tree(p, tree, q, q_rows, seeds, positions)
+    begin = 0
+    for row in range(25):
+        one, length = slice(row, row + 1), int(tree.lengths[row])
+        alone = DraftTree(tree.tokens[one, :length], tree.parents[one, :length], tree.lengths[one])
+        law = p[begin : begin + length + 1]
+        verdict = verify_tree(law, alone, q, q_rows[one, : length + 1], seeds[one], positions[one])
+        assert torch.equal(verdict.tokens[0], together.tokens[row, : length + 1])
+        assert torch.equal(verdict.nodes[0], together.nodes[row, :length])
+        begin += length + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_invariants(data: st.DataObject) -> None:
+    """Length, path, mask, range and determinism, for any tree and any logits hypothesis can think of."""
+    size, width, rows = data.draw(st.integers(1, 7)), data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
+    number = st.one_of(st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf]))
+
+    def law(count: int) -> torch.Tensor:
+        values = data.draw(st.lists(number, min_size=count * size, max_size=count * size))
+        return torch.tensor(values, dtype=torch.float32).view(count, size)
+
+    def drawn(low: int, high: Callable[[int], int], columns: int) -> torch.Tensor:
+        return ids(*(data.draw(st.integers(low, high(i))) for _ in range(rows) for i in range(columns))).view(rows, columns)
+
+    tree = DraftTree(drawn(-1, lambda i: size - 1, width), drawn(-1, lambda i: i - 1, width), drawn(0, lambda i: width, 1)[:, 0])
+    p, q = law(int((tree.lengths + 1).sum())), law(3)
+    q_rows = drawn(-1, lambda i: 2, width + 1)
+    seeds = drawn(-(2**63), lambda i: 2**63 - 1, 1)[:, 0]
+    arguments = p, tree, q, q_rows, seeds, torch.arange(rows)
+    verdict = verify_tree(*arguments)
+    same(verdict, verify_tree(*arguments))
+    first = 0
+    for row in range(rows):
+        kept, tokens, nodes = int(verdict.accepted[row]), verdict.tokens[row].tolist(), verdict.nodes[row].tolist()
+        assert (
+            0 <= kept <= tree.lengths[row]
+            and nodes[kept:] == [-1] * (width - kept)
+            and tokens[kept + 1 :] == [-1] * (width - kept)
+        )
+        slots = [0, *(node + 1 for node in nodes[:kept])]
+        for parent, node, token in zip(slots, nodes[:kept], tokens):
+            assert node < tree.lengths[row] and tree.parents[row, node] == parent - 1 and tree.tokens[row, node] == token
+        for slot, token in zip(slots, tokens):
+            mass = torch.nan_to_num(p[first + slot], nan=-math.inf, posinf=1.0, neginf=-math.inf)
+            if token < 0:
+                assert slot == slots[-1] and (mass == -math.inf).all()
+            else:
+                assert token < size and mass[token] > -math.inf
+        first += int(tree.lengths[row]) + 1
+
+
+def test_an_impossible_implementation_raises() -> None:
+    tree = chain_tree(ids().view(1, 0), ids(0))
+    with pytest.raises(ValueError, match="'cuda-please'"):
+        verify_tree(torch.zeros(1, 4), tree, None, None, ids(0), ids(0), impl="cuda-please")

@@ -1,0 +1,125 @@
+"""Rows of processed logits as laws inside Triton kernels, without a buffer of their size: what verification is made of.
+
+`row_stats` keeps the maximum and the sum of exponentials of every block of a row, whose logsumexp is the row's normaliser; a
+race over a law leaves the winner of every block, and `emit` finds the winner of these and writes the output.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+MINUS_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def clean(x):
+    """float32 logits with NaN as -inf and +inf as the largest float."""
+    x = x.to(tl.float32)
+    return tl.minimum(tl.where(x != x, MINUS_INF, x), _LARGEST)
+
+
+@triton.jit
+def row_stats(
+    logits, stride, lengths, per_request, num_tokens, maxima, sums, num_blocks, GROUPED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row, block). `GROUPED` rows come `per_request` at a time, and only the first `lengths` of a group count."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    # Nested, so that the load is not even compiled for rows without groups.
+    if GROUPED:  # noqa: SIM102
+        if row % per_request >= tl.load(lengths + row // per_request):
+            return
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    x = clean(tl.load(logits + row * stride + columns, mask=columns < num_tokens, other=MINUS_INF))
+    top = tl.max(x, axis=0)
+    total = tl.sum(tl.exp(x - tl.where(top == MINUS_INF, 0.0, top)), axis=0)
+    tl.store(maxima + row * num_blocks + block, top)
+    tl.store(sums + row * num_blocks + block, total)
+
+
+@triton.jit
+def normaliser(maxima, sums, row, num_blocks, BLOCKS: tl.constexpr):
+    """logsumexp of a row from its blocks; -inf for a row without mass."""
+    blocks = tl.arange(0, BLOCKS)
+    inside = blocks < num_blocks
+    tops = tl.load(maxima + row * num_blocks + blocks, mask=inside, other=MINUS_INF)
+    totals = tl.load(sums + row * num_blocks + blocks, mask=inside, other=0.0)
+    top = tl.max(tops, axis=0)
+    shift = tl.where(top == MINUS_INF, 0.0, top)
+    total = tl.sum(totals * tl.exp(tops - shift), axis=0)
+    return tl.where(top == MINUS_INF, MINUS_INF, shift + tl.log(tl.where(total > 0, total, 1.0)))
+
+
+@triton.jit
+def logprob(x, norm):
+    """-inf minus -inf is no number; a law without mass gives -inf everywhere."""
+    return tl.where(norm == MINUS_INF, MINUS_INF, x - tl.where(norm == MINUS_INF, 0.0, norm))
+
+
+@triton.jit
+def log_residual(log_p, log_q):
+    """log max(p - q, 0) elementwise: log p + log(1 - exp(log q - log p))."""
+    gap = tl.where(log_q == MINUS_INF, MINUS_INF, log_q - tl.where(log_p == MINUS_INF, 0.0, log_p))
+    small = -gap * (1.0 + gap * (0.5 + gap * (0.16666667 + gap * 0.041666668)))
+    rest = tl.where(gap > -0.03125, small, 1.0 - tl.exp(tl.minimum(gap, 0.0)))
+    positive = (gap < 0.0) & (log_p > MINUS_INF)
+    return tl.where(positive, log_p + tl.log(tl.where(positive, rest, 1.0)), MINUS_INF)
+
+
+@triton.jit
+def keep_best(law, noise, scores, winners, b, block, num_blocks, slot: tl.constexpr, BLOCK: tl.constexpr):
+    """The best token of a block in the race of row b. Slot 0 is the law to draw from, slot 1 the one to fall back to."""
+    best, at = tl.max(law - noise, axis=0, return_indices=True)
+    place = (b * num_blocks + block) * 2 + slot
+    tl.store(scores + place, best)
+    tl.store(winners + place, block * BLOCK + at)
+
+
+@triton.jit
+def winner(scores, winners, b, slot, num_blocks, BLOCKS: tl.constexpr):
+    """The best block's token; -1 when every score is -inf."""
+    blocks = tl.arange(0, BLOCKS)
+    values = tl.load(scores + (b * num_blocks + blocks) * 2 + slot, mask=blocks < num_blocks, other=MINUS_INF)
+    best, at = tl.max(values, axis=0, return_indices=True)
+    token = tl.load(winners + (b * num_blocks + at) * 2 + slot)
+    return tl.where(best == MINUS_INF, -1, token)
+
+
+@triton.jit
+def emit(draft_tokens, accepted, scores, winners, tokens, num_draft, num_blocks, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Program b writes row b of the output: kept drafts, the winner, -1."""
+    b = tl.program_id(0).to(tl.int64)
+    kept = tl.load(accepted + b)
+    token = winner(scores, winners, b, 0, num_blocks, BLOCKS)
+    token = tl.where(token < 0, winner(scores, winners, b, 1, num_blocks, BLOCKS), token)
+    columns = tl.arange(0, COLUMNS)
+    drafts = tl.load(draft_tokens + b * num_draft + columns, mask=columns < kept, other=-1)
+    output = tl.where(columns == kept, token.to(tl.int64), drafts)
+    tl.store(tokens + b * (num_draft + 1) + columns, output, mask=columns <= num_draft)
+
+
+def contiguous_rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
+
+
+def block_stats(
+    rows: torch.Tensor, lengths: torch.Tensor, per_request: int, block: int, num_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    maxima, sums = (torch.empty(len(rows), num_blocks, dtype=torch.float32, device=rows.device) for _ in range(2))
+    if len(rows):
+        row_stats[(len(rows), num_blocks)](
+            rows,
+            rows.stride(0),
+            lengths,
+            per_request,
+            rows.shape[-1],
+            maxima,
+            sums,
+            num_blocks,
+            GROUPED=per_request > 0,
+            BLOCK=block,
+        )
+    return maxima, sums
