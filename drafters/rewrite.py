@@ -36,6 +36,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 def rewrite(module: GraphModule, *, pack: bool) -> list[PackedLinear]:
     """Rewrites in place. `pack` spends memory on a second copy of weights, whose holders, the caller's to refresh, it returns."""
     drop_no_operations(module.graph)
+    merge_equal(module.graph)
     fuse_norms(module)
     fuse_rotations(module)
     packed = pack_linears(module) if pack else []
@@ -63,6 +64,22 @@ def _does_nothing(node: Node) -> bool:
     if node.target is aten.mul.Tensor:
         return node.args[1] == 1.0 and _same_type(node)
     return node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default) and _same_type(node)
+
+
+def merge_equal(graph: Graph) -> None:
+    """Operations that every layer repeats on the same inputs are done once."""
+    operations = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    if any(operation._schema.is_mutable for operation in operations):
+        return  # then the same inputs need not hold the same values
+    seen: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        plain = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in node.target.tags
+        if node.op != "get_attr" and not plain:
+            continue
+        first = seen.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def _same_type(node: Node) -> bool:

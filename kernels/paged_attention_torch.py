@@ -69,7 +69,9 @@ class _Part:
         """[S, kv_heads, dim] -> [num_rows, kv_heads, n, dim]."""
         # index_select is several times faster than indexing on a CPU, and a slice costs nothing.
         found = pool[self.slots] if isinstance(self.slots, slice) else pool.index_select(0, self.slots)
-        return found.unflatten(0, (self.run.num_rows, -1)).transpose(1, 2)
+        if self.run.num_rows == 1:
+            return found.transpose(0, 1).unsqueeze(0)
+        return found.view(self.run.num_rows, -1, *found.shape[1:]).transpose(1, 2)
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
         groups, length = query.shape[1] // key.shape[1], query.shape[2]
@@ -138,12 +140,7 @@ class GatheredContext:
         # Nobody looks further back than the window of the earliest query of the run.
         start = 0 if window is None else max(0, int(positions.min()) - window + 1)
         context = torch.arange(start, run.context, device=places.device)
-        table = self.block_tables[run.first_row : run.first_row + run.num_rows]
-        slots = table[:, context // self.block_size] * self.block_size + context % self.block_size
-        if run.num_rows > 1:
-            # Padding reads slot 0. What an earlier owner left in a row's own blocks could be NaN, and 0 * NaN is NaN.
-            slots = torch.where(context <= places[:, -1], slots, 0)
-        slots = slots.flatten()
+        slots = self._slots(run, start, context, places)
         visible = None
         if self.tree is not None:
             ancestors, first = self.tree.ancestors[tokens].view(shape), self.tree.first[tokens].view(shape)
@@ -153,7 +150,23 @@ class GatheredContext:
             if window is not None:
                 visible &= places - context < window
             visible = visible[:, None]
-        return _Part(run, _as_slice(slots) if run.num_rows == 1 else slots, visible)
+        return _Part(run, slots, visible)
+
+    def _slots(self, run: _Run, start: int, context: torch.Tensor, places: torch.Tensor) -> torch.Tensor | slice:
+        """Of the places `context` [n], which begin at `start`."""
+        size = self.block_size
+        table = self.block_tables[run.first_row : run.first_row + run.num_rows]
+        # On an accelerator asking whether blocks are neighbours would cost a synchronisation, and gathering is cheap.
+        if run.num_rows == 1 and not table.is_cuda:
+            blocks = table[0, start // size : -(-run.context // size)].tolist()
+            if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+                begin = blocks[0] * size + start % size
+                return slice(begin, begin + run.context - start)
+        slots = table[:, context // size] * size + context % size
+        if run.num_rows > 1:
+            # Padding reads slot 0. What an earlier owner left in a row's own blocks could be NaN, and 0 * NaN is NaN.
+            slots = torch.where(context <= places[:, -1], slots, 0)
+        return slots.flatten()
 
 
 def _tree_sight(
@@ -176,13 +189,6 @@ def _tree_sight(
     above = bits.flip(-1).cumsum(-1).flip(-1) - bits
     distance = torch.where(plain | (index < 0), positions - context, above.gather(-1, node))
     return visible & (distance < window)
-
-
-def _as_slice(slots: torch.Tensor) -> torch.Tensor | slice:
-    """Slots that follow one another as a slice. On an accelerator asking would cost a synchronisation, and gathering is cheap."""
-    if slots.is_cuda or int(slots[-1] - slots[0]) != len(slots) - 1 or not bool((slots.diff() == 1).all()):
-        return slots
-    return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
 def reference_attention(
