@@ -14,7 +14,8 @@ from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.mtp import Mtp
 from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
+from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
+from draftsmith.drafters.registry import FAMILIES as REGISTRY
 from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
 from draftsmith.serve.config import EngineConfig
@@ -23,6 +24,7 @@ from draftsmith.serve.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
 FAMILIES = ["ngram", "suffix", "eagle3", "mtp", "draft-lm"]
+HEADS = ["eagle1", "medusa", "mlp"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 # The largest gap of the two best logits that rounding in another batch shape could turn round.
 NOISE = 1e-4
@@ -32,12 +34,15 @@ def make_drafter(family: str, target: Target, *, draft_vocab_size: int | None = 
     if family == "ngram":
         return Ngram(min_n=1, max_n=3)
     if family == "suffix":
-        return Suffix(SuffixOptions(max_spec_offset=1.0))
+        # Remembering the same answers from the engine before, it would be right too often for this test.
+        return Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
     if family == "eagle3":
         counts = torch.arange(target.vocab_size).flip(0)
         drafter = Eagle3.create(Eagle3Options(draft_vocab_size=draft_vocab_size), target, seed=1, token_counts=counts)
     elif family == "mtp":
         drafter = Mtp.create(MtpOptions(), target, seed=1)
+    elif family in HEADS:
+        drafter = REGISTRY[family].create(OPTIONS[family](), target, seed=1)
     else:
         drafter = DraftLm.create(DraftLmOptions(hidden_size=16, num_attention_heads=2), target, seed=1)
     return drafter.to(device=target.device, dtype=target.dtype).eval()
@@ -158,7 +163,7 @@ def test_speculation_does_not_change_greedy_output(arch: str, load: Callable[[st
     plain = Engine(target, None, EngineConfig()).generate(batch, GREEDY)
     for completion, right in zip(plain, expected):
         assert_same(completion.tokens, right)
-    for family in FAMILIES:
+    for family in FAMILIES + (HEADS if arch == "llama" else []):
         drafter = make_drafter(family, target)
         for used in (drafter, Oracle(drafter, known)):
             alone = Engine(target, used, EngineConfig(k=3)).generate(batch[:1], GREEDY)
@@ -173,7 +178,7 @@ def test_speculation_does_not_change_greedy_output(arch: str, load: Callable[[st
         assert seen >= {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("family", ["eagle3", "mtp", "draft-lm"])
+@pytest.mark.parametrize("family", ["eagle3", "mtp", "draft-lm", *HEADS])
 def test_incremental_drafts_equal_drafts_from_nothing(family: str, load: Callable[[str], Target]) -> None:
     """Chunked prefill, preemption, other rows coming and going, k = 0 rounds: the draft's cache stays right."""
     target = load("llama")

@@ -14,13 +14,15 @@ from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.mtp import Mtp
 from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
+from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
 
+HEADS = ["eagle1", "medusa", "mlp"]
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 1536
 LENGTH = 3
@@ -41,6 +43,8 @@ def make(family: str, target: Target) -> ServingDrafter:
         return Eagle3.create(Eagle3Options(), target, seed=1).eval()
     if family == "mtp":
         return Mtp.create(MtpOptions(), target, seed=1).eval()
+    if family in HEADS:
+        return FAMILIES[family].create(OPTIONS[family](), target, seed=1).eval()
     # Close to the target, so that many drafts are kept: its weights with some noise.
     drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
     with torch.no_grad():
@@ -107,7 +111,7 @@ def start(live_server: Callable, target: Target, drafter: ServingDrafter) -> Any
     return live_server(target, drafter, EngineConfig(k=2, max_batch=64, max_length=64, max_round_tokens=1024))
 
 
-@pytest.mark.parametrize("family", ["ngram", "suffix", "eagle3", "mtp", "draft-lm"])
+@pytest.mark.parametrize("family", ["ngram", "suffix", "eagle3", "mtp", "draft-lm", *HEADS])
 def test_the_joint_law_of_served_tokens_is_the_targets(
     family: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
 ) -> None:
