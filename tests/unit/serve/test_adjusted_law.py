@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
@@ -89,10 +92,21 @@ def enumerated(target: Target, params: SamplingParams, adjusted: Callable) -> La
     return done
 
 
-def fit(target: Target, drafter: DraftLm, params: SamplingParams, law: Law) -> Fit:
-    engine = Engine(target, drafter, EngineConfig(k=3, max_batch=64, max_length=32, max_round_tokens=1024, seed=7))
-    answers = Counter(tuple(one.tokens) for one in engine.generate([PROMPT] * NUM_SAMPLES, params, text=False))
-    assert engine.stats.num_accepted_tokens > NUM_SAMPLES / 4 and not engine.stats.fallbacks
+CONFIG = EngineConfig(k=3, max_batch=64, max_length=32, max_round_tokens=1024, seed=7)
+
+
+def fit(
+    target: Target,
+    drafter: ServingDrafter,
+    params: SamplingParams,
+    law: Law,
+    *,
+    config: EngineConfig = CONFIG,
+    num_samples: int = NUM_SAMPLES,
+) -> Fit:
+    engine = Engine(target, drafter, config)
+    answers = Counter(tuple(one.tokens) for one in engine.generate([PROMPT] * num_samples, params, text=False))
+    assert engine.stats.num_accepted_tokens > num_samples / 4 and not engine.stats.fallbacks
     cells = [*law, *(answers.keys() - law.keys())]
     counts = torch.tensor([answers[cell] for cell in cells])
     return g_test(counts, torch.tensor([law.get(cell, 0.0) for cell in cells], dtype=torch.float64))
@@ -105,6 +119,24 @@ def test_the_joint_law_of_answers_is_the_enumerated_one(target: Target, drafter:
     found = fit(target, drafter, CASES[name], law)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
+
+
+@pytest.mark.parametrize("tree", ["dynamic:nodes=8,depth=3,width=3", "sampled:3x2x1"])
+def test_the_joint_law_of_answers_drafted_as_trees_is_the_enumerated_one(target: Target, adjusted: Callable, tree: str) -> None:
+    """Every node is adjusted with the tokens on the way to it."""
+    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    law = enumerated(target, PENALTIES, adjusted)
+    found = fit(target, drafter, PENALTIES, law, config=replace(CONFIG, tree=tree))
+    assert found.p_value > FALSE_ALARM, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_the_joint_law_of_many_answers(target: Target, drafter: DraftLm, adjusted: Callable, name: str) -> None:
+    law = enumerated(target, CASES[name], adjusted)
+    found = fit(target, drafter, CASES[name], law, num_samples=30_000)
+    assert found.p_value > 1e-9, found
+    assert detectable_bias(30_000, found.degrees, 1e-9) < 0.04
 
 
 @pytest.mark.parametrize("name", ["penalties", "bans"])
