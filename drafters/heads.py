@@ -6,6 +6,7 @@ it takes its own previous output for the state. H hidden width, B rows, K draft 
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -104,21 +105,25 @@ class FeatureHead(nn.Module, Recordable):
         drawing = Drawing(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
         if caught is None:
             return drawing.proposal()
-        rows, positions, step = caught.rows, caught.positions, caught.step
+        rows, positions, step, tokens = caught.rows, caught.positions, caught.step, inputs.tokens
+        indices: list[int] = rows.tolist()
+        tables, ones = inputs.block_tables[rows], torch.ones_like(rows)
         for depth in range(drawing.depth):
-            alive = inputs.num_draft[rows] > depth
-            if not alive.all():
-                rows, positions = rows[alive], positions[alive]
-                step = HeadStep(step.next_hidden[alive], step.head_input[alive])
-            if len(rows) == 0:
+            alive = [drawing.budgets[index] > depth for index in indices]
+            if not any(alive):
                 break
+            if not all(alive):
+                kept = torch.tensor(alive, device=rows.device)
+                indices = [index for index, stays in zip(indices, alive) if stays]
+                rows, positions, tables, ones = rows[kept], positions[kept], tables[kept], ones[kept]
+                step = HeadStep(step.next_hidden[kept], step.head_input[kept])
+                tokens = tokens[kept] if depth > 0 else tokens
             if depth > 0:
                 positions = positions + 1
-                context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, torch.ones_like(rows))
-                embeds = self.embed(drawing.tokens[rows, depth - 1])
-                step = self.read_ragged(embeds, step.next_hidden, positions, context)
+                context = PagedPass(inputs.pool, tables, positions, ones)
+                step = self.read_ragged(self.embed(tokens), step.next_hidden, positions, context)
             # The state at position t predicts t + 2.
-            drawing.draw(rows, depth, self.draft_logits(step.head_input), positions + 2)
+            tokens = drawing.draw(rows, depth, self.draft_logits(step.head_input), positions + 2)
         return drawing.proposal()
 
     @torch.no_grad()
@@ -133,24 +138,24 @@ class FeatureHead(nn.Module, Recordable):
         """Reads the true states of positions `starts .. starts + lengths - 2` of every row."""
         if self._recorded is not None:
             self._recorded.refresh()  # a swap writes new weights in place
-        pairs = inputs.lengths - 1
-        rows = pairs.nonzero()[:, 0]
-        if len(rows) == 0:
+        device = inputs.tokens.device
+        rows, lengths, following, places = [], [], [], []
+        begin = 0
+        for row, (start, length) in enumerate(zip(inputs.starts.tolist(), inputs.lengths.tolist())):
+            if length > 1:  # the last token of each row has no state yet
+                rows.append(row)
+                lengths.append(length - 1)
+                following += range(begin + 1, begin + length)
+                places += range(start, start + length - 1)
+            begin += length
+        if not rows:
             return None
-        lengths = pairs[rows]
-        ends = inputs.lengths.cumsum(0)
-        is_state = torch.ones_like(inputs.tokens, dtype=torch.bool)
-        is_state[ends - 1] = False  # the last token of each row has no state yet
-        is_next = torch.ones_like(is_state)
-        is_next[ends - inputs.lengths] = False
-        offsets = torch.arange(len(inputs.tokens), device=ends.device) - torch.repeat_interleave(
-            ends - inputs.lengths, inputs.lengths
-        )
-        positions = (torch.repeat_interleave(inputs.starts, inputs.lengths) + offsets)[is_state]
-        context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, lengths)
-        step = self.read_ragged(self.embed(inputs.tokens[is_next]), self.fused(inputs.taps), positions, context)
-        last = lengths.cumsum(0) - 1
-        return CatchUp(rows, positions[last], HeadStep(step.next_hidden[last], step.head_input[last]))
+        positions, which = torch.tensor(places, device=device), torch.tensor(rows, device=device)
+        context = PagedPass(inputs.pool, inputs.block_tables[which], positions, torch.tensor(lengths, device=device))
+        embeds = self.embed(inputs.tokens[torch.tensor(following, device=device)])
+        step = self.read_ragged(embeds, self.fused(inputs.taps), positions, context)
+        last = torch.tensor([end - 1 for end in itertools.accumulate(lengths)], device=device)
+        return CatchUp(which, positions[last], HeadStep(step.next_hidden[last], step.head_input[last]))
 
     def read_ragged(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
