@@ -20,11 +20,12 @@ CHAIN = {**LAWS, **REQUESTS, "p_logits": F32, "q_logits": F32, "scores": F32, "w
 TREE = {"tokens": I64, "parents": I64, "nodes": I64, "drafts": I64, "stands": I64, "scales": F32, "q_rows": I64}
 
 
-def check(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> int:
+def check(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], *, num_warps: int = 4) -> int:
     """Arguments that are neither pointers nor constants are int32."""
     signature = {name: "constexpr" if name in constants else pointers.get(name, I32) for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=places), target=HOPPER)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
     return len(compiled.asm["cubin"]) > 0
 
 
@@ -43,7 +44,7 @@ def chain() -> int:
         done += check(verify_triton._decide, CHAIN, {"HAS_Q": has_q, "BLOCKS": 32})
         # A depth or a block count of 1 is specialised to a constant by the launcher.
         constants = {"HAS_Q": has_q, "BLOCK": 4096, "BLOCKS": 1, "num_draft": 1, "num_blocks": 1}
-        done += check(verify_triton._race, CHAIN, constants)
+        done += check(verify_triton._race, CHAIN, constants, num_warps=8)
     return done
 
 
@@ -60,8 +61,8 @@ def tree() -> int:
     done = 0
     for has_q in (True, False):
         pointers = {**CHAIN, **TREE, "p_logits": "*bf16", "q_logits": "*bf16"}
-        done += check(verify_tree_triton._walk, pointers, {"HAS_Q": has_q, "COLUMNS": 64, "BLOCK": 8192})
-        done += check(verify_tree_triton._race, pointers, {"HAS_Q": has_q, "BLOCK": 8192})
+        done += check(verify_tree_triton._walk, pointers, {"HAS_Q": has_q, "COLUMNS": 64, "BLOCK": 8192}, num_warps=16)
+        done += check(verify_tree_triton._race, pointers, {"HAS_Q": has_q, "BLOCK": 8192}, num_warps=8)
     return done
 
 
