@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from draftsmith.serve.control import RoundResult, Wish
+from draftsmith.serve.control import MAX_AUTO_K, RoundResult, Wish
 from draftsmith.serve.latency import LatencyTable, bucket_of
 from draftsmith.serve.survival import Survival
 
-MAX_AUTO_K = 8
 DECIDE_EVERY = 4  # rounds of a bucket
 # A change of k must promise so much more tokens a second.
 GAIN_WANTED = 0.02

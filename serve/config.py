@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from draftsmith.config import option
 from draftsmith.drafters.options import SuffixOptions
+from draftsmith.errors import UserError
+from draftsmith.serve.control import MAX_AUTO_K, parse_schedule
 
 TREE_HELP = "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4] or sampled[:3x2x1x1]"
 
@@ -13,6 +15,8 @@ TREE_HELP = "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     k: int = option(4, "draft tokens a round; a request may ask for fewer or more")
+    adaptive: bool = option(False, "draft as many tokens as pay, by measured round times and survival; k is then the most")
+    k_schedule: str | None = option(None, "draft tokens a round by batch size, for example 1:5,8:3,32:0")
     tree: str | None = option(None, TREE_HELP)
     max_batch: int = option(8, "requests that run at the same time")
     max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
@@ -56,7 +60,10 @@ class ServeConfig:
     )
     log_stats_s: float = option(10.0, "seconds between two log lines of throughput and acceptance; 0: none")
     name: str | None = option(None, "model name in the API; default: the target's")
-    k: int = option(4, "draft tokens a round; a request may ask for its own number")
+    k: str = option(
+        "4", "draft tokens a round, or auto: as many as pay, measured while serving; a request may ask for its own number"
+    )
+    k_schedule: str | None = option(None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0")
     tree: str | None = option(None, TREE_HELP)
     max_batch: int = option(8, "requests that run at the same time")
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
@@ -86,9 +93,20 @@ class ServeConfig:
             min_token_prob=self.suffix_min_token_prob,
         )
 
+    def most_drafted(self) -> int:
+        if self.k_schedule is not None:
+            return max(step.k for step in parse_schedule(self.k_schedule))
+        if self.k == "auto":
+            return MAX_AUTO_K
+        if not self.k.isdecimal():
+            raise UserError(f"k is {self.k!r}; give a whole number or auto")
+        return int(self.k)
+
     def engine(self) -> EngineConfig:
         return EngineConfig(
-            k=self.k,
+            k=self.most_drafted(),
+            adaptive=self.k == "auto",
+            k_schedule=self.k_schedule,
             tree=self.tree,
             max_batch=self.max_batch,
             max_round_tokens=self.max_round_tokens,

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from draftsmith.errors import UserError
 
 MAX_K = 64
+MAX_AUTO_K = 8  # draft tokens a round that `auto` goes up to
 
 
 class Wish(NamedTuple):

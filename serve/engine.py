@@ -12,8 +12,10 @@ from draftsmith.drafters.recorded import record_forwards
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
+from draftsmith.serve.auto_control import AutoControl
 from draftsmith.serve.blocks import BlockManager
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, ScheduledControl, parse_schedule
 from draftsmith.serve.decide import Decision, Streams, decide
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
 from draftsmith.serve.intake import Intake
@@ -56,6 +58,7 @@ class Engine:
             max_round_tokens=config.max_round_tokens,
             max_queue=config.max_queue,
             prefix=self.prefix,
+            control=control_of(config),
         )
         self.runner = TargetRunner(target, target.new_pool(plan.num_blocks, config.block_size))
         pool = None
@@ -123,12 +126,14 @@ class Engine:
     def step(self) -> bool:
         """One round for every request that can take part; False when there was nothing to do."""
         self._apply_swap()
+        begun_s = time.perf_counter()
         with self.stats.phase("host"):
             schedule = self.scheduler.schedule()
             rows = schedule.rows
             if not rows:
                 return False
             self._note_admissions(rows)
+            reading = sum(row.request.num_tokens - row.request.draft_cached for row in schedule.drafting)
             tables = self._tables.of([row.request for row in rows])
             streams = Streams(schedule.drafting + schedule.sampling, self.target.device)
         drafts = self._propose(schedule.drafting, tables, streams)
@@ -149,6 +154,8 @@ class Engine:
                 with_laws = any(self.recorder.wants(row.request) for row in schedule.drafting)
                 chains, drafts, output = straighten(rows, chains, drafts, output, decision.paths, with_laws=with_laws)
             self._commit(schedule, chains, drafts, output, decision.emitted)
+        if schedule.num_deciding and (drafts is not None or not schedule.drafting):
+            self._observe(schedule, decision.emitted, reading, time.perf_counter() - begun_s)
         self.stats.num_rounds += 1
         return True
 
@@ -192,6 +199,24 @@ class Engine:
             alternatives = row.request.params.logprobs
             logprobs = [] if alternatives is None else token_logprobs(logits, committed, alternatives)
             self._report(row.request, committed, text, logprobs)
+
+    def _observe(self, schedule: Schedule, emitted: list[list[int]], reading: int, seconds: float) -> None:
+        """Tells the control of k what the round cost and brought; `reading` is how many tokens the draft had yet to read."""
+        num_tokens = sum(row.count for row in schedule.rows)
+        # What a drafter could not offer counts as not kept: the round was planned with it.
+        offers = [
+            Offer(row.request.request_class, row.k, min(len(tokens) - 1, row.k))
+            for row, tokens in zip(schedule.drafting, emitted, strict=False)
+        ]
+        result = RoundResult(
+            num_tokens=num_tokens,
+            num_rows=schedule.num_deciding,
+            k=max((row.k for row in schedule.drafting), default=0),
+            seconds=seconds,
+            catching_up=reading > 2 * (num_tokens + sum(row.k for row in schedule.drafting)),
+            offers=offers,
+        )
+        self.scheduler.control.observe(result)
 
     def _advance(self, row: Row, index: int, drafted: int, accepted: int, drafts: Drafts | None, output: PassOutput) -> None:
         """Both caches now hold the row's known tokens and the accepted drafts."""
@@ -245,6 +270,7 @@ class Engine:
             return
         pause_s = apply_swap(swap)
         self.drafting.reset()
+        self.scheduler.control.new_draft()
         self.stats.draft_version = swap.version
         self.stats.num_swaps += 1
         self.stats.swap_pauses_s.append(pause_s)
@@ -254,10 +280,17 @@ class Engine:
         for row in rows:
             if row.request.admitted_s is None:
                 row.request.admitted_s = now_s
+                row.request.num_cached = row.begin
                 self.stats.num_prompt_tokens += row.request.num_prompt
                 if self.prefix is not None:
                     self.stats.prefix_cache_queries += row.request.num_tokens
                     self.stats.prefix_cache_hits += row.begin
+
+
+def control_of(config: EngineConfig) -> Control:
+    if config.k_schedule is not None:
+        return ScheduledControl(parse_schedule(config.k_schedule))
+    return AutoControl(min(3, config.k)) if config.adaptive else FixedControl()
 
 
 def prefix_cache(target: Target, drafter: ServingDrafter | None, blocks: BlockManager) -> PrefixCache:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.errors import UserError
 from draftsmith.serve.blocks import BlockManager
+from draftsmith.serve.control import Control, FixedControl, Wish
 from draftsmith.serve.fair_queue import FairQueue
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.request import Request
@@ -62,8 +63,10 @@ class Scheduler:
         max_round_tokens: int,
         max_queue: int,
         prefix: PrefixCache | None = None,
+        control: Control | None = None,
     ):
         self.blocks, self.prefix = blocks, prefix
+        self.control: Control = FixedControl() if control is None else control
         self.max_batch, self.max_round_tokens, self.max_queue = max_batch, max_round_tokens, max_queue
         self.waiting = FairQueue()
         self.running: list[Request] = []  # in order of arrival
@@ -98,15 +101,22 @@ class Scheduler:
         return schedule
 
     def _decode(self, schedule: Schedule) -> None:
-        for request in list(self.running):
-            if request.prefilling or request not in self.running:
-                continue
-            # The bonus token comes on top of the drafted ones, so the last token is never worth drafting.
-            k = min(request.k, request.remaining - 1)
-            if not self._reserve(request, request.num_tokens + k, schedule):
+        deciding = [request for request in self.running if not request.prefilling]
+        for request, k in zip(deciding, self._draft_lengths(deciding), strict=True):
+            if request not in self.running or not self._reserve(request, request.num_tokens + k, schedule):
                 continue
             row = Row(request, request.computed, request.num_tokens - request.computed, k)
             (schedule.drafting if k > 0 else schedule.sampling).append(row)
+
+    def _draft_lengths(self, deciding: list[Request]) -> list[int]:
+        if not deciding:
+            return []
+        # The bonus token comes on top of the drafted ones, so the last token is never worth drafting.
+        wishes = [Wish(request.request_class, min(request.k, request.remaining - 1)) for request in deciding]
+        pending = sum(request.num_tokens - request.computed for request in self.running if request.prefilling)
+        if self.waiting and self._slots:
+            pending += self.waiting.head().num_tokens
+        return self.control.choose(wishes, len(deciding) + min(pending, self.max_round_tokens))
 
     def _reserve(self, request: Request, num_tokens: int, schedule: Schedule) -> bool:
         """Blocks for `num_tokens`, taken from later arrivals if need be; False when it had to make room itself."""
