@@ -137,6 +137,17 @@ def test_placeholders_are_rejected(verify: Verify) -> None:
     assert verdict.tokens[0, 0] >= 0 and verdict.tokens[0, 1:].tolist() == [-1, -1]
 
 
+def test_what_replaces_a_draft_that_was_never_drawn_is_a_draw_of_p(verify: Verify) -> None:
+    """A placeholder or a token without mass in q says nothing about q, so that q is not subtracted."""
+    p, q = torch.randn(2, 24, generator=torch.Generator().manual_seed(18)), torch.zeros(1, 1, 24)
+    q[0, 0, 5] = -math.inf
+    drawn = sample(p[:1].expand(12, 24), torch.arange(12), torch.zeros(12, dtype=torch.int64), Purpose.RESIDUAL)
+    for token in (-1, 5):
+        drafts, everyone = torch.full((12, 1), token), torch.arange(12)
+        verdict = verify(p.repeat(12, 1), drafts, torch.ones_like(everyone), q.expand(12, 1, 24), everyone, 0 * everyone)
+        assert torch.equal(verdict.tokens[:, 0], drawn)
+
+
 def test_one_hot_rows_stand_for_deterministic_ones(verify: Verify) -> None:
     p = torch.randn(12, 40, generator=torch.Generator().manual_seed(8))
     drafts = torch.randint(40, (4, 2), generator=torch.Generator().manual_seed(9))
