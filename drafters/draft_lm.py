@@ -110,15 +110,19 @@ class DraftLm(nn.Module, Recordable):
         context = PagedPass(inputs.pool, inputs.block_tables, begins + offsets, inputs.lengths)
         states = self.lm.paged(inputs.tokens[None], (begins + offsets)[None], context).final[0, ends - 1]
         positions = inputs.starts + inputs.lengths - 1
+        tables, ones, tokens = inputs.block_tables, torch.ones_like(rows), inputs.tokens
         for depth in range(drawing.depth):
-            alive = inputs.num_draft[rows] > depth
-            rows, positions, states = rows[alive], positions[alive], states[alive]
+            # The rows that drafted at the depth before are those with a longer budget than it.
+            alive = [budget > depth for budget in drawing.budgets if depth == 0 or budget > depth - 1]
+            if not all(alive):
+                kept = torch.tensor(alive, device=rows.device)
+                rows, positions, tables, ones, states = rows[kept], positions[kept], tables[kept], ones[kept], states[kept]
+                tokens = tokens[kept] if depth > 0 else tokens
             if depth > 0:
-                tokens = drawing.tokens[rows, depth - 1]
-                context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, torch.ones_like(rows))
+                context = PagedPass(inputs.pool, tables, positions, ones)
                 states = self.lm.paged(tokens[None], positions[None], context).final[0]
             positions = positions + 1
-            drawing.draw(rows, depth, self.lm.head(states), positions)
+            tokens = drawing.draw(rows, depth, self.lm.head(states), positions)
         return drawing.proposal()
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
