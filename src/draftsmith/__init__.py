@@ -1,5 +1,23 @@
 """draftsmith: train drafters for any Hugging Face causal LM, serve the pair losslessly, learn from every served token."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from draftsmith.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from draftsmith.serve.api import Engine
+    from draftsmith.serve.request import SamplingParams
+
+__all__ = ["Engine", "SamplingParams", "__version__"]
+
+_HOMES = {"Engine": "draftsmith.serve.api", "SamplingParams": "draftsmith.serve.request"}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when asked for: the command line must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'draftsmith' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,185 @@
+"""The Python API: the engine that the server runs, on a thread of its own, behind plain calls."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from draftsmith.drafters.checkpoint import load
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine as RoundEngine
+from draftsmith.serve.engine import completion
+from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.request import Completion, FinishReason, Request, SamplingParams, Update
+from draftsmith.serve.tokens import completion_prompts
+
+Prompts = str | list[str] | list[int] | list[list[int]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class Engine:
+    """A target and at most one draft, ready to answer; losslessly, whatever the draft.
+
+        with Engine("path/to/target", draft="path/to/draft") as engine:
+            for completion in engine.generate(["Once upon a time", "def main("], SamplingParams(max_tokens=64)):
+                print(completion.text)
+
+    Calls may come from any thread, and requests of all of them share one batch.
+
+    Args:
+        target: a local folder or Hub id.
+        draft: a draft checkpoint, a drafter made elsewhere (`Ngram()`, say), or None for no speculation.
+        config: what `draftsmith serve` takes as flags.
+        dtype: the weights' type; "auto" is the checkpoint's own, float32 on a CPU.
+        device: torch's name of it; by default the first CUDA device, else the CPU.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        draft: str | Path | ServingDrafter | None = None,
+        *,
+        config: EngineConfig | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+    ):
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if dtype == "auto" and device == "cpu":
+            dtype = "float32"
+        loaded = Target.load(target, dtype=dtype, device=device)
+        drafter = load(draft, loaded) if isinstance(draft, (str, Path)) else draft
+        self._tokenizer = loaded.tokenizer()
+        version = "" if drafter is None else "0"
+        self._loop = EngineLoop(RoundEngine(loaded, drafter, config or EngineConfig(), draft_version=version)).start()
+
+    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
+        """One completion a prompt, in order. A prompt is text or token ids; `params` are for all or one a prompt.
+
+        Raises `UserError` for what cannot be honoured exactly.
+        """
+        completions: list[Completion] = []
+        with _Window() as window:
+            for prompt, own in self._inputs(prompts, params):
+                window.append(self.stream(prompt, own))
+                if len(window) == self._loop.engine.config.max_queue:
+                    completions.append(window.popleft().result())
+            while window:
+                completions.append(window.popleft().result())
+        return completions
+
+    async def generate_async(self, prompts: Prompts, params: Params = None) -> list[Completion]:
+        """`generate` that lets others run meanwhile."""
+        completions: list[Completion] = []
+        with _Window() as window:
+            for prompt, own in self._inputs(prompts, params):
+                window.append(self.stream(prompt, own))
+                if len(window) == self._loop.engine.config.max_queue:
+                    completions.append(await window.popleft().result_async())
+            while window:
+                completions.append(await window.popleft().result_async())
+        return completions
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
+        """Its updates as they come, by `for` or `async for`; closing it or leaving the loop early cancels the request."""
+        (parsed,) = completion_prompts(prompt if isinstance(prompt, str) else list(prompt), self._tokenizer)
+        return Stream(self._loop, parsed.tokens, params or SamplingParams())
+
+    def _inputs(self, prompts: Prompts, params: Params) -> list[tuple[Sequence[int], SamplingParams]]:
+        parsed = completion_prompts(prompts, self._tokenizer)
+        own = [params or SamplingParams()] * len(parsed) if not isinstance(params, Sequence) else list(params)
+        if len(own) != len(parsed):
+            raise UserError(f"{len(parsed)} prompts are given with {len(own)} params; give one for all or one for each")
+        return [(prompt.tokens, each) for prompt, each in zip(parsed, own, strict=True)]
+
+    @property
+    def target(self) -> Target:
+        return self._loop.engine.target
+
+    def close(self) -> None:
+        """Ends what still runs. The weights are freed with the object."""
+        self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Stream:
+    """The updates of one request, for one reader."""
+
+    def __init__(self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams):
+        self._loop = loop
+        self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._wake: Callable[[], None] | None = None
+        self._done = False
+        self.request = loop.submit(prompt, params, self._take)
+
+    def __iter__(self) -> Iterator[Update]:
+        try:
+            while not self._done:
+                yield self._checked(self._updates.get())
+        finally:
+            self.close()
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        here, arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = lambda: None if here.is_closed() else here.call_soon_threadsafe(arrived.set)
+        try:
+            while not self._done:
+                arrived.clear()
+                if self._updates.empty():
+                    await arrived.wait()
+                yield self._checked(self._updates.get())
+        finally:
+            self.close()
+
+    def result(self) -> Completion:
+        """Reads to the end."""
+        for _ in self:
+            pass
+        return completion(self.request)
+
+    async def result_async(self) -> Completion:
+        async for _ in self:
+            pass
+        return completion(self.request)
+
+    def close(self) -> None:
+        """Cancels what has not ended; safe to call again."""
+        if not self._done:
+            self._done = True
+            self._loop.cancel(self.request)
+
+    def _take(self, request: Request, update: Update) -> None:
+        """Called on the engine's thread."""
+        self._updates.put(update)
+        if self._wake is not None:
+            self._wake()
+
+    def _checked(self, update: Update) -> Update:
+        self._done = update.finish_reason is not None
+        if update.finish_reason is FinishReason.ERROR:
+            raise RuntimeError("the engine could not finish this request; its log says why")
+        return update
+
+
+class _Window(deque[Stream]):
+    """Requests on their way, cancelled together when their reader gives up."""
+
+    def __enter__(self) -> _Window:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for stream in self:
+            stream.close()

@@ -1,0 +1,109 @@
+"""`from draftsmith import Engine`: the engine the server runs, behind plain calls."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import draftsmith
+from draftsmith import Engine, SamplingParams
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.request import FinishReason
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_target: Callable[..., str]) -> Iterator[Engine]:
+    with Engine(tiny_target("llama"), draft=Ngram(min_n=1, max_n=3), config=EngineConfig(max_queue=4)) as engine:
+        yield engine
+
+
+def test_text_and_token_ids_alone_and_in_lists(engine: Engine) -> None:
+    ids = engine.target.tokenizer()("def draft(")["input_ids"]
+    forms = ["def draft(", ["def draft("], ids, [ids]]
+    completions = [engine.generate(form, GREEDY) for form in forms]
+    assert [len(found) for found in completions] == [1, 1, 1, 1]
+    assert len({completion.text for (completion,) in completions}) == 1
+    assert completions[0][0].tokens == engine.target.answer([ids], max_new_tokens=12, ignore_eos=True)[0]
+
+
+def test_more_prompts_than_the_queue_holds_come_back_in_order(engine: Engine) -> None:
+    prompts = [[5 + i, 9, 7] for i in range(15)]
+    completions = engine.generate(prompts, GREEDY)
+    assert [completion.prompt for completion in completions] == prompts
+    assert [completion.tokens for completion in completions] == engine.target.answer(prompts, max_new_tokens=12, ignore_eos=True)
+
+
+def test_each_prompt_may_have_its_own_params(engine: Engine) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=1) for n in (2, 5)]
+    assert [len(completion.tokens) for completion in engine.generate([[5], [6]], params)] == [2, 5]
+    with pytest.raises(UserError, match="2 prompts are given with 1 params"):
+        engine.generate([[5], [6]], params[:1])
+
+
+def test_updates_stream_and_add_up(engine: Engine) -> None:
+    stream = engine.stream("import os", GREEDY)
+    updates = list(stream)
+    assert "".join(update.text for update in updates) == engine.generate("import os", GREEDY)[0].text
+    assert [update.finish_reason for update in updates][-1] is FinishReason.LENGTH
+    assert stream.result().tokens == [token for update in updates for token in update.tokens]
+
+
+def test_leaving_a_stream_cancels_its_request(engine: Engine) -> None:
+    for stop in (lambda stream: next(iter(stream)), lambda stream: stream.close()):
+        stream = engine.stream([5, 6], SamplingParams(max_tokens=200, ignore_eos=True))
+        stop(stream)
+        stream.close()
+        while not stream.request.finished:
+            pass
+        assert stream.request.finish_reason is FinishReason.ABORT and stream.request.num_output < 200
+
+
+def test_coroutines_share_the_engine(engine: Engine) -> None:
+    async def text(prompt: str) -> str:
+        return "".join([update.text async for update in engine.stream(prompt, GREEDY)])
+
+    async def both() -> tuple[list[str], list[str]]:
+        streamed = await asyncio.gather(text("import os"), text("for name in"))
+        whole = await engine.generate_async(["import os", "for name in"], GREEDY)
+        return list(streamed), [completion.text for completion in whole]
+
+    streamed, whole = asyncio.run(both())
+    assert streamed == whole == [completion.text for completion in engine.generate(["import os", "for name in"], GREEDY)]
+
+
+def test_what_cannot_be_honoured_is_refused(engine: Engine) -> None:
+    with pytest.raises(UserError, match="empty"):
+        engine.generate([[5], []], GREEDY)
+    with pytest.raises(UserError, match="leave"):
+        engine.generate("x", SamplingParams(max_tokens=10_000))
+    assert engine.generate([[5]], GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_the_package_names_load_late() -> None:
+    code = (
+        "import draftsmith, sys; assert 'torch' not in sys.modules; draftsmith.SamplingParams; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert draftsmith.Engine is Engine
+    with pytest.raises(AttributeError, match="Motor"):
+        draftsmith.Motor  # noqa: B018
+
+
+def test_the_readmes_example_runs(tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (example,) = [block for block in blocks if "from draftsmith import Engine" in block]
+    example, count = re.subn(r"Engine\(.*?\) as", f"Engine({tiny_target('llama')!r}) as", example)
+    assert count == 1
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
