@@ -1,0 +1,195 @@
+"""The joint law of tokens sampled through trees is the target's; each way of getting it wrong is seen by the same test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree_shape import TreeShape, parse_tree
+from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.kernels.randomness import Purpose, sample_without_replacement
+from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
+from draftsmith.serve import engine as engine_module
+from draftsmith.serve import runner as runner_module
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.request import Request, SamplingParams, Update
+from draftsmith.serve.trees import Laid, lay_out
+
+FALSE_ALARM = 1e-6
+NUM_SAMPLES = 1024
+LENGTH = 4  # tokens looked at; the first one is decided without drafts
+SAMPLED, DYNAMIC = "sampled:3x2x1", "dynamic:nodes=15,depth=3,width=3"
+PARAMS = SamplingParams(temperature=1.2, top_k=4, max_tokens=16, ignore_eos=True)
+
+
+class Near:
+    """Drafts with the target's own laws under some noise, so that many drafts are kept and many are not; without a cache.
+
+    A tree that is not `SAMPLED` gets the likeliest children everywhere; `lie` "q" tells a law that nothing was drawn from.
+    """
+
+    family, taps = "near", ()
+
+    def __init__(self, target: Target, *, lie: str = ""):
+        self.target, self.lie = target, lie
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def new_pool(self, *sizes: object) -> None:
+        return None
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        return last + 1
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        raise AssertionError("a tree was asked for")
+
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        draws = shape == parse_tree(SAMPLED)
+        branches = (3, 2, 1)
+        size = len(inputs.num_draft)
+        nodes = [[] for _ in range(size)]  # (token, parent, path)
+        laws: list[torch.Tensor] = []
+        q_rows = torch.full((size, 16), -1)
+        level = [[(-1, ())] for _ in range(size)]
+        for depth, count in enumerate(branches):
+            slots = [(row, node, path) for row in range(size) for node, path in level[row]]
+            logits = torch.stack([self.logits((*inputs.histories[row], *path)) for row, _, path in slots])
+            rows = torch.tensor([row for row, _, _ in slots])
+            law = process(logits, inputs.sampling.select(rows))
+            positions = torch.tensor([len(inputs.histories[row]) + depth for row, _, _ in slots])
+            drawn = sample_without_replacement(law, inputs.seeds[rows], positions, Purpose.DRAFT, count)
+            children = drawn if draws else law.topk(count, dim=1).indices
+            level = [[] for _ in range(size)]
+            for (row, node, path), tokens, told in zip(slots, children.tolist(), law):
+                q_rows[row, node + 1] = len(laws)
+                laws.append(told)
+                for token in tokens:
+                    level[row].append((len(nodes[row]), (*path, token)))
+                    nodes[row].append((token, node))
+        lengths = inputs.num_draft.clamp(max=15)
+        tokens = torch.tensor([[token for token, _ in row] for row in nodes])
+        parents = torch.tensor([[parent for _, parent in row] for row in nodes])
+        told = torch.stack(laws)
+        if self.lie == "q":
+            told = torch.where(told > -torch.inf, -told, -torch.inf)
+        if not draws:
+            return Proposal(tokens=tokens, lengths=lengths, logits=None, parents=parents)
+        return Proposal(tokens=tokens, lengths=lengths, logits=told, parents=parents, q_rows=q_rows)
+
+    def logits(self, text: tuple[int, ...]) -> torch.Tensor:
+        if text not in self.known:
+            tokens = torch.tensor([text])
+            _, hidden = self.target.states(tokens, torch.ones_like(tokens), ())
+            logits = self.target.head(hidden[0, -1]).float()
+            noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(hash(text) % 2**31))
+            # Only tokens that the target may emit, or nothing would ever be kept.
+            self.known[text] = torch.where(logits >= logits.topk(4).values[-1], logits + noise, -torch.inf)
+        return self.known[text]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def prompt(target: Target) -> list[int]:
+    return torch.randint(3, target.vocab_size, (11,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.fixture(scope="module")
+def law(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """Every beginning of LENGTH tokens with its probability, by enumeration under the target."""
+    rows = SamplingRows.of([PARAMS.temperature], top_k=[PARAMS.top_k])
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, mass in law.items():
+            tokens = torch.tensor([prompt + list(text)])
+            _, hidden = target.states(tokens, torch.ones_like(tokens), ())
+            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[0]
+            longer |= {(*text, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()}
+        law = longer
+    return law
+
+
+def served(
+    target: Target, drafter: ServingDrafter, tree: str, prompt: list[int], num_samples: int = NUM_SAMPLES
+) -> tuple[list[tuple[int, ...]], Engine]:
+    """The first LENGTH tokens of answers, which are then cancelled: long answers have large trees to their end."""
+    engine = Engine(target, drafter, EngineConfig(tree=tree, max_batch=64, max_length=48, max_round_tokens=2048, max_queue=9999))
+
+    def stop(request: Request, update: Update) -> None:
+        if len(request.output) >= LENGTH:
+            engine.cancel(request)
+
+    requests = [engine.submit(prompt, replace(PARAMS, seed=seed), stop, text=False) for seed in range(num_samples)]
+    while engine.busy:
+        engine.step()
+    return [tuple(request.output[:LENGTH]) for request in requests], engine
+
+
+def fit(law: dict[tuple[int, ...], float], texts: list[tuple[int, ...]]) -> Fit:
+    places = {text: index for index, text in enumerate(law)}
+    counts = torch.zeros(len(law) + 1)
+    for text in texts:
+        counts[places.get(text, len(law))] += 1
+    return g_test(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("tree", [SAMPLED, DYNAMIC])
+def test_the_joint_law_is_the_targets(tree: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float]) -> None:
+    texts, engine = served(target, Near(target), tree, prompt)
+    found = fit(law, texts)
+    assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.3
+    # All ways through a tree were taken.
+    assert min(engine.stats.accepted[depth] for depth in range(3)) > NUM_SAMPLES / 20 and not engine.stats.fallbacks
+
+
+def blind(*arguments: Any) -> Laid:
+    """Nodes that see their siblings and cousins."""
+    laid = lay_out(*arguments)
+    return Laid(laid.positions, laid.layout._replace(ancestors=torch.full_like(laid.layout.ancestors, -1)))
+
+
+@pytest.mark.parametrize("broken", ["q", "masks"])
+def test_broken_rounds_are_seen(
+    broken: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "masks":
+        monkeypatch.setattr(runner_module, "lay_out", blind)
+    texts, _ = served(target, Near(target, lie=broken), SAMPLED, prompt)
+    assert fit(law, texts).p_value < FALSE_ALARM
+
+
+@pytest.mark.long
+def test_keys_left_where_they_were_are_seen(
+    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "move_kept", lambda *arguments: None)
+    texts, _ = served(target, Near(target), SAMPLED, prompt, 4096)
+    assert fit(law, texts).p_value < FALSE_ALARM
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tree", [SAMPLED, DYNAMIC])
+@pytest.mark.parametrize("family", ["near", "eagle3"])
+def test_the_joint_law_of_many_samples(
+    family: str, tree: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float]
+) -> None:
+    drafter = Near(target) if family == "near" else Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    texts, engine = served(target, drafter, tree, prompt, 8192)
+    found = fit(law, texts)
+    assert found.p_value > FALSE_ALARM and detectable_bias(8192, found.degrees, FALSE_ALARM) < 0.1
+    assert engine.stats.accepted[0] > 0 and not engine.stats.fallbacks
