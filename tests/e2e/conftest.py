@@ -1,0 +1,96 @@
+"""Servers started as users start them, and clients that no one here wrote, each in an environment of its own.
+
+`scripts/test --all` makes the environments under `.venv-clients` and names that folder in DRAFTSMITH_CLIENTS.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+START_S = 120
+
+
+class ServerProcess:
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path):
+        self.url, self.process, self.log = url, process, log
+
+    def metric(self, name: str) -> float:
+        """Summed over its labels."""
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(timeout=60) == 0, self.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def near_draft(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A draft LM that agrees with the tiny target often but not always: its weights with a little noise."""
+    folder = tmp_path_factory.mktemp("near-draft")
+    model = AutoModelForCausalLM.from_pretrained(tiny_target("llama"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.06 * parameter.std() * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def start_server(
+    tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., ServerProcess]]:
+    """`start_server("--k", "3", ...)` is a `draftsmith serve` of the tiny target on a free port; stopped after the module."""
+    servers: list[ServerProcess] = []
+
+    def start(*flags: str) -> ServerProcess:
+        log = tmp_path_factory.mktemp("server") / "log.txt"
+        command = [Path(sys.executable).with_name("draftsmith"), "serve", "--target", tiny_target("llama"), "--name", "tiny"]
+        with log.open("wb") as stream:
+            process = subprocess.Popen([*map(str, command), "--port", "0", "--threads", "1", *flags], stderr=stream)
+        servers.append(ServerProcess(_address(process, log), process, log))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline_s = time.monotonic() + START_S
+    while "serving 'tiny' on " not in (text := log.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline_s, f"the server did not start:\n{text}"
+        time.sleep(0.1)
+    return text.split("serving 'tiny' on ")[1].split()[0]
+
+
+@pytest.fixture(scope="session")
+def run_client() -> Callable[..., str]:
+    """`run_client("lm-eval", "bin/lm_eval", *arguments, cwd=...)` runs it to its end and gives what it printed."""
+
+    def run(name: str, program: str, *arguments: str, cwd: Path, statuses: Sequence[int] = (0,)) -> str:
+        assert "DRAFTSMITH_CLIENTS" in os.environ, "DRAFTSMITH_CLIENTS names no folder of clients; run scripts/test --all"
+        path = Path(os.environ["DRAFTSMITH_CLIENTS"]) / name / program
+        assert path.exists(), f"{path} is missing; run scripts/test --all"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
+        finished = subprocess.run(
+            [str(path), *arguments], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert finished.returncode in statuses, f"{name} ended with status {finished.returncode}:\n{finished.stdout[-6000:]}"
+        return finished.stdout
+
+    return run
