@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from draftsmith.drafters.attention import register
 from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.errors import UserError
+
+Config = TypeVar("Config", bound=PreTrainedConfig)
 
 # What engines read of a Llama config; `rope_theta` and `rope_scaling` are the names all their versions know.
 SHAPE_KEYS = (
@@ -47,6 +49,10 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_config(shape: dict[str, Any]) -> LlamaConfig:
+    return layer_config(LlamaConfig, shape)
+
+
+def layer_config(kind: type[Config], shape: dict[str, Any]) -> Config:
     """From `config.json` values; our attention is set, so that a context can own keys and values."""
     missing = [key for key in SHAPE_KEYS if key not in shape and key not in ("head_dim", "attention_bias")]
     if missing:
@@ -60,11 +66,11 @@ def llama_config(shape: dict[str, Any]) -> LlamaConfig:
             "rope_scaling": dict(shape["rope_scaling"]) if shape.get("rope_scaling") else None,
         }
     )
-    config = LlamaConfig(**wanted, **rope, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
+    config = kind(**wanted, **rope, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
     config._attn_implementation = register()
     return config
 
 
-def config_dict(config: LlamaConfig) -> dict[str, Any]:
+def config_dict(config: PreTrainedConfig) -> dict[str, Any]:
     """`config.json` values of the shape."""
     return {key: value for key, value in config.to_dict().items() if key in SHAPE_KEYS} | rope_of(config.to_dict())

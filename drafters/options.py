@@ -78,7 +78,28 @@ class DraftLmOptions:
     lora: LoraOptions | None = option(None, "train low-rank adapters of `init` only; they are merged when the draft is saved")
 
 
-DrafterOptions = Eagle3Options | MtpOptions | DraftLmOptions | Eagle1Options | MedusaOptions | MlpOptions
+@dataclass(frozen=True, kw_only=True)
+class DflashOptions:
+    """A few layers that draft a block in one pass."""
+
+    taps: tuple[int, ...] | None = option(None, "raw ids of the tapped layers, ascending, 1 to L-1 [default: 2, L//2, L-3]")
+    num_layers: int = option(2, "decoder layers")
+    block_size: int = option(8, "slots of a block; the newest token's is one of them")
+    causal: bool = option(True, "let a slot see only those before it, so that a draft does not depend on k")
+    mask_token: int | None = option(None, "id in the slots to be drafted, best one that no text holds [default: found]")
+    intermediate_size: int | None = option(None, "width of the MLPs [default: the target's]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsparkOptions(DflashOptions):
+    """The same with a table of transitions between drafted tokens."""
+
+    markov_rank: int = option(64, "rank of the table")
+
+
+DrafterOptions = (
+    Eagle3Options | MtpOptions | DraftLmOptions | Eagle1Options | MedusaOptions | MlpOptions | DflashOptions | DsparkOptions
+)
 OPTIONS: dict[str, type[DrafterOptions]] = {
     "eagle3": Eagle3Options,
     "mtp": MtpOptions,
@@ -86,6 +107,8 @@ OPTIONS: dict[str, type[DrafterOptions]] = {
     "eagle1": Eagle1Options,
     "medusa": MedusaOptions,
     "mlp": MlpOptions,
+    "dflash": DflashOptions,
+    "dspark": DsparkOptions,
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftsmith.drafters.dflash import Dflash
 from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.dspark import Dspark
 from draftsmith.drafters.eagle1 import ARCHITECTURES as EAGLE1_ARCHITECTURES
 from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES
@@ -22,8 +24,11 @@ FAMILIES: dict[str, type[TrainedDrafter]] = {
     "eagle1": Eagle1,
     "medusa": Medusa,
     "mlp": Mlp,
+    "dflash": Dflash,
+    "dspark": Dspark,
 }
 BY_ARCHITECTURE = dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3") | dict.fromkeys(EAGLE1_ARCHITECTURES, "eagle1")
+BY_ARCHITECTURE |= {Dflash.architecture: Dflash.family, Dspark.architecture: Dspark.family}
 BY_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp"}
 
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MlpOptions, MtpOptions
+from draftsmith.drafters.options import (
+    DflashOptions,
+    DraftLmOptions,
+    DsparkOptions,
+    Eagle1Options,
+    Eagle3Options,
+    MedusaOptions,
+    MlpOptions,
+    MtpOptions,
+)
 from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
 
 DTYPES = ("auto", "float32", "bfloat16")
-FAMILIES = ("eagle3", "mtp", "draft-lm", "eagle1", "medusa", "mlp")
+FAMILIES = ("eagle3", "mtp", "draft-lm", "eagle1", "medusa", "mlp", "dflash", "dspark")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,8 @@ class TrainConfig:
     eagle1: Eagle1Options | None = option(None, "shape of the draft when the family is eagle1")
     medusa: MedusaOptions | None = option(None, "shape of the draft when the family is medusa")
     mlp: MlpOptions | None = option(None, "shape of the draft when the family is mlp")
+    dflash: DflashOptions | None = option(None, "shape of the draft when the family is dflash")
+    dspark: DsparkOptions | None = option(None, "shape of the draft when the family is dspark")
 
 
 @dataclass(frozen=True, kw_only=True)

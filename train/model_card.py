@@ -17,6 +17,8 @@ METHODS = {
     "mtp": "a multi-token-prediction module, stitched into the target's checkpoint",
     "eagle1": "an EAGLE-1 head: one decoder layer over the target's final state",
     "medusa": "Medusa heads on the target's final state",
+    "dflash": "a DFlash block drafter: a few layers draft several tokens in one pass",
+    "dspark": "a DSpark block drafter: a DFlash block with a table of transitions between drafted tokens",
     "mlp": "an MLP speculator: a small recurrent network over the target's final state and the drafted tokens",
 }
 

@@ -25,6 +25,8 @@ def drafter_options(config: TrainConfig) -> DrafterOptions:
         "eagle1": config.eagle1,
         "medusa": config.medusa,
         "mlp": config.mlp,
+        "dflash": config.dflash,
+        "dspark": config.dspark,
     }
     for family, options in given.items():
         if options is not None and family != config.family:

@@ -9,7 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MlpOptions, MtpOptions
+from draftsmith.drafters.options import (
+    DflashOptions,
+    DraftLmOptions,
+    DsparkOptions,
+    Eagle1Options,
+    Eagle3Options,
+    MedusaOptions,
+    MlpOptions,
+    MtpOptions,
+)
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
@@ -21,6 +30,8 @@ KINDS = {
     "eagle1": Eagle1Options(),
     "medusa": MedusaOptions(num_heads=2, num_layers=2),
     "mlp": MlpOptions(num_predict=3),
+    "dflash": DflashOptions(causal=False),
+    "dspark": DsparkOptions(markov_rank=4),
 }
 
 
@@ -163,7 +174,9 @@ def test_unknown_family(saved, target):
     _, folder = saved
     path = folder / "draftsmith.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"family": "hydra"}))
-    with pytest.raises(UserError, match="family 'hydra'; known ones are eagle3, mtp, draft-lm, eagle1, medusa, mlp"):
+    with pytest.raises(
+        UserError, match="family 'hydra'; known ones are eagle3, mtp, draft-lm, eagle1, medusa, mlp, dflash, dspark"
+    ):
         checkpoint.load(folder, target)
 
 

@@ -8,9 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.drafters import unroll
+from draftsmith.drafters import block_pass, unroll
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch
-from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MlpOptions, MtpOptions
+from draftsmith.drafters.options import (
+    DflashOptions,
+    DraftLmOptions,
+    DsparkOptions,
+    Eagle1Options,
+    Eagle3Options,
+    MedusaOptions,
+    MlpOptions,
+    MtpOptions,
+)
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import SamplingRows, process
@@ -26,6 +35,8 @@ KINDS = {
     "eagle1": ("eagle1", Eagle1Options()),
     "medusa": ("medusa", MedusaOptions(num_heads=5, num_layers=2)),
     "mlp": ("mlp", MlpOptions(num_predict=5, inner_size=40)),
+    "dflash": ("dflash", DflashOptions(block_size=6)),
+    "dspark": ("dspark", DsparkOptions(block_size=5, markov_rank=12)),
     "draft-lm": ("draft-lm", DraftLmOptions(num_layers=2, hidden_size=24, num_attention_heads=2)),
 }
 
@@ -149,6 +160,7 @@ def test_long_texts_give_the_same_states_and_gradients(drafter, target, text, mo
     found = []
     for limit in (LENGTH, LENGTH - 1):
         monkeypatch.setattr(unroll, "LONG", limit)
+        monkeypatch.setattr(block_pass, "LONG", limit)
         drafter.zero_grad()
         sum(step.hidden.pow(2).sum() for step in drafter.unroll(batch)).backward()
         found.append([parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None])

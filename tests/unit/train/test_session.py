@@ -60,6 +60,8 @@ def metrics(config: TrainConfig) -> list[dict]:
         ("eagle1", {}),
         ("medusa", {}),
         ("mlp", {}),
+        ("dflash", {}),
+        ("dspark", {}),
     ],
 )
 def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
