@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.kernels.randomness import Purpose, sample
-from draftsmith.kernels.verify import verify_chain
+from draftsmith.kernels.randomness import Purpose, round_seeds, sample
+from draftsmith.kernels.verify import Verdict, verify_chain
+from draftsmith.kernels.verify_block import verify_block
 from draftsmith.kernels.verify_tree import verify_tree
 from draftsmith.serve.drafting import Drafts
 from draftsmith.serve.sampling import Adjustments, chain_prefixes, tree_prefixes
@@ -18,11 +19,25 @@ from draftsmith.serve.scheduler import Row
 from draftsmith.serve.trees import greedy_path
 
 
+class ChainRule(NamedTuple):
+    """How a chain is judged, and the seeds to draft it with: what a round has looked at and thrown away is noise no more."""
+
+    verify: Callable[..., Verdict]
+    draft_seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (seeds, positions) -> seeds
+
+
+CHAIN_RULES = {
+    "chain": ChainRule(verify_chain, lambda seeds, positions: seeds),
+    "block": ChainRule(verify_block, round_seeds),
+}
+
+
 class Streams:
     """Sampling law and random stream of every deciding row, as the tensors both the drafter and verification read."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device):
+    def __init__(self, rows: Sequence[Row], device: torch.device, *, verification: str = "chain"):
         self.params, self.device = [row.request.params for row in rows], device
+        self.rule = CHAIN_RULES[verification]
         self.all_greedy = all(params.temperature == 0 for params in self.params)
         self.seeds = torch.tensor([row.request.seed for row in rows], dtype=torch.int64, device=device)
         self.positions = torch.tensor([row.request.num_tokens for row in rows], dtype=torch.int64, device=device)
@@ -38,6 +53,9 @@ class Streams:
             min_p=[p.min_p for p in self.params],
             device=self.device,
         )
+
+    def draft_seeds(self, num_rows: int) -> torch.Tensor:
+        return self.rule.draft_seeds(self.seeds[:num_rows], self.positions[:num_rows])
 
     def first_laws(self, num_rows: int) -> SamplingRows:
         laws = self.laws
@@ -73,7 +91,8 @@ def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts
     num_drafting = len(drafts.chains) if drafts is not None else 0
     num_rows = sum(counts[:num_drafting])
     if drafts is not None:
-        decision = _verify(p_logits[:num_rows], drafts, streams.seeds[:num_drafting], streams.positions[:num_drafting])
+        seeds, positions = streams.seeds[:num_drafting], streams.positions[:num_drafting]
+        decision = _verify(p_logits[:num_rows], drafts, seeds, positions, streams.rule)
     if num_drafting < len(counts):
         # Nothing was drafted for these rows: their token is a bonus token.
         seeds, positions = streams.seeds[num_drafting:], streams.positions[num_drafting:]
@@ -84,9 +103,9 @@ def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts
     return decision
 
 
-def _verify(p_logits: torch.Tensor, drafts: Drafts, seeds: torch.Tensor, positions: torch.Tensor) -> Decision:
+def _verify(p_logits: torch.Tensor, drafts: Drafts, seeds: torch.Tensor, positions: torch.Tensor, rule: ChainRule) -> Decision:
     if drafts.tree is None:
-        verdict = verify_chain(p_logits, drafts.tokens, drafts.lengths, drafts.logits, seeds, positions)
+        verdict = rule.verify(p_logits, drafts.tokens, drafts.lengths, drafts.logits, seeds, positions)
         nodes: list[list[int]] = []
     else:
         verdict = verify_tree(p_logits, drafts.tree.draft, drafts.logits, drafts.tree.q_rows, seeds, positions)

@@ -135,7 +135,8 @@ class Engine:
             self._note_admissions(rows)
             reading = sum(row.request.num_tokens - row.request.draft_cached for row in schedule.drafting)
             tables = self._tables.of([row.request for row in rows])
-            streams = Streams(schedule.drafting + schedule.sampling, self.target.device)
+            deciding = schedule.drafting + schedule.sampling
+            streams = Streams(deciding, self.target.device, verification=self.config.verification)
         drafts = self._propose(schedule.drafting, tables, streams)
         chains: list[list[int]] = [[] for _ in rows]
         if drafts is not None:
@@ -164,7 +165,7 @@ class Engine:
             return None
         with self.stats.phase("draft"):
             count = len(rows)
-            laws, seeds = streams.first_laws(count), streams.seeds[:count]
+            laws, seeds = streams.first_laws(count), streams.draft_seeds(count)
             return self.drafting.propose(rows, tables[:count], laws, seeds, adjust=streams.adjust)
 
     def _commit(
@@ -290,6 +291,8 @@ class Engine:
 def control_of(config: EngineConfig) -> Control:
     if config.k_schedule is not None:
         return ScheduledControl(parse_schedule(config.k_schedule))
+    if config.adaptive and config.tree is not None:
+        raise UserError("k is auto together with a tree, whose size does not change with what pays; leave one of them out")
     return AutoControl(min(3, config.k)) if config.adaptive else FixedControl()
 
 
