@@ -160,19 +160,19 @@ class _Walk:
     def test(self, node: int, rows: torch.Tensor, told: torch.Tensor, log_u: torch.Tensor) -> None:
         """Tests `node`, a child of the node at which each of `rows` stands."""
         tokens = self.tokens[rows, node]
-        left = Siblings(self.left.log_p[rows], self.left.log_q[rows])
-        ids = tokens.clamp(min=0)[:, None]
-        log_q = offered_law(left, tokens, told).gather(-1, ids)[:, 0]
+        ids = tokens.clamp(min=0)
+        log_q = torch.where(told, self.left.log_q[rows, ids], 0.0)
         possible = (tokens >= 0) & (log_q > -math.inf)
-        keep = possible & accepts(log_u, left.log_p.gather(-1, ids)[:, 0], log_q)
+        keep = possible & accepts(log_u, self.left.log_p[rows, ids], log_q)
         self.tested[rows] += 1
         lost = possible & ~keep
         if bool(lost.any()):
-            self._reject(rows[lost], Siblings(left.log_p[lost], left.log_q[lost]), tokens[lost], told[lost])
+            self._reject(rows[lost], tokens[lost], told[lost])
         if bool(keep.any()):
             self._descend(rows[keep], node)
 
-    def _reject(self, rows: torch.Tensor, left: Siblings, tokens: torch.Tensor, told: torch.Tensor) -> None:
+    def _reject(self, rows: torch.Tensor, tokens: torch.Tensor, told: torch.Tensor) -> None:
+        left = Siblings(self.left.log_p[rows], self.left.log_q[rows])
         self.left.log_p[rows], self.left.log_q[rows] = reject(left, tokens, told, self.log_p[rows])
         self.final_logits[rows] = self.left.log_p[rows]
 

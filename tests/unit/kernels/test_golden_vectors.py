@@ -171,7 +171,7 @@ def narrow_rounds(way: str, rows: int) -> tuple[torch.Tensor, Verdict]:
 
 
 def filled(tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The target continues every round to its last position, as it would; in a block, how far a round came tells of its tokens."""
+    """The target continues every round to its last position; in a block, how far a round came tells of its tokens."""
     rows = len(tokens)
     seeds = torch.arange(rows) + 10**6
     places = [torch.full((rows,), place) for place in range(len(target))]

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from draftsmith.kernels.divergence_kind import PARAMETERS, kind_of
-from draftsmith.kernels.divergence_rows import RowInputs, divergence_rows
-from draftsmith.kernels.randomness import Purpose, sample, uniform
+from draftsmith.kernels.divergence_rows import RowInputs, divergence_rows, draft_columns
+from draftsmith.kernels.randomness import Purpose, round_seeds, sample, sample_without_replacement, uniform
+from draftsmith.kernels.statistics import g_test
+from draftsmith.kernels.trees import DraftTree
 from draftsmith.kernels.verify import verify_chain
+from draftsmith.kernels.verify_block import verify_block
+from draftsmith.kernels.verify_tree import verify_tree
 
 pytestmark = pytest.mark.gpu
 
@@ -45,14 +49,77 @@ def test_divergences_equal_the_reference(name: str, dtype: torch.dtype, poisoned
     weights = torch.rand(33, generator=generator, device=CUDA)
     from draftsmith.kernels.divergence_triton import divergence_rows_triton
 
-    kind = kind_of(name)
-    exact = divergence_rows(kind, RowInputs(draft.double(), target.double(), weights.double(), vocab_map, tokens))
-    ours = divergence_rows_triton(kind, RowInputs(draft, target, weights, vocab_map, tokens))
+    kind, columns = kind_of(name), draft_columns(tokens, vocab_map)
+    exact = divergence_rows(kind, RowInputs(draft.double(), target.double(), weights.double(), vocab_map, columns))
+    ours = divergence_rows_triton(kind, RowInputs(draft, target, weights, vocab_map, columns))
     for field in ("loss", "alpha", "keep", "outside"):
         torch.testing.assert_close(getattr(ours, field), getattr(exact, field).float(), rtol=1e-4, atol=1e-5)
     # Where q = p up to rounding a token may fall on either side of the sets that the acceptance-based ones sum over.
     tolerance = 1e-6 if dtype == torch.float32 else 1e-3
     torch.testing.assert_close(ours.grad.float(), exact.grad.float(), rtol=1e-2, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", [32_000, 128_256, 151_936])
+def test_block_verification_equals_the_reference(size: int, poisoned_empty: None) -> None:
+    generator = torch.Generator(CUDA).manual_seed(size)
+    rows, depth = 64, 5
+    lengths = torch.randint(0, depth + 1, (rows,), generator=generator, device=CUDA)
+    p = 3 * torch.randn(int((lengths + 1).sum()), size, generator=generator, device=CUDA)
+    first = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    along = p[first[:, None] + torch.minimum(torch.arange(depth, device=CUDA), lengths[:, None])]
+    q = along + 0.5 * torch.randn(rows, depth, size, generator=generator, device=CUDA)
+    seeds, positions = torch.arange(rows, device=CUDA) * 77, torch.arange(rows, device=CUDA)
+    noise = round_seeds(seeds, positions)
+    drafts = torch.stack([sample(q[:, i], noise, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
+    arguments = p, drafts, lengths, q, seeds, positions
+    ours, reference = verify_block(*arguments, impl="triton"), verify_block(*arguments, impl="torch")
+    assert (ours.tokens != reference.tokens).any(dim=1).sum() <= 1
+    assert (ours.accepted > 1).any()
+
+
+def wide_trees(rows: int, width: int, size: int) -> tuple[torch.Tensor, DraftTree, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`width` children of the root, and as many of each of those: target rows, tree, draft rows, seeds, positions."""
+    generator = torch.Generator(CUDA).manual_seed(size)
+    num_nodes = width + width * width
+    p = 3 * torch.randn(rows, num_nodes + 1, size, generator=generator, device=CUDA)
+    q = p[:, : width + 1] + 1.5 * torch.randn(rows, width + 1, size, generator=generator, device=CUDA)
+    seeds, positions = torch.arange(rows, device=CUDA) * 77, torch.arange(rows, device=CUDA)
+    tokens = [
+        sample_without_replacement(q[:, slot], seeds, positions + (slot > 0), Purpose.DRAFT, width) for slot in range(width + 1)
+    ]
+    parents = torch.tensor([-1] * width + [i for i in range(width) for _ in range(width)], device=CUDA).expand(rows, -1)
+    tree = DraftTree(torch.cat(tokens, dim=1), parents, torch.full((rows,), num_nodes, device=CUDA))
+    return p.flatten(0, 1), tree, q.flatten(0, 1), seeds, positions
+
+
+@pytest.mark.parametrize("size", [32_000, 128_256, 151_936])
+@pytest.mark.parametrize("told", [True, False])
+def test_tree_verification_equals_the_reference(size: int, told: bool, poisoned_empty: None) -> None:
+    rows, width = 32, 3
+    p, tree, q, seeds, positions = wide_trees(rows, width, size)
+    q_rows = torch.full((rows, 13), -1, device=CUDA)
+    q_rows[:, : width + 1] = torch.arange(rows * (width + 1), device=CUDA).view(rows, -1)
+    laws = (q, q_rows) if told else (None, None)
+    ours, reference = (verify_tree(p, tree, *laws, seeds, positions, impl=impl) for impl in ("triton", "torch"))
+    assert (ours.tokens != reference.tokens).any(dim=1).sum() <= 1
+    assert (ours.nodes[:, 0] > 0).any(), "a later sibling is kept somewhere"
+
+
+@pytest.mark.long
+def test_a_tree_leaves_the_target_law_over_a_million_rounds() -> None:
+    rows, size, width = 1_000_000, 7, 3
+    generator = torch.Generator(CUDA).manual_seed(0)
+    p, q = 1.5 * torch.randn(2, 1, size, generator=generator, device=CUDA)
+    seeds, positions = torch.arange(rows, device=CUDA), torch.full((rows,), 3, device=CUDA)
+    drafts = sample_without_replacement(q.expand(rows, size), seeds, positions, Purpose.DRAFT, width)
+    tree = DraftTree(drafts, torch.full_like(drafts, -1), torch.full_like(seeds, width))
+    q_rows = torch.tensor([0, -1, -1, -1], device=CUDA).expand(rows, 4)
+    verdict = verify_tree(p.expand(rows * 4, size), tree, q, q_rows, seeds, positions, impl="triton")
+    counts = torch.bincount(verdict.tokens[:, 0], minlength=size).cpu()
+    assert g_test(counts, p[0].softmax(-1).cpu()).p_value > 1e-9
+    told_wrong = verify_tree(p.expand(rows * 4, size), tree, q / 1.2, q_rows, seeds, positions, impl="triton")
+    counts = torch.bincount(told_wrong.tokens[:, 0], minlength=size).cpu()
+    assert g_test(counts, p[0].softmax(-1).cpu()).p_value < 1e-9
 
 
 def test_streams_are_the_cpus() -> None:
