@@ -9,12 +9,9 @@ from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.serve.control import MAX_AUTO_K, parse_schedule
 
-VERIFICATION_HELP = "how a drafted chain is judged: token by token, or as one block, which keeps more of it and as losslessly"
-VERIFICATIONS = ("chain", "block")
 TREE_HELP = "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4] or sampled[:3x2x1x1]"
 
 
-VERIFICATIONS = ("chain", "block", "typical")
 SAMPLINGS = ("sampled", "greedy")
 
 
@@ -23,13 +20,9 @@ class EngineConfig:
     k: int = option(4, "draft tokens a round; a request may ask for fewer or more")
     adaptive: bool = option(False, "draft as many tokens as pay, by measured round times and survival; k is then the most")
     k_schedule: str | None = option(None, "draft tokens a round by batch size, for example 1:5,8:3,32:0")
-    verification: str = option(
-        "chain", "how a round's drafts are judged: one by one, together, or (LOSSY) typical acceptance", choices=VERIFICATIONS
-    )
     draft_sampling: str = option("sampled", "drafts are drawn from the draft's law, or its likeliest tokens", choices=SAMPLINGS)
     tune_draft_temperature: bool = option(False, "find the draft temperature that is accepted best while serving")
     tree: str | None = option(None, TREE_HELP)
-    verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     max_batch: int = option(8, "requests that run at the same time")
     max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
@@ -76,13 +69,9 @@ class ServeConfig:
         "4", "draft tokens a round, or auto: as many as pay, measured while serving; a request may ask for its own number"
     )
     k_schedule: str | None = option(None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0")
-    verification: str = option(
-        "chain", "how a round's drafts are judged: one by one, together, or (LOSSY) typical acceptance", choices=VERIFICATIONS
-    )
     draft_sampling: str = option("sampled", "drafts are drawn from the draft's law, or its likeliest tokens", choices=SAMPLINGS)
     tune_draft_temperature: bool = option(False, "find the draft temperature that is accepted best while serving")
     tree: str | None = option(None, TREE_HELP)
-    verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     max_batch: int = option(8, "requests that run at the same time")
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
     max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
@@ -125,11 +114,9 @@ class ServeConfig:
             k=self.most_drafted(),
             adaptive=self.k == "auto",
             k_schedule=self.k_schedule,
-            verification=self.verification,
             draft_sampling=self.draft_sampling,
             tune_draft_temperature=self.tune_draft_temperature,
             tree=self.tree,
-            verification=self.verification,
             max_batch=self.max_batch,
             max_round_tokens=self.max_round_tokens,
             max_queue=self.max_queue,
