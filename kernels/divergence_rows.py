@@ -37,6 +37,8 @@ from draftsmith.kernels.divergence_kind import Kind
 LOG_ZERO = -1e30  # stands in for log 0 where it meets a zero weight; 0 * -inf would be NaN
 LEAST_LOG_P = -100.0  # reverse KL: a token that the target rules out costs a hundred nats, not infinitely many
 LEAST_ALPHA = 1e-30  # laws that share nothing
+# Logits a block on a CPU: every one of a dozen passes finds them in its cache, which is more than twice as fast.
+CPU_BLOCK_ELEMENTS = 1 << 16
 LEAST_DEVIATION = 1e-4  # of tvd++'s reward, lest rounding be blown up
 
 
@@ -45,7 +47,11 @@ class RowInputs(NamedTuple):
     target_logits: torch.Tensor  # [t, V] raw
     weights: torch.Tensor  # [t]; the reference computes in their dtype
     vocab_map: torch.Tensor | None  # [Vd] target id of each draft id
-    tokens: torch.Tensor | None  # [t] target ids
+    columns: torch.Tensor | None  # [t] draft ids of the text's tokens, -1 outside the draft vocabulary (`draft_columns`)
+
+    def part(self, rows: slice) -> RowInputs:
+        columns = None if self.columns is None else self.columns[rows]
+        return RowInputs(self.draft_logits[rows], self.target_logits[rows], self.weights[rows], self.vocab_map, columns)
 
 
 class RowTerms(NamedTuple):
@@ -101,10 +107,9 @@ def _tv(laws: Laws, parameter: float) -> Push:
 
 
 def _tvd_plus_plus(laws: Laws, parameter: float) -> Push:
-    wanted = laws.q < laws.p
-    below = torch.where(wanted, laws.q, 0.0)
+    below = _below(laws)
     q_mass = below.sum(dim=-1).clamp(max=1)
-    p_mass = (torch.where(wanted, laws.p, 0.0).sum(dim=-1) + laws.outside).clamp(max=1)
+    p_mass = (_wanted(laws).mul_(laws.p).sum(dim=-1) + laws.outside).clamp(max=1)
     deviation = (q_mass * (1 - q_mass)).sqrt().clamp(min=LEAST_DEVIATION)
     loss = 2 * (p_mass.sqrt().asin() - q_mass.sqrt().asin())
     return Push(loss, below.div_(deviation[:, None]), q_mass / deviation)
@@ -133,8 +138,13 @@ def _ce(laws: Laws, parameter: float) -> Push:
 
 
 def _below(laws: Laws) -> torch.Tensor:
-    """q where it is less than p: what every more of would be kept."""
-    return torch.where(laws.q < laws.p, laws.q, 0.0)
+    """q in A, 0 elsewhere: what every more of would be kept."""
+    return _wanted(laws).mul_(laws.q)
+
+
+def _wanted(laws: Laws) -> torch.Tensor:
+    """1 in A, 0 elsewhere. On a CPU `torch.where` is ten times slower when neighbours differ, as they do here."""
+    return torch.gt(laws.p, laws.q, out=torch.empty_like(laws.q))
 
 
 DIVERGENCES: dict[str, Callable[[Laws, float], Push]] = {
@@ -160,11 +170,8 @@ def divergence_rows(kind: Kind, rows: RowInputs) -> RowTerms:
     p, q = log_p.exp(), log_q.exp()
     alpha = torch.minimum(p, q).sum(dim=-1)
     outside = torch.zeros_like(alpha) if vocab_map is None else (1 - p.sum(dim=-1)).clamp(min=0)
-    columns, keep = None, None
-    if rows.tokens is not None:
-        columns = draft_columns(rows.tokens, vocab_map, rows.target_logits.shape[-1])
-        keep = _keep(log_p, log_q, columns)
-    push = DIVERGENCES[kind.name](Laws(log_p, log_q, p, q, alpha, outside, columns), kind.parameter)
+    keep = None if rows.columns is None else _keep(log_p, log_q, rows.columns)
+    push = DIVERGENCES[kind.name](Laws(log_p, log_q, p, q, alpha, outside, rows.columns), kind.parameter)
     loss, grad = _finish(push, q, weights)
     return RowTerms(loss, alpha, keep, outside, grad.to(rows.draft_logits.dtype))
 
@@ -178,14 +185,28 @@ def _keep(log_p: torch.Tensor, log_q: torch.Tensor, columns: torch.Tensor) -> to
 def _finish(push: Push, q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss [t], weighted gradient [t, Vd]), both 0 in rows that do not count. Overwrites q."""
     counted = weights != 0
-    grad = q.mul_(push.total[:, None]).sub_(push.push).mul_(weights[:, None]).masked_fill_(~counted[:, None], 0.0)
+    grad = q.mul_(push.total[:, None]).sub_(push.push).mul_(weights[:, None])
+    grad[~counted] = 0.0
     return torch.where(counted, push.loss, 0.0), grad
 
 
-def draft_columns(tokens: torch.Tensor, vocab_map: torch.Tensor | None, num_target_tokens: int) -> torch.Tensor:
-    """Target ids [t] -> draft ids [t], -1 for those the draft vocabulary lacks."""
+def divergence_rows_blocked(kind: Kind, rows: RowInputs) -> RowTerms:
+    """`divergence_rows` for a CPU, a few rows at a time; the gradient lies over the draft logits."""
+    step = max(1, CPU_BLOCK_ELEMENTS // rows.draft_logits.shape[-1])
+    blocks = []
+    for begin in range(0, len(rows.weights), step):
+        part = rows.part(slice(begin, begin + step))
+        terms = divergence_rows(kind, part)
+        blocks.append(terms._replace(grad=part.draft_logits.copy_(terms.grad)))
+    loss, alpha, keep, outside, _ = zip(*blocks, strict=True)
+    keep = None if rows.columns is None else torch.cat(keep)
+    return RowTerms(torch.cat(loss), torch.cat(alpha), keep, torch.cat(outside), rows.draft_logits)
+
+
+def draft_columns(ids: torch.Tensor, vocab_map: torch.Tensor | None) -> torch.Tensor:
+    """Target ids -> draft ids of the same shape, -1 for those the draft vocabulary lacks."""
     if vocab_map is None:
-        return tokens
-    inverse = torch.full((num_target_tokens,), -1, dtype=torch.int64, device=tokens.device)
-    inverse[vocab_map] = torch.arange(len(vocab_map), device=tokens.device)
-    return inverse[tokens]
+        return ids
+    ordered, order = torch.sort(vocab_map)
+    near = torch.searchsorted(ordered, ids).clamp(max=len(ordered) - 1)
+    return torch.where(ordered[near] == ids, order[near], -1)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.divergence_kind import Kind
-from draftsmith.kernels.divergence_rows import DIVERGENCES, LOG_ZERO, Laws, RowTerms
+from draftsmith.kernels.divergence_rows import DIVERGENCES, LOG_ZERO, Laws, RowTerms, draft_columns
 from draftsmith.kernels.laws import TopLaw
 
 # A tail is stored as 1 - sum of the rest in float32, so a smaller one is rounding.
@@ -62,7 +62,8 @@ def sparse_rows(
 
 def _buckets(logprobs: torch.Tensor, law: TopLaw, vocab_map: torch.Tensor | None) -> Buckets:
     num_draft_tokens = logprobs.shape[-1]
-    columns, known = _columns(law.ids, vocab_map)
+    columns = draft_columns(law.ids, vocab_map)
+    known = columns >= 0
     # One more column, of no mass, takes the tokens that the draft vocabulary lacks.
     columns = torch.where(known, columns, num_draft_tokens)
     padded = torch.nn.functional.pad(logprobs, (0, 1), value=LOG_ZERO)
@@ -76,12 +77,3 @@ def _buckets(logprobs: torch.Tensor, law: TopLaw, vocab_map: torch.Tensor | None
     log_p = torch.cat([torch.where(known, kept_p, LOG_ZERO).clamp(min=LOG_ZERO), tail_p], dim=-1)
     outside = torch.where(known, 0.0, kept_p.exp()).sum(dim=-1) + torch.where(is_empty, tail, 0.0)[:, 0]
     return Buckets(log_p, torch.cat([padded.gather(-1, columns), tail_q], dim=-1), outside)
-
-
-def _columns(ids: torch.Tensor, vocab_map: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target ids [t, k] -> (draft ids, known), both [t, k]."""
-    if vocab_map is None:
-        return ids, torch.ones_like(ids, dtype=torch.bool)
-    ordered, order = torch.sort(vocab_map)
-    near = torch.searchsorted(ordered, ids).clamp(max=len(ordered) - 1)
-    return order[near], ordered[near] == ids

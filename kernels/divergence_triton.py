@@ -22,7 +22,6 @@ from draftsmith.kernels.divergence_rows import (
     LOG_ZERO,
     RowInputs,
     RowTerms,
-    draft_columns,
 )
 
 BLOCK = 4096
@@ -139,7 +138,6 @@ def _divergence_rows(
     weights,
     vocab_map,
     columns,
-    tokens,
     losses,
     alphas,
     keeps,
@@ -150,7 +148,7 @@ def _divergence_rows(
     KIND: tl.constexpr,
     HAS_REF: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    HAS_TOKENS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -184,10 +182,13 @@ def _divergence_rows(
 
     # The text's token is read before the gradient goes over the logits.
     column, log_q_x = tl.full((), -1, tl.int64), tl.full((), 0.0, tl.float32)
-    if HAS_TOKENS:
+    if HAS_COLUMNS:
         column = tl.load(columns + row)
-        z = tl.load(draft + tl.maximum(column, 0)).to(tl.float32)
-        x = tl.load(target + tl.load(tokens + row)).to(tl.float32)
+        token = tl.maximum(column, 0)
+        z = tl.load(draft + token).to(tl.float32)
+        if HAS_MAP:
+            token = tl.load(vocab_map + token)
+        x = tl.load(target + token).to(tl.float32)
         log_q_x = tl.where(column >= 0, tl.maximum(z - log_norm_q, _LOG_ZERO), 0.0)
         ratio = tl.exp(tl.minimum(log_q_x - tl.maximum(x - log_norm_p, _LOG_ZERO), 0.0))
         tl.store(keeps + row, tl.where(column >= 0, ratio, 0.0))
@@ -214,15 +215,14 @@ def _divergence_rows(
 
 def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -> RowTerms:
     """`divergence_rows` in float32; `block` tokens of the vocabulary a step. The gradient lies over the draft logits."""
-    if kind.name == "ce" and rows.tokens is None:
+    if kind.name == "ce" and rows.columns is None:
         raise ValueError("divergence 'ce' needs the tokens of the text; give tokens")
     grad, target_logits = _rows(rows.draft_logits), _rows(rows.target_logits)
     num_rows, num_draft_tokens = grad.shape
     weights = rows.weights.float().contiguous()
     loss, alpha, keep, outside = (torch.empty(num_rows, dtype=torch.float32, device=weights.device) for _ in range(4))
     # Arguments that a variant of the kernel does not read still need a pointer.
-    has_tokens = rows.tokens is not None
-    columns = draft_columns(rows.tokens, rows.vocab_map, target_logits.shape[-1]) if has_tokens else weights
+    has_columns = rows.columns is not None
     if num_rows:
         _divergence_rows[(num_rows,)](
             grad,
@@ -231,8 +231,7 @@ def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -
             target_logits.stride(0),
             weights,
             weights if rows.vocab_map is None else rows.vocab_map.contiguous(),
-            columns,
-            rows.tokens.contiguous() if has_tokens else weights,
+            rows.columns.contiguous() if has_columns else weights,
             loss,
             alpha,
             keep,
@@ -243,11 +242,11 @@ def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -
             KIND=CODES[kind.name],
             HAS_REF=kind.name in HELD_AGAINST,
             HAS_MAP=rows.vocab_map is not None,
-            HAS_TOKENS=has_tokens,
+            HAS_COLUMNS=has_columns,
             BLOCK=min(block, triton.next_power_of_2(max(num_draft_tokens, target_logits.shape[-1]))),
             num_warps=8,
         )
-    return RowTerms(loss, alpha, keep if has_tokens else None, outside, grad)
+    return RowTerms(loss, alpha, keep if has_columns else None, outside, grad)
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

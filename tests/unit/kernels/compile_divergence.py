@@ -15,17 +15,16 @@ def main() -> int:
     done = 0
     for name, code in divergence_triton.CODES.items():
         # Every kind with one layout, every layout with one kind.
-        for has_map, has_tokens in itertools.product((True, False), repeat=2) if name == "jsd" else [(True, True)]:
+        for has_map, has_columns in itertools.product((True, False), repeat=2) if name == "jsd" else [(True, True)]:
             pointers = {
                 **ROWS,
                 "draft_logits": "*bf16",
                 "target_logits": "*bf16",
                 "vocab_map": I64 if has_map else F32,
-                "columns": I64 if has_tokens else F32,
-                "tokens": I64 if has_tokens else F32,
+                "columns": I64 if has_columns else F32,
             }
             held_against = name in divergence_triton.HELD_AGAINST
-            constants = {"KIND": code, "HAS_REF": held_against, "HAS_MAP": has_map, "HAS_TOKENS": has_tokens, "BLOCK": 4096}
+            constants = {"KIND": code, "HAS_REF": held_against, "HAS_MAP": has_map, "HAS_COLUMNS": has_columns, "BLOCK": 4096}
             done += check(divergence_triton._divergence_rows, pointers, constants)
     return done
 

@@ -14,7 +14,7 @@ import torch
 from draftsmith.kernels.acceptance import keep_probability, overlap
 from draftsmith.kernels.divergence import Divergence, HeadLogits, divergence
 from draftsmith.kernels.divergence_kind import PARAMETERS, Kind, kind_of
-from draftsmith.kernels.divergence_rows import DIVERGENCES
+from draftsmith.kernels.divergence_rows import DIVERGENCES, RowInputs, divergence_rows, divergence_rows_blocked, draft_columns
 
 KINDS = [kind_of(name) for name in PARAMETERS] + [kind_of("jsd:0.1"), kind_of("lk-hybrid:10")]
 NAMES = [f"{kind.name}:{kind.parameter:g}" for kind in KINDS]
@@ -235,8 +235,6 @@ def test_extreme_logits_stay_finite(kind: Kind, dtype: torch.dtype) -> None:
     hidden = logits.clone().requires_grad_()
     weights = torch.ones(4, dtype=dtype)
     # A product with an identity would turn -inf into NaN; the logits are the point here, so the row function is asked.
-    from draftsmith.kernels.divergence_rows import RowInputs, divergence_rows
-
     terms = divergence_rows(kind, RowInputs(logits.clone(), target, weights, None, torch.tensor([1, 1, 0, 0])))
     assert terms.loss.isfinite().all() and terms.grad.isfinite().all()
     assert terms.alpha.tolist() == pytest.approx([0, 1, 1 / 3, 5 / 6])
@@ -289,6 +287,19 @@ def test_a_small_head_learns(kind: Kind) -> None:
         optimizer.step()
     assert results[-1].loss < 0.9 * results[0].loss
     assert results[-1].alpha.mean() > results[0].alpha.mean() + 0.02
+
+
+@every_kind
+def test_blocks_of_rows_are_the_same_rows(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.kernels.divergence_rows.CPU_BLOCK_ELEMENTS", 20)
+    case = make_case(subset=True)
+    logits = case.hidden @ case.head.T
+    columns = draft_columns(case.tokens, case.vocab_map)
+    whole = divergence_rows(kind, RowInputs(logits, case.target, case.weights, case.vocab_map, columns))
+    blocks = divergence_rows_blocked(kind, RowInputs(logits, case.target, case.weights, case.vocab_map, columns))
+    for ours, theirs in zip(blocks, whole):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    assert blocks.grad.data_ptr() == logits.data_ptr()
 
 
 def test_half_precision_hidden_states_keep_float32_sums() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.kernels.divergence import divergence
 from draftsmith.kernels.divergence_kind import PARAMETERS, Kind, kind_of
-from draftsmith.kernels.divergence_rows import RowInputs, divergence_rows
+from draftsmith.kernels.divergence_rows import RowInputs, divergence_rows, draft_columns
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 KINDS = [kind_of(name) for name in PARAMETERS]
@@ -26,7 +26,7 @@ def make_rows(num_draft: int, num_target: int, subset: bool, dtype: torch.dtype,
     vocab_map = torch.randperm(num_target, generator=generator)[:num_draft].to(device) if subset else None
     tokens = torch.randint(num_target, (5,), generator=generator).to(device)
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0], device=device)
-    return RowInputs(draft.to(device, dtype), target.to(device, dtype), weights, vocab_map, tokens)
+    return RowInputs(draft.to(device, dtype), target.to(device, dtype), weights, vocab_map, draft_columns(tokens, vocab_map))
 
 
 @every_kind
@@ -74,7 +74,7 @@ def test_gradients_through_the_whole_function(kind: Kind, device: torch.device) 
 def test_without_tokens_nothing_is_kept(device: torch.device) -> None:
     from draftsmith.kernels.divergence_triton import divergence_rows_triton
 
-    rows = make_rows(37, 37, False, torch.float32, device)._replace(tokens=None)
+    rows = make_rows(37, 37, False, torch.float32, device)._replace(columns=None)
     reference = divergence_rows(kind_of("tv"), rows)
     ours = divergence_rows_triton(kind_of("tv"), rows)
     assert ours.keep is None
