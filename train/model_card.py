@@ -120,6 +120,8 @@ def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[
         "eagle3": ("eagle3", "EAGLE3"),
         "eagle1": ("eagle", "EAGLE"),
         "draft-lm": ("draft_model", "STANDALONE"),
+        "dflash": ("dflash", "DFLASH"),
+        "dspark": ("dspark", "DSPARK"),
     }[family]
     speculative = json.dumps({"method": method, "model": draft, "num_speculative_tokens": k})
     shown = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.layouts import draft_lm, eagle1, eagle3, medusa, mimo, mlp
+from draftsmith.train.layouts import block, draft_lm, eagle1, eagle3, medusa, mimo, mlp
 from draftsmith.train.layouts.source import Source
 
 Writer = Callable[[Source, Path], None]
@@ -23,6 +23,8 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
     "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
     "mlp": {"hf": mlp.write_ibm},
+    "dflash": {"vllm": block.write_portable, "sglang": block.write_portable},
+    "dspark": {"vllm": block.write_portable, "sglang": block.write_portable},
 }
 REFUSALS: dict[tuple[str, str], str] = {
     ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
@@ -36,6 +38,10 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("medusa", "speculators"): "the speculators layout has no Medusa heads",
     ("mlp", "vllm"): "vLLM does not draft with the MLP speculator any more",
     ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
+    ("dflash", "speculators"): "draftsmith writes DFlash for engines alone",
+    ("dflash", "hf"): "transformers cannot draft with DFlash",
+    ("dspark", "speculators"): "draftsmith writes DSpark for engines alone",
+    ("dspark", "hf"): "transformers cannot draft with DSpark",
     ("mlp", "speculators"): "the speculators layout has no MLP speculators",
 }
 

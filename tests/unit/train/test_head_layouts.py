@@ -20,7 +20,7 @@ from draftsmith.train.export import run
 from draftsmith.train.export_config import ExportConfig
 from draftsmith.train.layouts.table import WRITERS
 
-ENGINES = [(family, engine) for family in ("eagle1", "medusa", "mlp") for engine in WRITERS[family]]
+ENGINES = [(family, engine) for family in ("eagle1", "medusa", "mlp", "dflash", "dspark") for engine in WRITERS[family]]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,45 @@ def test_mlp_repeats_its_tied_weights_at_every_depth(make):
     assert written["speculator.proj.0.weight"].shape == own["speculator.proj.0.weight"].shape
 
 
-@pytest.mark.parametrize(("family", "key"), [("eagle1", "vocab_size"), ("mlp", "vocab_size"), ("mlp", "emb_dim")])
+def test_block_drafters_count_layers_by_their_outputs(make):
+    """The default taps of four layers are the inputs of layers 1 and 2, the outputs of 0 and 1."""
+    for family in ("dflash", "dspark"):
+        config = read_json(export(make(family), "vllm") / "config.json")
+        assert config["dflash_config"]["target_layer_ids"] == [0, 1] and config["num_target_layers"] == 4
+        assert config["dflash_config"]["sample_from_anchor"] is (family == "dspark")
+        assert config["dflash_config"]["mask_token_id"] < config["vocab_size"]
+    assert config["target_layer_ids"] == [0, 1] and config["sample_from_anchor"] is True and config["markov_rank"] == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_norm.weight": None}, "'hidden_norm.weight' is missing"),
+        ({"fc.weight": torch.zeros(3, 3)}, r"'fc.weight' has shape \[3, 3\]"),
+        ({"mask_hidden": torch.ones(1, 64)}, "no place in the dflash layout"),
+    ],
+)
+def test_dflash_that_engines_would_misread_is_refused(change, words, make):
+    draft = make("dflash")
+    tensors = {**load_file(draft / "model.safetensors"), **change}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, draft / "model.safetensors")
+    with pytest.raises(UserError, match=words):
+        export(draft, "vllm")
+
+
+@pytest.mark.parametrize(("layers", "words"), [([1, 0], "ascending taps"), ([0, 3], "can read 0 to 2")])
+def test_layers_that_engines_cannot_hand_over_are_refused(layers, words, make):
+    draft = make("dflash")
+    config = read_json(draft / "config.json")
+    config["dflash_config"]["target_layer_ids"] = layers
+    write_json(draft / "config.json", config)
+    with pytest.raises(UserError, match=words):
+        export(draft, "sglang")
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("eagle1", "vocab_size"), ("mlp", "vocab_size"), ("mlp", "emb_dim"), ("dflash", "vocab_size")]
+)
 def test_a_draft_of_another_target_is_refused(family, key, make):
     draft = make(family)
     config = read_json(draft / "config.json")
