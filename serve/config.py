@@ -10,8 +10,8 @@ from draftsmith.errors import UserError
 from draftsmith.serve.control import MAX_AUTO_K, parse_schedule
 
 TREE_HELP = "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4] or sampled[:3x2x1x1]"
-
-
+VERIFICATIONS = ("chain", "block", "typical")
+VERIFICATION_HELP = "how a chain's drafts are judged: one by one, together (keeps more), or by typical acceptance (LOSSY)"
 SAMPLINGS = ("sampled", "greedy")
 
 
@@ -20,6 +20,7 @@ class EngineConfig:
     k: int = option(4, "draft tokens a round; a request may ask for fewer or more")
     adaptive: bool = option(False, "draft as many tokens as pay, by measured round times and survival; k is then the most")
     k_schedule: str | None = option(None, "draft tokens a round by batch size, for example 1:5,8:3,32:0")
+    verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     draft_sampling: str = option("sampled", "drafts are drawn from the draft's law, or its likeliest tokens", choices=SAMPLINGS)
     tune_draft_temperature: bool = option(False, "find the draft temperature that is accepted best while serving")
     tree: str | None = option(None, TREE_HELP)
@@ -31,7 +32,7 @@ class EngineConfig:
     memory_gib: float = option(2.0, "most memory for keys and values of the target when `num_blocks` is not given")
     max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
-    compile: str = option("auto", "replay recorded forwards with fewer operations; auto: on a CPU", choices=("auto", "off"))
+    compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
     seed: int = option(0, "seeds the requests that bring none")
 
 
@@ -69,6 +70,7 @@ class ServeConfig:
         "4", "draft tokens a round, or auto: as many as pay, measured while serving; a request may ask for its own number"
     )
     k_schedule: str | None = option(None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0")
+    verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     draft_sampling: str = option("sampled", "drafts are drawn from the draft's law, or its likeliest tokens", choices=SAMPLINGS)
     tune_draft_temperature: bool = option(False, "find the draft temperature that is accepted best while serving")
     tree: str | None = option(None, TREE_HELP)
@@ -85,7 +87,7 @@ class ServeConfig:
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
-    compile: str = option("auto", "replay recorded forwards with fewer operations; auto: on a CPU", choices=("auto", "off"))
+    compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
     tensor_parallel: int = option(1, "processes that share the target's weights; start the server under torchrun")
     seed: int = option(0, "seeds the requests that bring none")
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
@@ -114,6 +116,7 @@ class ServeConfig:
             k=self.most_drafted(),
             adaptive=self.k == "auto",
             k_schedule=self.k_schedule,
+            verification=self.verification,
             draft_sampling=self.draft_sampling,
             tune_draft_temperature=self.tune_draft_temperature,
             tree=self.tree,
