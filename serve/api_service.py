@@ -50,4 +50,6 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
 
 def _model(server: Server) -> dict[str, Any]:
     entry = {"id": server.model, "object": "model", "created": server.created, "owned_by": "draftsmith"}
-    return entry | {"root": server.loop.engine.target.name, "parent": None, "max_model_len": server.loop.engine.max_length}
+    engine = server.loop.engine
+    entry |= {"root": engine.target.name, "parent": None, "max_model_len": engine.max_length}
+    return entry if engine.lossless else entry | {"lossless": False}

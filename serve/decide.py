@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.randomness import Purpose, round_seeds, sample
+from draftsmith.kernels.typical import verify_typical
 from draftsmith.kernels.verify import Verdict, verify_chain
 from draftsmith.kernels.verify_block import verify_block
 from draftsmith.kernels.verify_tree import verify_tree
@@ -29,6 +30,7 @@ class ChainRule(NamedTuple):
 CHAIN_RULES = {
     "chain": ChainRule(verify_chain, lambda seeds, positions: seeds),
     "block": ChainRule(verify_block, round_seeds),
+    "typical": ChainRule(verify_typical, lambda seeds, positions: seeds),  # lossy
 }
 
 
@@ -57,9 +59,13 @@ class Streams:
     def draft_seeds(self, num_rows: int) -> torch.Tensor:
         return self.rule.draft_seeds(self.seeds[:num_rows], self.positions[:num_rows])
 
-    def first_laws(self, num_rows: int) -> SamplingRows:
+    def draft_laws(self, num_rows: int, temperatures: Sequence[float] | None = None) -> SamplingRows:
+        """Of the first rows, which draft; at their requests' temperatures or the given ones."""
         laws = self.laws
-        return SamplingRows(laws.temperature[:num_rows], laws.top_k[:num_rows], laws.top_p[:num_rows], laws.min_p[:num_rows])
+        temperature = laws.temperature[:num_rows]
+        if temperatures is not None:
+            temperature = torch.tensor(temperatures, dtype=temperature.dtype, device=self.device)
+        return SamplingRows(temperature, laws.top_k[:num_rows], laws.top_p[:num_rows], laws.min_p[:num_rows])
 
 
 class Decision(NamedTuple):

@@ -17,16 +17,17 @@ from draftsmith.serve.blocks import BlockManager
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, ScheduledControl, parse_schedule
 from draftsmith.serve.decide import Decision, Streams, decide
+from draftsmith.serve.draft_law import DraftLaw
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
 from draftsmith.serve.intake import Intake
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
 from draftsmith.serve.memory import plan_blocks
-from draftsmith.serve.outcome import outcome
+from draftsmith.serve.outcome import complaint, outcome
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.record import Sink
 from draftsmith.serve.recorder import Recorder, RoundLaws
 from draftsmith.serve.request import Completion, FinishReason, OnUpdate, Request, SamplingParams, TokenLogprob, Update
-from draftsmith.serve.runner import BlockTables, PassOutput, TargetRunner
+from draftsmith.serve.runner import BlockTables, PassOutput, make_runner
 from draftsmith.serve.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.stats import EngineStats
 from draftsmith.serve.swap import Swap, apply_swap, prepare_swap
@@ -60,16 +61,24 @@ class Engine:
             prefix=self.prefix,
             control=control_of(config),
         )
-        self.runner = TargetRunner(target, target.new_pool(plan.num_blocks, config.block_size))
+        max_blocks = blocks.blocks_for(plan.max_length) + 1
+        self.runner = make_runner(
+            target,
+            target.new_pool(plan.num_blocks, config.block_size),
+            max_batch=config.max_batch,
+            max_blocks=max_blocks,
+            compile=config.compile,
+        )
         pool = None
         if drafter is not None:
             pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
         tree = None if config.tree is None else parse_tree(config.tree)
         self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree)
+        self.draft_law = DraftLaw(greedy=config.draft_sampling == "greedy", tune=config.tune_draft_temperature)
         self.recorder = Recorder(sink, target=target.name, target_revision=target.revision)
         k = config.k if tree is None else tree.nodes
         self.intake = Intake(target, k=k, has_drafter=drafter is not None, max_length=plan.max_length, seed=config.seed)
-        self._tables = BlockTables(config.max_batch, blocks.blocks_for(plan.max_length) + 1, target.device)
+        self._tables = BlockTables(config.max_batch, max_blocks, target.device)
         self._swap: Swap | None = None
 
     def submit(
@@ -107,6 +116,11 @@ class Engine:
             raise
         self._swap = swap
         return swap
+
+    @property
+    def lossless(self) -> bool:
+        """Whether answers have the target's law: all but typical acceptance keeps it."""
+        return self.config.verification != "typical"
 
     @property
     def busy(self) -> bool:
@@ -165,7 +179,9 @@ class Engine:
             return None
         with self.stats.phase("draft"):
             count = len(rows)
-            laws, seeds = streams.first_laws(count), streams.draft_seeds(count)
+            params = streams.params[:count]
+            own = None if self.draft_law.plain(params) else self.draft_law.temperatures(params)
+            laws, seeds = streams.draft_laws(count, own), streams.draft_seeds(count)
             return self.drafting.propose(rows, tables[:count], laws, seeds, adjust=streams.adjust)
 
     def _commit(
@@ -195,6 +211,8 @@ class Engine:
             self._count(row.request, 0 if drafts is None else drafts.offered(index), accepted, len(committed))
             if laws is not None and chain and committed and self.recorder.wants(row.request):
                 self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, self.stats.draft_version)
+            if reason is FinishReason.ERROR:
+                row.request.error = complaint(row.request, sound=not bool(logits[accepted].isnan().any()))
             if reason is not None:
                 self._finish(row.request, reason)
             alternatives = row.request.params.logprobs
@@ -218,6 +236,8 @@ class Engine:
             offers=offers,
         )
         self.scheduler.control.observe(result)
+        drafted = [(row, len(tokens) - 1) for row, tokens in zip(schedule.drafting, emitted, strict=False)]
+        self.draft_law.observe([row.request.params for row, _ in drafted], [accepted for _, accepted in drafted])
 
     def _advance(self, row: Row, index: int, drafted: int, accepted: int, drafts: Drafts | None, output: PassOutput) -> None:
         """Both caches now hold the row's known tokens and the accepted drafts."""
@@ -272,6 +292,7 @@ class Engine:
         pause_s = apply_swap(swap)
         self.drafting.reset()
         self.scheduler.control.new_draft()
+        self.draft_law.new_draft()
         self.stats.draft_version = swap.version
         self.stats.num_swaps += 1
         self.stats.swap_pauses_s.append(pause_s)

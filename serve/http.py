@@ -96,6 +96,7 @@ def _extras(server: Server, body: Generation) -> Extras:
         name_by_id=bool(body.return_tokens_as_token_ids),
         echo=body.echoes(),
         prompt_only=body.most_tokens() == 0,
+        lossless=server.loop.engine.lossless,
         usage=options is not None and bool(options.include_usage),
         running_usage=options is not None and bool(options.continuous_usage_stats),
     )
@@ -123,7 +124,7 @@ async def _answer(
         return Response(status_code=499)
     for finished in exchange.requests:
         server.metrics.finished(finished, num_choices=num_choices)
-        if (refusal := failure(finished.finish_reason)) is not None:
+        if (refusal := failure(finished)) is not None:
             raise refusal
     server.metrics.answered([finished.num_output for finished in exchange.requests], num_choices)
     return JSONResponse(responder.body(exchange.requests))
@@ -186,7 +187,7 @@ async def _chunks(server: Server, exchange: Exchange, responder: Responder) -> A
         previous_s[index] = now_s
         if update.finish_reason is not None:
             server.metrics.finished(request, num_choices=responder.num_choices)
-            if (refusal := failure(update.finish_reason)) is not None:
+            if (refusal := failure(request)) is not None:
                 raise refusal
         # Also without text (half a character, say): a client measures the arrival of tokens by it.
         yield responder.update(index, request, update)

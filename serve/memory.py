@@ -22,6 +22,8 @@ def plan_blocks(target: Target, config: EngineConfig) -> BlockPlan:
         raise UserError(f"max_batch is {config.max_batch}; it must be at least 1")
     if config.k < 0:
         raise UserError(f"k is {config.k}; it must be at least 0")
+    if config.verification == "typical" and config.tree is not None:
+        raise UserError("verification is 'typical', which judges chains; leave tree out")
     if config.max_length is not None and not 2 <= config.max_length <= target.max_positions:
         raise UserError(f"max_length is {config.max_length}; this target allows 2 to {target.max_positions}")
     max_length = config.max_length or target.max_positions

@@ -73,12 +73,19 @@ class EngineCollector(Collector):
         """Draft tokens that the target read for nothing."""
         stats = self.engine.stats
         kept = sum(stats.acceptance.accepted)
-        causes = {"rejected": stats.num_draft_tokens - kept, "trimmed": kept - stats.num_accepted_tokens}
+        causes = {
+            "rejected": stats.num_draft_tokens - kept,
+            "trimmed": kept - stats.num_accepted_tokens,
+            # Of a tree no more than its depth could have been kept.
+            "branches": max(0, stats.num_tree_nodes - stats.num_draft_tokens),
+        }
         return self._labelled("draftsmith_wasted_draft_tokens", "Draft tokens not committed, by cause.", "cause", causes)
 
     def _rounds(self) -> Iterator[Metric]:
         stats = self.engine.stats
         yield self._counter("draftsmith_rounds", "Engine rounds.", stats.num_rounds)
+        lossless = float(self.engine.lossless)
+        yield self._gauge("draftsmith_lossless", "0 when typical acceptance was opted for, which changes answers.", lossless)
         yield self._labelled("draftsmith_time_seconds", "Where rounds spend their time.", "phase", stats.time_s)
         yield self._labelled("draftsmith_fallbacks", "Drafting failures by cause.", "cause", stats.fallbacks)
         yield self._counter("draftsmith_records", "Round records handed to the sink.", self.engine.recorder.num_records)

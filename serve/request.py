@@ -50,6 +50,7 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives to report besides the emitted token; None reports nothing
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, its first one excepted
     k: int | None = None  # draft tokens a round; None: the server's
+    draft_temperature: float | None = None  # of the draft's own law, 0 for greedy drafts; None: as the server does
 
     # Applied to raw logits, at every position with the tokens before it, drafted ones included (serve/sampling.py).
     repetition_penalty: float = 1.0  # transformers': of the tokens in prompt and output
@@ -71,6 +72,9 @@ class SamplingParams:
         within("top_k", self.top_k, 0, math.inf)
         within("max_tokens", self.max_tokens, 1, math.inf)
         within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        within("speculation.draft_temperature", self.draft_temperature, 0.0, 100.0)
+        if self.draft_temperature is not None and 0 < self.draft_temperature < MIN_TEMPERATURE:
+            raise UserError(f"speculation.draft_temperature is {self.draft_temperature}; give 0 or at least {MIN_TEMPERATURE}")
         within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         within("speculation.k", self.k, 0, 64)
         if "" in self.stop:

@@ -29,6 +29,7 @@ class Extras(NamedTuple):
     name_by_id: bool = False  # tokens of logprobs are named "token_id:17", which text cannot confuse
     echo: bool = False  # the prompt is part of the text
     prompt_only: bool = False  # and there is nothing else
+    lossless: bool = True  # answers have the target's law
     usage: bool = False  # a stream ends with the usage
     running_usage: bool = False  # and every chunk has it
 
@@ -54,7 +55,9 @@ class Responder:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
     def head(self, kind: str) -> Body:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        # Whoever gets an answer that need not have the target's law is told so.
+        label = {} if self.extras.lossless else {"lossless": False}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model} | label
 
     def body(self, requests: Sequence[Request]) -> Body:
         choices = [self.choice(index, request) | self.tokens(request.output) for index, request in enumerate(requests)]
