@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from draftsmith.errors import UserError
 from draftsmith.serve.loop import ShuttingDown
 from draftsmith.serve.request import FinishReason
+from draftsmith.serve.request import Request as EngineRequest
 from draftsmith.serve.scheduler import QueueFull
 
 RETRY_AFTER = {"retry-after": "1"}
@@ -63,8 +64,11 @@ def timed_out(seconds: float) -> Refusal:
     return Refusal(408, f"no answer within {seconds:g} s; ask for fewer tokens", kind="timeout_error", code="timeout")
 
 
-def failure(reason: FinishReason | None) -> Refusal | None:
+def failure(request: EngineRequest) -> Refusal | None:
     """What an end of generation that is no answer is told as."""
+    reason = request.finish_reason
+    if reason is FinishReason.ERROR and request.error:
+        return Refusal(400, request.error)
     if reason is FinishReason.ERROR:
         return Refusal(500, "the engine could not finish this request; see the server's log", kind="server_error")
     if reason is FinishReason.ABORT:

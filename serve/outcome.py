@@ -28,6 +28,21 @@ def outcome(request: Request, emitted: list[int], eos_token_ids: Collection[int]
     return Outcome(committed, step.text + (stream.finish() if reason is not None else ""), reason)
 
 
+def complaint(request: Request, *, sound: bool) -> str:
+    """What to tell of a request that ended because a position had no token; `sound`: the target's logits there were no NaN.
+
+    "" where the request is not to blame.
+    """
+    if request.law_state is not None and request.law_state.error:
+        return request.law_state.error
+    if sound and request.params.adjusts:
+        return (
+            f"what the request allows leaves no token at position {request.num_tokens} "
+            "(of allowed_token_ids, logit_bias, bad_words, min_tokens and its format); loosen one of them"
+        )
+    return ""
+
+
 class _Trimmed(NamedTuple):
     committed: list[int]
     reason: FinishReason | None

@@ -242,6 +242,20 @@ def test_answers_have_the_form_asked_for(form: dict, good: Callable[[str], bool]
     assert choice["finish_reason"] == "stop" or "json_object" in str(form)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bans_that_leave_no_token_are_the_requests_fault(stream: bool, server: Any, target: Target) -> None:
+    letter = target.tokenizer()("a")["input_ids"][0]
+    body = {"structured_outputs": {"regex": "b+"}, "allowed_token_ids": [letter], "max_tokens": 5}
+    if stream:
+        error = events(server, "/v1/completions", prompt=PROMPT, **body)[-1]["error"]
+    else:
+        response = server.complete(PROMPT, **body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+    assert error["type"] == "invalid_request_error" and "leaves no token" in error["message"]
+    assert server.complete(PROMPT, max_tokens=1).status_code == 200
+
+
 def test_what_shapes_the_law_reaches_it(server: Any, target: Target) -> None:
     vocabulary = target.tokenizer()
     ids = vocabulary(PROMPT)["input_ids"]
