@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import Target, TargetOutput
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 from draftsmith.serve.blocks import NULL_BLOCK
+from draftsmith.serve.graphs import CudaRecorder, PassGraphs, PassInputs
 from draftsmith.serve.request import Request
 from draftsmith.serve.scheduler import Row
 from draftsmith.serve.trees import RoundTree, lay_out
@@ -61,8 +62,10 @@ def prompt_positions(row: Row) -> range:
 
 
 class TargetRunner:
-    def __init__(self, target: Target, pool: PagedPool):
-        self.target, self.pool, self.device = target, pool, target.device
+    """`graphs` None: every pass is run as it is."""
+
+    def __init__(self, target: Target, pool: PagedPool, graphs: PassGraphs | None = None):
+        self.target, self.pool, self.device, self.graphs = target, pool, target.device, graphs
 
     def run(
         self,
@@ -88,14 +91,29 @@ class TargetRunner:
             lengths.append(row.count + len(drafted))
             if row.samples:
                 logit_rows += range(len(ids) - len(drafted) - 1, len(ids))
-        device = self.device
         layout = None
         if tree is not None:
-            positions, layout = lay_out(rows, tree, device)
-        position_row = torch.tensor(positions, device=device)
-        context = PagedPass(self.pool, tables, position_row, torch.tensor(lengths, device=device), tree=layout)
+            positions, layout = lay_out(rows, tree, self.device)
         # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on one that nobody reads.
-        wanted = torch.tensor((logit_rows + prompt_rows) or [0], device=device)
-        output = self.target.forward(torch.tensor([ids], device=device), position_row[None], context, wanted, taps)
-        count = len(output.logits) - len(prompt_rows)
+        wanted = (logit_rows + prompt_rows) or [0]
+        output = self._forward(PassInputs(ids, positions, lengths, wanted, tables, layout), taps)
+        count = len(wanted) - len(prompt_rows)
         return PassOutput(output.logits[:count], output.taps, begins, output.logits[count:])
+
+    def _forward(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput:
+        replayed = None if self.graphs is None else self.graphs.run(inputs, taps)
+        if replayed is not None:
+            return replayed
+        device = self.device
+        positions = torch.tensor(inputs.positions, device=device)
+        lengths = torch.tensor(inputs.lengths, device=device)
+        context = PagedPass(self.pool, inputs.tables, positions, lengths, tree=inputs.tree)
+        wanted = torch.tensor(inputs.wanted, device=device)
+        return self.target.forward(torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps)
+
+
+def make_runner(target: Target, pool: PagedPool, *, max_batch: int, max_blocks: int, compile: str) -> TargetRunner:
+    graphs = None
+    if compile == "auto" and target.device.type == "cuda":
+        graphs = PassGraphs(target, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder())
+    return TargetRunner(target, pool, graphs)
