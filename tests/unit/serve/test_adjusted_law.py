@@ -18,10 +18,12 @@ from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.decide import Streams
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.grammar import Grammar
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.request import Request, SamplingParams
 from draftsmith.serve.sampling import Adjustments
+from draftsmith.serve.scheduler import Row
 
 PROMPT = [40, 41, 42, 40]
 LENGTH = 4
@@ -128,6 +130,25 @@ def test_the_joint_law_of_answers_drafted_as_trees_is_the_enumerated_one(target:
     law = enumerated(target, PENALTIES, adjusted)
     found = fit(target, drafter, PENALTIES, law, config=replace(CONFIG, tree=tree))
     assert found.p_value > FALSE_ALARM, found
+
+
+@pytest.mark.parametrize("name", ["penalties", "bans"])
+def test_the_joint_law_of_chains_judged_as_blocks_is_the_enumerated_one(
+    target: Target, drafter: DraftLm, adjusted: Callable, name: str
+) -> None:
+    found = fit(
+        target, drafter, CASES[name], enumerated(target, CASES[name], adjusted), config=replace(CONFIG, verification="block")
+    )
+    assert found.p_value > FALSE_ALARM, found
+
+
+def test_a_block_is_drafted_with_noise_of_its_own() -> None:
+    """What a block has looked at and thrown away must not be drafted with again (tests/unit/kernels/test_verify_block.py)."""
+    requests = [Request("", [1] * length, 1, PENALTIES, seed=7, k=3, max_tokens=4) for length in (5, 6)]
+    rows = [Row(request, 1, 1, 3) for request in requests]
+    chain, block = (Streams(rows, torch.device("cpu"), verification=name).draft_seeds(2) for name in ("chain", "block"))
+    assert chain.tolist() == [7, 7]
+    assert len({7, *block.tolist()}) == 3
 
 
 @pytest.mark.long
