@@ -1,0 +1,156 @@
+"""Micro benchmark of one step; `scripts/bench_step --help`. Variants take turns, so that a loaded machine slows them alike."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from draftsmith.drafters.interface import DraftInputs
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.recorded import record_forwards
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.filters import SamplingRows
+from draftsmith.kernels.paged_attention import PagedPass
+
+TOKENS = (1, 4, 8)
+DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
+CONTEXT, BLOCK_SIZE, TURNS = 200, 16, 12  # positions before the step; turns of each variant
+Variants = dict[str, Callable[[], Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", default="scripts/quickstart_target")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=25, help="timed steps a turn")
+    parser.add_argument("--k", type=int, default=3, help="draft tokens of a draft round")
+    parser.add_argument("--out", type=Path, help="writes the JSON here too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    own, recorded = (Target.load(options.target, dtype="float32") for _ in range(2))
+    begun_s = perf_counter()
+    recorded.record()
+    record_s = perf_counter() - begun_s
+    load = os.getloadavg()[0]
+    report = {
+        "machine": platform.processor() or platform.machine(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "threads": options.threads,
+        "load_average_before": load,
+        "target": options.target,
+        "record_s": round(record_s, 2),
+        "passes": {
+            f"{count} tokens": measure(target_variants(own, recorded, count), options.steps) for count in TOKENS
+        },
+        "matmuls": {f"{count} tokens": measure(matmul_variants(own, count), options.steps) for count in TOKENS},
+        "draft_rounds": {
+            f"{family}, k = {options.k}": measure(draft_variants(family, own, recorded, options.k), options.steps)
+            for family in DRAFTS
+        },
+    }  # fmt: skip
+    report["not_arithmetic"] = {
+        f"{name}, {variant}": round(
+            1 - report["matmuls"][name]["packed" if variant == "recorded" else "plain"]["ms"] / row["ms"], 2
+        )
+        for name, rows in report["passes"].items()
+        for variant, row in rows.items()
+    }
+    show(report)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n", encoding="utf-8")
+
+
+def measure(variants: Variants, steps: int) -> dict[str, dict[str, float]]:
+    """Median over turns of a turn's fastest step: what it costs when nothing else has the core."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    with torch.inference_mode():
+        for turn in range(TURNS + 1):
+            for name, run in variants.items():
+                fastest_s = min(timed(run) for _ in range(steps))
+                if turn > 0:
+                    times[name].append(fastest_s)
+    return {name: {"ms": round(1e3 * statistics.median(values), 3)} for name, values in times.items()}
+
+
+def timed(run: Callable[[], Any]) -> float:
+    begun_s = perf_counter()
+    run()
+    return perf_counter() - begun_s
+
+
+def target_variants(own: Target, recorded: Target, count: int) -> Variants:
+    return {"own": target_pass(own, count), "recorded": target_pass(recorded, count)}
+
+
+def target_pass(target: Target, count: int) -> Callable[[], Any]:
+    pool, table = target.new_pool(CONTEXT // BLOCK_SIZE + 4, BLOCK_SIZE), torch.arange(1, CONTEXT // BLOCK_SIZE + 3)[None]
+    positions = torch.arange(CONTEXT, CONTEXT + count)
+    ids, rows, lengths = torch.full((1, count), 7), torch.arange(count), torch.tensor([count])
+    return lambda: target.forward(ids, positions[None], PagedPass(pool, table, positions, lengths), rows)
+
+
+def matmul_variants(target: Target, count: int) -> Variants:
+    """The target's matrices alone, as torch multiplies them and as a recording does."""
+    head, table = target.model.get_output_embeddings().weight, target.model.get_input_embeddings().weight
+    looked_up = table if table is not head else None
+    matrices = [weight for weight in target.model.parameters() if weight.ndim == 2 and weight is not looked_up]
+    weights = [weight.detach() for weight in matrices]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
+    rows = {weight.shape[1]: torch.randn(count, weight.shape[1]) for weight in weights}
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return {
+        "plain": lambda: [torch.nn.functional.linear(rows[weight.shape[1]], weight) for weight in weights],
+        "packed": lambda: [
+            multiply(rows[weight.shape[1]], other, None, "none", [], "") for weight, other in zip(weights, packed)
+        ],
+    }
+
+
+def draft_variants(family: str, own: Target, recorded: Target, k: int) -> Variants:
+    plain, replayed = (FAMILIES[family].create(DRAFTS[family], target, seed=0).eval() for target in (own, recorded))
+    record_forwards(recorded, replayed)
+    return {"own": draft_round(plain, own, k), "recorded": draft_round(replayed, recorded, k)}
+
+
+def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
+    """After a round that committed two tokens; one greedy row."""
+    num_new = 3
+    inputs = DraftInputs(
+        tokens=torch.full((num_new,), 7),
+        starts=torch.tensor([CONTEXT]),
+        lengths=torch.tensor([num_new]),
+        taps=torch.randn(num_new - 1, len(drafter.taps) * target.hidden_size) if drafter.taps else None,
+        num_draft=torch.tensor([k]),
+        sampling=SamplingRows.of([0.0], top_k=[0], top_p=[1.0], device="cpu"),
+        seeds=torch.tensor([0]),
+        pool=drafter.new_pool(CONTEXT // BLOCK_SIZE + 4, BLOCK_SIZE, target.device, torch.float32),
+        block_tables=torch.arange(1, CONTEXT // BLOCK_SIZE + 3)[None],
+        histories=[[7] * (CONTEXT + num_new)],
+    )
+    return lambda: drafter.propose(inputs)
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"{'':24}" + "".join(f"{column:>14}" for column in ("own ms", "recorded ms", "ratio")))
+    for part in ("passes", "draft_rounds"):
+        for name, row in report[part].items():
+            before, after = row["own"]["ms"], row["recorded"]["ms"]
+            print(f"{name:24}{before:14.3f}{after:14.3f}{before / after:14.2f}")
+    print(f"recording took {report['record_s']} s; load average before: {report['load_average_before']:.1f}")
+
+
+if __name__ == "__main__":
+    main()
