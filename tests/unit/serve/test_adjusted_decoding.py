@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
+from draftsmith.serve.grammar import Grammar
 from draftsmith.serve.request import FinishReason, SamplingParams
 
 PROMPTS = [[5, 6, 7], [30, 31, 30, 31, 30]]
@@ -151,3 +153,24 @@ def test_a_draft_without_a_token_that_may_come_is_no_failure(target: Target, dra
         assert all(set(one.tokens) <= set(foreign) and len(one.tokens) == 10 for one in done)
         assert not engine.stats.fallbacks
         assert engine.stats.num_drafts > 0
+
+
+def test_a_preempted_request_goes_on_with_what_it_had_counted_and_matched(
+    target: Target, drafters: dict[str, ServingDrafter | None]
+) -> None:
+    asked = [
+        SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True, frequency_penalty=1.5, bad_words=((40, 41),)),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=24, grammar=Grammar.regex("([a-f]{3} ){4}[0-9]{6}")),
+    ]
+    texts = []
+    for num_blocks in (15, 80):
+        engine = Engine(
+            target, drafters["draft-lm"], EngineConfig(k=3, max_batch=4, max_length=48, block_size=4, num_blocks=num_blocks)
+        )
+        requests = [engine.submit(prompt, params) for params in asked for prompt in PROMPTS]
+        while engine.scheduler.busy:
+            engine.step()
+        texts.append([request.output for request in requests])
+        assert any(request.num_preemptions for request in requests) == (num_blocks == 15)
+        assert all(re.fullmatch("([a-f]{3} ){4}[0-9]{6}", request.text) for request in requests[2:])
+    assert texts[0] == texts[1]

@@ -44,8 +44,8 @@ def params(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-def state_of(asked: SamplingParams, num_prompt: int) -> LawState:
-    return LawState(asked, num_prompt=num_prompt, vocab_size=VOCAB, eos_token_ids=EOS, device=CPU)
+def state_of(asked: SamplingParams, num_prompt: int, device: torch.device = CPU) -> LawState:
+    return LawState(asked, num_prompt=num_prompt, vocab_size=VOCAB, eos_token_ids=EOS, device=device)
 
 
 def batch(*requests: tuple[SamplingParams, list[int], list[int]]) -> Adjustments | None:
@@ -104,6 +104,28 @@ def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_cha
     found = adjust.apply(logits, [0, 0, 1, 1], [[], [3], [], [3]])
     assert torch.equal(found[:2], logits[:2])
     assert not torch.equal(found[2:], logits[2:])
+
+
+@pytest.mark.gpu
+def test_rows_on_a_device_are_those_on_the_cpu() -> None:
+    asked = SamplingParams(
+        repetition_penalty=1.3,
+        frequency_penalty=0.6,
+        presence_penalty=-0.4,
+        logit_bias=((3, 1.7),),
+        bad_words=((4, 5), (6,)),
+        allowed_token_ids=tuple(range(1, 10)),
+        min_tokens=4,
+        logits_processors=(NO_REPEATED_PAIR,),
+    )
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    owners, prefixes = chain_prefixes([[7, 4, 8]])
+    found = []
+    for device in (CPU, torch.device("cuda")):
+        adjust = Adjustments.of([SimpleNamespace(tokens=[3, 2, 7, 4], law_state=state_of(asked, 2, device))])
+        found.append(adjust.apply(logits.to(device), owners, prefixes).cpu())
+    # A division on the device may round otherwise.
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
 def test_penalties_without_the_drafted_prefix_are_told_apart(adjusted: Callable[..., torch.Tensor]) -> None:
