@@ -30,7 +30,9 @@ from draftsmith.kernels.randomness_triton import ACCEPT, BONUS, RESIDUAL, log_no
 from draftsmith.kernels.trees import DraftTree
 from draftsmith.kernels.verify_tree import TreeVerdict
 
-BLOCK = 8192
+BLOCK = 4096
+# A walk is one program alone with its rows: only loads that run ahead of the sums keep it near the bandwidth.
+_STAGES = tl.constexpr(4)
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def _log_mass(row, num_tokens, BLOCK: tl.constexpr):
     """logsumexp of the logits at `row`. Each lane sums its own columns, so that nothing waits for a reduction in the loop."""
     tops = tl.full([BLOCK], MINUS_INF, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, num_tokens, BLOCK):
+    for begin in tl.range(0, num_tokens, BLOCK, num_stages=_STAGES):
         columns = begin + tl.arange(0, BLOCK)
         x = clean(tl.load(row + columns, mask=columns < num_tokens, other=MINUS_INF))
         higher = tl.maximum(tops, x)
@@ -147,7 +149,7 @@ def _walk(
         if (i < length) & (tl.load(parents + i) == node):
             token = tl.load(tokens + i)
             p_row = p_logits + (first + node + 1) * p_stride
-            told = HAS_Q & (length >= 0)
+            told = length < 0
             q_row = q_logits
             if HAS_Q:
                 law = tl.load(q_rows + node + 1)

@@ -61,8 +61,8 @@ def tree() -> int:
     done = 0
     for has_q in (True, False):
         pointers = {**CHAIN, **TREE, "p_logits": "*bf16", "q_logits": "*bf16"}
-        done += check(verify_tree_triton._walk, pointers, {"HAS_Q": has_q, "COLUMNS": 64, "BLOCK": 8192}, num_warps=16)
-        done += check(verify_tree_triton._race, pointers, {"HAS_Q": has_q, "BLOCK": 8192}, num_warps=8)
+        done += check(verify_tree_triton._walk, pointers, {"HAS_Q": has_q, "COLUMNS": 64, "BLOCK": 4096}, num_warps=16)
+        done += check(verify_tree_triton._race, pointers, {"HAS_Q": has_q, "BLOCK": 4096}, num_warps=8)
     return done
 
 

@@ -418,3 +418,17 @@ def test_an_impossible_implementation_raises() -> None:
     tree = chain_tree(ids().view(1, 0), ids(0))
     with pytest.raises(ValueError, match="'cuda-please'"):
         verify_tree(torch.zeros(1, 4), tree, None, None, ids(0), ids(0), impl="cuda-please")
+
+
+def test_siblings_drawn_with_replacement_are_welcome() -> None:
+    """Repeats are passed over, and the first occurrences of independent draws are a draw without replacement."""
+    p, q, rows = normal(4, 7, 6, scale=1.5), normal(5, 7, 6, scale=1.5), 40_000
+    seeds, positions = torch.arange(rows), torch.full((rows,), 7)
+    start = torch.full((rows,), 6)
+    drafts = torch.stack([sample(q[start], seeds + place * 10**6, positions, Purpose.DRAFT) for place in range(3)], dim=1)
+    assert (drafts[:, 0] == drafts[:, 1]).float().mean() > 0.1
+    tree = DraftTree(drafts, torch.full((rows, 3), -1), torch.full((rows,), 3))
+    states = torch.cat([start[:, None], drafts], dim=1)
+    q_rows = torch.where(torch.arange(4) == 0, states, -1)
+    verdict = verify_tree(p[states.flatten()], tree, q, q_rows, seeds, positions)
+    assert g_test(*pair_counts(verdict.tokens, p)).p_value > FALSE_ALARM
