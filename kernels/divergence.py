@@ -28,7 +28,7 @@ FEW_CHUNKS = 16
 # A block of the head's gradient while it is added up in more digits than the product has.
 PRODUCT_ELEMENTS = 1 << 26
 # On a CPU: rows enough to pay for reading the draft head.
-CPU_CHUNK_ELEMENTS, CPU_CHUNK_ROWS = 1 << 19, 128
+CPU_CHUNK_ELEMENTS, CPU_CHUNK_ROWS = 1 << 20, 256
 
 TargetLogits = Callable[[slice], torch.Tensor]
 ChunkRows = Callable[[torch.Tensor, slice], RowTerms]  # (draft logits [t, Vd], which rows) -> terms

@@ -29,7 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     # Where torch.compile breaks a graph is its own affair here; the time tells.
     torch._logging.set_logs(dynamo=logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"torch\._dynamo.*")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = chosen_sizes(options)
     stopwatch = Stopwatch(device, options.seconds)
@@ -69,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
 
 def chosen_sizes(options: argparse.Namespace) -> Sizes:
     sizes = QUICK if options.quick else FULL
-    return dataclasses.replace(sizes, vocabularies=tuple(options.vocab)) if options.vocab else sizes
+    chosen = tuple(options.vocab or ())
+    return dataclasses.replace(sizes, vocabularies=chosen, divergence_vocabularies=chosen) if chosen else sizes
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -104,7 +104,9 @@ def measure(case: Case, stopwatch: Stopwatch, bandwidth: float, *, compile_too: 
     record = {"name": case.name, "shape": case.shape, "floor_ms": floor_ms, "ways": {}}
     for name, call in ways.items():
         try:
-            record["ways"][name] = entry(stopwatch.measure(call), floor_ms)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                record["ways"][name] = entry(stopwatch.measure(call), floor_ms)
         except Exception as error:
             # One way out of memory, or one peer with another interface, must not cost the rest of the table.
             record["ways"][name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]}

@@ -24,6 +24,7 @@ Call = Callable[[], Any]
 @dataclass(frozen=True)
 class Sizes:
     vocabularies: tuple[int, ...]
+    divergence_vocabularies: tuple[int, ...]
     requests: int
     depth: int  # drafted tokens a request
     tokens: int  # rows of a divergence
@@ -32,8 +33,9 @@ class Sizes:
     layers_kv: tuple[int, int, int]  # query heads, key heads, width of a head
 
 
-FULL = Sizes((32_000, 128_256, 151_936), 64, 5, 8192, 4096, 2048, (32, 8, 128))
-QUICK = Sizes((32_000, 128_256, 151_936), 4, 5, 128, 128, 512, (8, 4, 32))
+USUAL = (32_000, 128_256, 151_936)
+FULL = Sizes(USUAL, USUAL, 64, 5, 8192, 4096, 2048, (32, 8, 128))
+QUICK = Sizes(USUAL, (32_000,), 4, 5, 512, 128, 512, (8, 4, 32))
 
 
 @dataclass

@@ -79,10 +79,11 @@ def products(pair: Pair, *, with_target: bool) -> Callable[[], None]:
 
 
 def divergence_cases(sizes: Sizes, device: torch.device, case: type[Case]) -> Iterator[Callable[[], Case]]:
-    for vocab_size in sizes.vocabularies:
+    vocabularies = sizes.divergence_vocabularies
+    for vocab_size in vocabularies:
         yield lambda v=vocab_size: given_logits_case(sizes, v, device, case)
     for name in KINDS:
-        yield lambda n=name: both_heads_case(n, sizes, sizes.vocabularies[len(sizes.vocabularies) // 2], device, case)
+        yield lambda n=name: both_heads_case(n, sizes, vocabularies[len(vocabularies) // 2], device, case)
 
 
 def _shape(sizes: Sizes) -> str:
