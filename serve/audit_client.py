@@ -27,6 +27,7 @@ class AuditClient:
     http: httpx.Client
     model: str
     concurrency: int = 8
+    says_lossy: bool = False  # the server calls its own answers so
 
     @classmethod
     def connect(
@@ -45,7 +46,9 @@ class AuditClient:
         http = httpx.Client(base_url=base, headers=headers, timeout=timeout_s, limits=limits, transport=transport)
         try:
             listed = http.get("/v1/models").raise_for_status().json()["data"]
-            return cls(http, model or listed[0]["id"], concurrency)
+            client = cls(http, model or listed[0]["id"], concurrency)
+            client.says_lossy = any(entry["id"] == client.model and entry.get("lossless") is False for entry in listed)
+            return client
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise UserError(f"{base} does not answer /v1/models ({error}); check the URL and that the server runs") from error
 

@@ -53,8 +53,14 @@ def audit_server(config: AuditConfig, transport: httpx.BaseTransport | None = No
     samples = list(draw_samples(client, config, contexts))
     drafted_after = client.drafted()
     laws.learn(prefixes(samples))
-    checks = [*greedy, *sampled_checks(config, laws, samples)]
+    checks = [*declared(client), *greedy, *sampled_checks(config, laws, samples)]
     return Report(f"{config.url} ({client.model})", config.false_alarm, checks, _notes(drafted_before, drafted_after, laws))
+
+
+def declared(client: AuditClient) -> list[Check]:
+    """A server that says of itself that it is lossy needs no statistics to be called so, and none could clear it."""
+    said = "the server says that its answers need not have the target's law"
+    return [Check("what the server says of itself", "law", False, said)] if client.says_lossy else []
 
 
 def _notes(before: int | None, after: int | None, laws: LawBook) -> list[str]:

@@ -14,9 +14,10 @@ TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class Speculation(Wire):
-    """Ours: the draft length of this request and whether the response reports what became of the drafts."""
+    """Ours: how this request is drafted, and whether the response reports what became of the drafts."""
 
     k: Annotated[int, Field(ge=0, le=64)] | None = None
+    draft_temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     report: bool = False
 
 
@@ -111,6 +112,7 @@ class Generation(Wire):
             logprobs=self.alternatives(),
             prompt_logprobs=self.alternatives() if self.echoes() else None,
             k=self.speculation.k,
+            draft_temperature=self.speculation.draft_temperature,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,

@@ -1,0 +1,59 @@
+"""Typical acceptance changes answers: every response, the metrics and the audit say so, and nobody says it without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.target import Target
+from draftsmith.serve.audit_client import AuditClient
+from draftsmith.serve.audit_server import declared
+from draftsmith.serve.config import EngineConfig
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+def connect(server: Any) -> AuditClient:
+    return AuditClient.connect(server.url, model=None, api_key=None, timeout_s=20, concurrency=1)
+
+
+def answers(server: Any) -> list[dict[str, Any]]:
+    """A response of each endpoint, whole and in chunks."""
+    bodies = []
+    for path, prompt in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        body = {"model": "tiny", "max_tokens": 3, "ignore_eos": True, **prompt}
+        bodies.append(server.http.post(path, json=body).json())
+        lines = server.http.post(path, json=body | {"stream": True}).text.splitlines()
+        bodies += [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return bodies
+
+
+def test_a_lossy_server_says_so_everywhere(target: Target, live_server: Callable) -> None:
+    server = live_server(target, Ngram(), EngineConfig(k=2, verification="typical", compile="off"))
+    bodies = answers(server)
+    assert len(bodies) > 4 and all(body["lossless"] is False for body in bodies)
+    assert server.metric("draftsmith_lossless") == 0
+    (check,) = declared(connect(server))
+    assert not check.passed and check.kind == "law"
+
+
+def test_a_lossless_server_has_no_such_label(target: Target, live_server: Callable) -> None:
+    server = live_server(target, Ngram(), EngineConfig(k=2, compile="off"))
+    assert not any("lossless" in body for body in answers(server))
+    assert server.metric("draftsmith_lossless") == 1
+    assert declared(connect(server)) == []
+
+
+def test_a_requests_draft_temperature_is_taken_or_refused(target: Target, live_server: Callable) -> None:
+    server = live_server(target, Ngram(), EngineConfig(k=2, compile="off"))
+    assert server.complete("hello", max_tokens=2, speculation={"draft_temperature": 0.5}).status_code == 200
+    assert server.complete("hello", max_tokens=2, speculation={"draft_temperature": -1}).status_code == 400
