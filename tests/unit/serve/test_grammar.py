@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -192,3 +193,18 @@ def test_texts_follow_the_targets_law_given_the_grammar(target: Target, fixed_dr
         scores = target.head(hidden[0, -1]).float()
         scores[~torch.from_numpy(matcher.masks([first[:count]])[0])] = -torch.inf
         assert int(scores.argmax()) == token
+
+
+def test_without_the_library_the_request_is_told_how_to_get_it(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match="pip install"):
+        GrammarCompiler(tokenizer, 288, (0,))
+
+
+def test_an_end_token_that_is_ordinary_text_may_come_only_at_the_end(tokenizer: PreTrainedTokenizerBase, target: Target) -> None:
+    letter = tokenizer.convert_tokens_to_ids("a")
+    matcher = GrammarCompiler(tokenizer, target.vocab_size, (letter, 0)).compile(Grammar.regex("a?b"))
+    assert not matcher.masks([[]])[0, [letter, 0]].any()
+    assert matcher.masks([[tokenizer.convert_tokens_to_ids("b")]])[0].nonzero()[0].tolist() == sorted([letter, 0])
