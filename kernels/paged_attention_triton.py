@@ -172,13 +172,15 @@ def _attend(
         top = new_top
 
     flat = tokens * (KV_HEADS * GROUPS) + heads
+    written = real[:, None] & (value_dims[None, :] < VALUE_DIM)
     if SPLITS == 1:
         gathered = gathered / tl.where(real, total, 1.0)[:, None]
     else:
         flat = flat + split.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
         tl.store(maxima + flat, top, mask=real)
         tl.store(sums + flat, total, mask=real)
-    written = real[:, None] & (value_dims[None, :] < VALUE_DIM)
+        # Short contexts leave most splits of a long table empty, which then cost no memory traffic.
+        written = written & (top > _MINUS_INF)[:, None]
     tl.store(out + flat[:, None] * VALUE_DIM + value_dims[None, :], gathered.to(out.dtype.element_ty), mask=written)
 
 
@@ -203,7 +205,8 @@ def _merge(
     totals = tl.load(sums + flat, mask=inside, other=0.0)
     # Every token sees itself, so that one split at least has a maximum.
     weights = tl.exp2(tops - tl.max(tops, axis=0))
-    mask = inside[:, None] & (dims[None, :] < VALUE_DIM)
+    # A split that nobody looked into has left nothing.
+    mask = (tops > _MINUS_INF)[:, None] & (dims[None, :] < VALUE_DIM)
     rows = tl.load(parts + flat[:, None] * VALUE_DIM + dims[None, :], mask=mask, other=0.0)
     result = tl.sum(rows * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
     tl.store(out + pair * VALUE_DIM + dims, result.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
