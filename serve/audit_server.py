@@ -60,7 +60,7 @@ def audit_server(config: AuditConfig, transport: httpx.BaseTransport | None = No
 def declared(client: AuditClient) -> list[Check]:
     """A server that says of itself that it is lossy needs no statistics to be called so, and none could clear it."""
     said = "the server says that its answers need not have the target's law"
-    return [Check("what the server says of itself", "law", False, said)] if client.says_lossy else []
+    return [Check(name="what the server says of itself", kind="law", passed=False, said=said)] if client.says_lossy else []
 
 
 def _notes(before: int | None, after: int | None, laws: LawBook) -> list[str]:
