@@ -236,7 +236,7 @@ def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -
             alpha,
             keep,
             outside,
-            kind.parameter,
+            float(kind.parameter),
             num_draft_tokens,
             target_logits.shape[-1],
             KIND=CODES[kind.name],
