@@ -10,7 +10,6 @@ import torch
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.recorded import record_forwards
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.serve.auto_control import AutoControl
 from draftsmith.serve.blocks import BlockManager
@@ -31,7 +30,7 @@ from draftsmith.serve.runner import BlockTables, PassOutput, make_runner
 from draftsmith.serve.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.stats import EngineStats
 from draftsmith.serve.swap import Swap, apply_swap, prepare_swap
-from draftsmith.serve.trees import move_kept, straighten
+from draftsmith.serve.trees import move_kept, straighten, wanted_tree
 
 
 class Engine:
@@ -72,7 +71,7 @@ class Engine:
         pool = None
         if drafter is not None:
             pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
-        tree = None if config.tree is None else parse_tree(config.tree)
+        tree = wanted_tree(config)
         self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree)
         self.draft_law = DraftLaw(greedy=config.draft_sampling == "greedy", tune=config.tune_draft_temperature)
         self.recorder = Recorder(sink, target=target.name, target_revision=target.revision)
@@ -312,8 +311,6 @@ class Engine:
 def control_of(config: EngineConfig) -> Control:
     if config.k_schedule is not None:
         return ScheduledControl(parse_schedule(config.k_schedule))
-    if config.adaptive and config.tree is not None:
-        raise UserError("k is auto together with a tree, whose size does not change with what pays; leave one of them out")
     return AutoControl(min(3, config.k)) if config.adaptive else FixedControl()
 
 

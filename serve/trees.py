@@ -12,13 +12,28 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from draftsmith.drafters.interface import Proposal
+from draftsmith.drafters.tree_shape import TreeShape, parse_tree
+from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPool, TreeLayout
 from draftsmith.kernels.trees import MAX_NODES, DraftTree
+from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.scheduler import Row
 
 if TYPE_CHECKING:
     from draftsmith.serve.drafting import Drafts
     from draftsmith.serve.runner import PassOutput
+
+
+def wanted_tree(config: EngineConfig) -> TreeShape | None:
+    if config.tree is None:
+        return None
+    if config.adaptive:
+        raise UserError("k is auto together with a tree, whose size does not change with what pays; leave one of them out")
+    if config.verification != "chain":
+        raise UserError(
+            f"verification is {config.verification!r}, which judges chains, together with a tree; leave one of them out"
+        )
+    return parse_tree(config.tree)
 
 
 class RoundTree(NamedTuple):

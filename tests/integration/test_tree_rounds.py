@@ -232,5 +232,7 @@ def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
         Engine(load("llama"), None, EngineConfig(tree="dynamic"))
     with pytest.raises(UserError, match="together with a tree"):
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="dynamic", adaptive=True))
+    with pytest.raises(UserError, match="judges chains"):
+        Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="dynamic", verification="block"))
     with pytest.raises(UserError, match="tree is 'round'"):
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))
