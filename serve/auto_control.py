@@ -12,7 +12,7 @@ from draftsmith.serve.control import MAX_AUTO_K, RoundResult, Wish
 from draftsmith.serve.latency import LatencyTable, bucket_of
 from draftsmith.serve.survival import Survival
 
-DECIDE_EVERY = 4  # rounds of a bucket
+DECIDE_EVERY = 8  # rounds of a bucket
 # A change of k must promise so much more tokens a second.
 GAIN_WANTED = 0.02
 # Trials of other k may cost this share of the time, and a few rounds of a bucket to begin with.
@@ -88,8 +88,8 @@ class AutoControl:
         return [min(k, wish.most) for wish in wishes]
 
     def observe(self, result: RoundResult) -> None:
-        for offer in result.offers:
-            self.survival.add(*offer)
+        for offer, times in Counter(result.offers).items():
+            self.survival.add(*offer, times)
         number = bucket_of(result.num_tokens)
         bucket = self._bucket(number)
         bucket.spent_s += result.seconds

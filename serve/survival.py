@@ -18,14 +18,14 @@ class _Counts:
     reached: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
 
-    def add(self, offered: int, accepted: int) -> None:
+    def add(self, offered: int, accepted: int, times: int) -> None:
         while len(self.reached) < offered:
             self.reached.append(0.0)
             self.kept.append(0.0)
+        fade = max(1.0 - times / MEMORY, 0.0)
         for position in range(min(accepted + 1, offered)):
-            fade = 1.0 - 1.0 / MEMORY
-            self.reached[position] = fade * self.reached[position] + 1.0
-            self.kept[position] = fade * self.kept[position] + float(position < accepted)
+            self.reached[position] = fade * self.reached[position] + times
+            self.kept[position] = fade * self.kept[position] + (times if position < accepted else 0.0)
 
     def alpha(self, position: int, prior: float, weight: float) -> float:
         if position >= len(self.reached):
@@ -44,10 +44,11 @@ class Survival:
         self._all = _Counts()
         self._classes: dict[str, _Counts] = {}
 
-    def add(self, request_class: str, offered: int, accepted: int) -> None:
-        self._all.add(offered, accepted)
+    def add(self, request_class: str, offered: int, accepted: int, times: int = 1) -> None:
+        """`times` rounds that went alike."""
+        self._all.add(offered, accepted, times)
         counts = self._classes.pop(request_class, None) or _Counts()
-        counts.add(offered, accepted)
+        counts.add(offered, accepted, times)
         self._classes[request_class] = counts
         if len(self._classes) > MAX_CLASSES:
             # The class that was quiet for longest.
