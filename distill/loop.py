@@ -151,9 +151,10 @@ class Daemon:
 
     def sort_in(self, text: ServedText) -> None:
         if is_held_out(text, self.config.gate.held_out):
-            self.window = [*self.window, text][-self.config.gate.window :]
             self.counters.held_out += 1
-            self.since_watch += 1
+            if text.is_scorable:
+                self.window = [*self.window, text][-self.config.gate.window :]
+                self.since_watch += 1
         else:
             # More than the reservoir holds would only be waited for: the newest traffic matters most.
             self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]

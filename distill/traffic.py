@@ -35,6 +35,11 @@ class ServedText:
     def request(self) -> str:
         return self.records[0].request
 
+    @property
+    def is_scorable(self) -> bool:
+        """Whether a round of it carries laws: it drafted, and its request asked for nothing that the records do not tell."""
+        return any(record.p for record in self.records)
+
     def slim(self) -> ServedText:
         """Without the logged laws, which only scoring needs."""
         return replace(self, records=[without_laws(record) for record in self.records])

@@ -189,3 +189,4 @@ def test_rounds_under_penalties_are_text_without_laws_so_that_nobody_scores_them
     scored = [found[tuple(request.tokens)] for request in requests]
     assert scored[0] == scored[2] == 0 < scored[1]
     assert all(Role.FIRST_REJECTED in text.roles for text in texts)
+    assert [text.is_scorable for text in texts] == [found[tuple(text.tokens)] > 0 for text in texts]
