@@ -46,13 +46,16 @@ class Suffix:
         return None
 
     def propose(self, inputs: DraftInputs) -> Proposal:
-        names = inputs.request_ids or [""] * len(inputs.histories)
-        counts = inputs.num_draft.tolist()
-        drafts = [self._draft(name, history, k) for name, history, k in zip(names, inputs.histories, counts)]
-        width, device = max(counts), inputs.num_draft.device
+        drafts = [draft.tokens for draft in self.drafts(inputs)]
+        width, device = int(inputs.num_draft.max()), inputs.num_draft.device
         tokens = torch.tensor([draft + [-1] * (width - len(draft)) for draft in drafts], dtype=torch.int64, device=device)
         lengths = torch.tensor([len(draft) for draft in drafts], device=device)
         return Proposal(tokens=tokens.view(len(drafts), width), lengths=lengths, logits=None)
+
+    def drafts(self, inputs: DraftInputs) -> list[Draft]:
+        names = inputs.request_ids or [""] * len(inputs.histories)
+        rows = zip(names, inputs.histories, inputs.num_draft.tolist(), strict=True)
+        return [self._draft(name, history, k) for name, history, k in rows]
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         return last + 1
@@ -63,16 +66,16 @@ class Suffix:
             self.shared.begin_text()
             self.shared.extend(tokens)
 
-    def _draft(self, name: str, history: list[int], k: int) -> list[int]:
+    def _draft(self, name: str, history: list[int], k: int) -> Draft:
         if k == 0:
-            return []
+            return Draft([], 0.0)
         own = self._own.setdefault(name, OwnText()) if name else OwnText()
         own.read(history)
         context = history[-self.options.max_tree_depth :]
         draft = self._best(own.index, context, k)
         if draft.score < k and self.shared.num_texts > 0:
             draft = max(draft, self._best(self.shared, context, k), key=lambda found: found.score)
-        return draft.tokens
+        return draft
 
     def _best(self, index: SuffixIndex, context: Sequence[int], k: int) -> Draft:
         best = Draft([], 0.0)

@@ -12,6 +12,7 @@ from draftsmith.serve.control import MAX_AUTO_K, parse_schedule
 TREE_HELP = "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4] or sampled[:3x2x1x1]"
 VERIFICATIONS = ("chain", "block", "typical")
 VERIFICATION_HELP = "how a chain's drafts are judged: one by one, together (keeps more), or by typical acceptance (LOSSY)"
+SYNTHETIC_HELP = "keep drafts at these rates by position whatever they are: for sizing only, the text is meaningless (LOSSY)"
 SAMPLINGS = ("sampled", "greedy")
 
 
@@ -21,6 +22,7 @@ class EngineConfig:
     adaptive: bool = option(False, "draft as many tokens as pay, by measured round times and survival; k is then the most")
     k_schedule: str | None = option(None, "draft tokens a round by batch size, for example 1:5,8:3,32:0")
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
+    synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
     draft_sampling: str = option("sampled", "drafts are drawn from the draft's law, or its likeliest tokens", choices=SAMPLINGS)
     tune_draft_temperature: bool = option(False, "find the draft temperature that is accepted best while serving")
     tree: str | None = option(None, TREE_HELP)
@@ -43,13 +45,20 @@ class ServeConfig:
     ngram: bool = option(False, "draft by looking up the longest matching n-gram in the request's own text")
     prompt_lookup_min: int = option(2, "shortest n-gram looked up")
     prompt_lookup_max: int = option(4, "longest n-gram looked up")
-    suffix: bool = option(False, "draft the most frequent continuation in the request's own text and in finished requests")
+    suffix: bool = option(
+        False,
+        "draft the most frequent continuation in the request's own text and in finished requests; beside a draft, where sure",
+    )
+    suffix_share: float = option(0.8, "beside a draft: be sure of this share of k tokens")
     suffix_max_tree_depth: int = option(24, "longest context matched")
     suffix_max_cached_requests: int = option(10000, "finished requests searched, the oldest forgotten first; 0 shares nothing")
     suffix_max_cached_tokens: int = option(2**21, "tokens of finished requests held at most, about 70 bytes each")
     suffix_max_spec_factor: float = option(1.0, "drafted tokens a token of matching context")
     suffix_max_spec_offset: float = option(0.0, "drafted tokens added to that")
     suffix_min_token_prob: float = option(0.1, "a draft ends before the chance of having come so far falls below this")
+    fallback: str = option(
+        "none", "who drafts while the trained draft rests after a failure", choices=("none", "ngram", "suffix")
+    )
     versions: str | None = option(None, "a folder of draft versions to follow; new ones are swapped in between rounds")
     poll_s: float = option(1.0, "seconds between two looks into the versions folder")
     learn: str | None = option(None, "a buffer folder or URL that records rounds for learning")
@@ -71,6 +80,7 @@ class ServeConfig:
     )
     k_schedule: str | None = option(None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0")
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
+    synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
     draft_sampling: str = option("sampled", "drafts are drawn from the draft's law, or its likeliest tokens", choices=SAMPLINGS)
     tune_draft_temperature: bool = option(False, "find the draft temperature that is accepted best while serving")
     tree: str | None = option(None, TREE_HELP)
@@ -117,6 +127,7 @@ class ServeConfig:
             adaptive=self.k == "auto",
             k_schedule=self.k_schedule,
             verification=self.verification,
+            synthetic_acceptance=self.synthetic_acceptance,
             draft_sampling=self.draft_sampling,
             tune_draft_temperature=self.tune_draft_temperature,
             tree=self.tree,

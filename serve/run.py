@@ -20,6 +20,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
 from draftsmith.drafters.versions import latest, open_version
 from draftsmith.errors import UserError
 from draftsmith.serve.api_gate import Limits
@@ -76,7 +77,9 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
 def lead(config: ServeConfig, target: Target, listener: socket.socket, make_sink: MakeSink | None) -> None:
     draft = load_drafter(config, target)
     sink = make_sink(config, target) if config.learn is not None and make_sink is not None else None
-    engine = Engine(target, draft.drafter, config.engine(), sink=sink, draft_version=draft.version)
+    engine = Engine(
+        target, draft.drafter, config.engine(), sink=sink, draft_version=draft.version, fallback=load_fallback(config)
+    )
     serve(config, engine, listener, serving=draft.number, sink=sink)
 
 
@@ -93,14 +96,8 @@ def check(config: ServeConfig) -> None:
     ):
         if value is not None and value <= 0:
             raise UserError(f"{name} is {value}; it must be above 0")
-    chosen = {
-        "ngram": config.ngram,
-        "suffix": config.suffix,
-        "a trained draft": config.draft is not None or config.versions is not None,
-    }
-    names = [name for name, given in chosen.items() if given]
-    if len(names) > 1:
-        raise UserError(f"{names[0]} is given together with {names[1]}; choose one of them")
+    if config.ngram and (config.suffix or config.draft is not None or config.versions is not None):
+        raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
 
 
 def device_of(config: ServeConfig) -> str:
@@ -127,11 +124,26 @@ class LoadedDraft(NamedTuple):
 
 
 def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
-    """Matching of text if that was chosen, else the live version of the versions folder, else the draft, else nothing."""
+    """n-grams if they were chosen, else the trained draft if there is one, suffix decoding beside it or alone, or nothing."""
     if config.ngram:
         return LoadedDraft(Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max), "0", None)
-    if config.suffix:
-        return LoadedDraft(Suffix(config.suffix_options()), "0", None)
+    loaded = load_trained(config, target)
+    if not config.suffix:
+        return loaded
+    text = Suffix(config.suffix_options())
+    if loaded.drafter is None:
+        return LoadedDraft(text, "0", None)
+    return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=config.suffix_share))
+
+
+def load_fallback(config: ServeConfig) -> ServingDrafter | None:
+    if config.fallback == "ngram":
+        return Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
+    return Suffix(config.suffix_options()) if config.fallback == "suffix" else None
+
+
+def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
+    """The live version of the versions folder, else the draft."""
     number = latest(config.versions) if config.versions is not None else None
     if number is not None:
         return LoadedDraft(load(open_version(config.versions, number), target), str(number), number)

@@ -12,6 +12,7 @@ import torch
 from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
 from draftsmith.errors import UserError
 
 
@@ -26,6 +27,8 @@ class Swap:
 
 
 def prepare_swap(drafter: ServingDrafter | None, target: Target, folder: str, version: str) -> Swap:
+    if isinstance(drafter, TextFirst):
+        drafter = drafter.model
     if not isinstance(drafter, torch.nn.Module):
         raise UserError(f"version {version} cannot be swapped in: the server runs without a trained draft; start it with one")
     new = load(Path(folder), target)

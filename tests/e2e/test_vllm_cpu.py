@@ -38,6 +38,7 @@ FAMILIES = {
     "mtp": (),
     "eagle1": (),
     "medusa": ("medusa.num_heads=3", "unroll.steps=3"),
+    "dflash": ("dflash.block_size=4", "unroll.steps=3"),
     "draft-lm": ("draft_lm.num_layers=2", "draft_lm.hidden_size=64", "draft_lm.num_attention_heads=2"),
 }
 
@@ -185,6 +186,11 @@ def test_eagle1_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]
 def test_medusa_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
     draft = exported(workshop, "medusa", "vllm")
     check(workshop, "medusa", vllm(workshop, "target", speculation(workshop, "medusa", draft)), plain)
+
+
+def test_dflash_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
+    draft = exported(workshop, "dflash", "vllm")
+    check(workshop, "dflash", vllm(workshop, "target", speculation(workshop, "dflash", draft)), plain)
 
 
 def test_stitched_mtp_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
