@@ -236,3 +236,32 @@ def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="dynamic", verification="block"))
     with pytest.raises(UserError, match="tree is 'round'"):
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))
+
+
+def finish(engine: Engine, prompts: list[list[int]], preempt: random.Random | None = None) -> list[list[int]]:
+    requests = [
+        engine.submit(prompt, SamplingParams(temperature=0.9, top_k=20, seed=100 + index, max_tokens=20, ignore_eos=True))
+        for index, prompt in enumerate(prompts)
+    ]
+    while engine.busy:
+        engine.step()
+        if preempt is not None and engine.scheduler.running and preempt.random() < 0.4:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_tokens_do_not_depend_on_preemption_chunking_or_cached_prefixes(tree: str, load: Callable[[str], Target]) -> None:
+    """Whatever is left behind in caches, the draft's included, would show: a seeded request's tokens depend on its drafts."""
+    target = load("llama")
+    drafter = make("eagle3", target)
+    batch = [[5, 60, 7, 200, 9, 33] * 4, [9, 8, 7], [40 + i % 11 for i in range(33)]]
+    expected = [
+        finish(Engine(target, drafter, EngineConfig(tree=tree)), [[3]] * index + [prompt])[-1]
+        for index, prompt in enumerate(batch)
+    ]
+    for chunk, seed in ((512, 1), (7, 2)):
+        engine = Engine(target, drafter, EngineConfig(tree=tree, max_round_tokens=chunk, block_size=8))
+        for _ in range(2):
+            assert finish(engine, batch, random.Random(seed)) == expected
+        assert engine.scheduler.num_preemptions > 0 and engine.stats.prefix_cache_hits > 0 and not engine.stats.fallbacks
