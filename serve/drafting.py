@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,7 @@ class Drafts:
     lengths: torch.Tensor  # [B] int64
     logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
     tree: RoundTree | None = None  # how the tokens hang together when they are no chains
+    stand_in: bool = False  # the fallback's, which say nothing about the served draft
 
     def offered(self, index: int) -> int:
         """How deep the row's drafts go: a round keeps at most so many of them."""
@@ -56,14 +57,18 @@ class Drafting:
         *,
         vocab_size: int,
         tree: TreeShape | None = None,
+        fallback: ServingDrafter | None = None,
     ):
         if tree is not None and not isinstance(drafter, GrowsTrees):
             family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
             raise UserError(f"tree is given with {family}, which grows none; leave it out or draft with eagle3, eagle1 or mtp")
         self.drafter, self.pool, self.stats, self.vocab_size, self.tree = drafter, pool, stats, vocab_size, tree
+        # Drafts from the text alone while the drafter rests: a drafter without cache and taps.
+        self.fallback = fallback
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
         self._failures = 0
         self._pause = 0
+        self._resting = False
 
     def reset(self) -> None:
         """New weights deserve a new chance."""
@@ -71,9 +76,10 @@ class Drafting:
 
     def take_turn(self) -> bool:
         """Whether this round may draft; counts down the pause that follows failures."""
-        if self._pause > 0:
+        self._resting = self._pause > 0
+        if self._resting:
             self._pause -= 1
-            return False
+            return self.fallback is not None
         return self.drafter is not None
 
     def propose(
@@ -86,9 +92,10 @@ class Drafting:
         adjust: Adjust | None = None,
     ) -> Drafts | None:
         """Drafts for `rows`, or None when the drafter failed as a whole; it never raises."""
-        assert self.drafter is not None
         try:
             inputs = self._inputs(rows, tables, sampling, seeds, adjust)
+            if self._resting:
+                return self._stand_in(inputs, rows)
             drafts = self._checked(self._proposal(inputs), rows)
         except Exception as error:
             # Any failure of a drafter is a matter of speed, never of the request (law 6).
@@ -99,6 +106,12 @@ class Drafting:
         else:
             self._failed("nan", "a draft law without mass")
         return drafts
+
+    def _stand_in(self, inputs: DraftInputs, rows: Sequence[Row]) -> Drafts:
+        assert self.fallback is not None
+        drafts = self._checked(self.fallback.propose(inputs), rows)
+        # The drafter has read nothing, so its cache must not advance.
+        return replace(drafts, sound=[False] * len(rows), stand_in=True)
 
     def _proposal(self, inputs: DraftInputs) -> Proposal:
         if self.tree is not None and isinstance(self.drafter, GrowsTrees):
@@ -115,12 +128,13 @@ class Drafting:
 
     def finished(self, request: Request) -> None:
         """A request that asked to be kept out of learning is kept out of what requests share, too."""
-        if not isinstance(self.drafter, Remembering):
-            return
-        try:
-            self.drafter.finished(request.id, request.tokens if request.learn else [])
-        except Exception as error:
-            self._failed("raised", error)
+        for drafter in (self.drafter, self.fallback):
+            if not isinstance(drafter, Remembering):
+                continue
+            try:
+                drafter.finished(request.id, request.tokens if request.learn else [])
+            except Exception as error:
+                self._failed("raised", error)
 
     def _inputs(
         self, rows: Sequence[Row], tables: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor, adjust: Adjust | None

@@ -15,7 +15,7 @@ from draftsmith.serve.auto_control import AutoControl
 from draftsmith.serve.blocks import BlockManager
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, ScheduledControl, parse_schedule
-from draftsmith.serve.decide import Decision, Streams, decide
+from draftsmith.serve.decide import Decision, Streams, chain_rule, decide
 from draftsmith.serve.draft_law import DraftLaw
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
 from draftsmith.serve.intake import Intake
@@ -32,6 +32,8 @@ from draftsmith.serve.stats import EngineStats
 from draftsmith.serve.swap import Swap, apply_swap, prepare_swap
 from draftsmith.serve.trees import move_kept, straighten, wanted_tree
 
+MOST_UNREAD = 1024  # tokens of an answer whose taps are kept for a draft that does not come
+
 
 class Engine:
     """A target, at most one drafter and the requests between them."""
@@ -44,6 +46,7 @@ class Engine:
         *,
         sink: Sink | None = None,
         draft_version: str = "",
+        fallback: ServingDrafter | None = None,
     ):
         plan = plan_blocks(target, config)
         self.target, self.drafter, self.config, self.max_length = target, drafter, config, plan.max_length
@@ -72,7 +75,8 @@ class Engine:
         if drafter is not None:
             pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
         tree = wanted_tree(config)
-        self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree)
+        self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree, fallback=fallback)
+        self._rule = chain_rule(config.verification, config.synthetic_acceptance)
         self.draft_law = DraftLaw(greedy=config.draft_sampling == "greedy", tune=config.tune_draft_temperature)
         self.recorder = Recorder(sink, target=target.name, target_revision=target.revision)
         k = config.k if tree is None else tree.nodes
@@ -103,6 +107,16 @@ class Engine:
             self._finish(request, reason)
             self._report(request, [], "", [])
 
+    def set_k(self, request: Request, k: int) -> None:
+        """Another draft length for a request from its next round on; 0 stops drafting it."""
+        if k > 0 and self.drafter is None:
+            raise UserError(f"k is {k} but there is no drafter; give 0")
+        unread = bool(self.drafting.taps) and request.k == 0 and request.draft_cached < request.computed
+        if k > 0 and unread and request in self.scheduler.running:
+            # Taps were not kept while nobody wanted them: its text is read again, after which the draft can follow.
+            self.scheduler.preempt(request)
+        request.k = k
+
     def swap(self, folder: str, version: str) -> Swap:
         """Loads and checks draft weights here and now, to be copied in by the engine before its next round.
 
@@ -118,8 +132,8 @@ class Engine:
 
     @property
     def lossless(self) -> bool:
-        """Whether answers have the target's law: all but typical acceptance keeps it."""
-        return self.config.verification != "typical"
+        """Whether answers have the target's law: all but typical and synthetic acceptance keeps it."""
+        return self.config.verification != "typical" and self.config.synthetic_acceptance is None
 
     @property
     def busy(self) -> bool:
@@ -149,7 +163,7 @@ class Engine:
             reading = sum(row.request.num_tokens - row.request.draft_cached for row in schedule.drafting)
             tables = self._tables.of([row.request for row in rows])
             deciding = schedule.drafting + schedule.sampling
-            streams = Streams(deciding, self.target.device, verification=self.config.verification)
+            streams = Streams(deciding, self.target.device, rule=self._rule)
         drafts = self._propose(schedule.drafting, tables, streams)
         chains: list[list[int]] = [[] for _ in rows]
         if drafts is not None:
@@ -168,7 +182,8 @@ class Engine:
                 with_laws = any(self.recorder.wants(row.request) for row in schedule.drafting)
                 chains, drafts, output = straighten(rows, chains, drafts, output, decision.paths, with_laws=with_laws)
             self._commit(schedule, chains, drafts, output, decision.emitted)
-        if schedule.num_deciding and (drafts is not None or not schedule.drafting):
+        as_planned = not schedule.drafting if drafts is None else not drafts.stand_in
+        if schedule.num_deciding and as_planned:
             self._observe(schedule, decision.emitted, reading, time.perf_counter() - begun_s)
         self.stats.num_rounds += 1
         return True
@@ -207,7 +222,7 @@ class Engine:
             committed, text, reason = outcome(row.request, emitted[index], self.target.eos_token_ids)
             self._extend(row.request, committed, text, now_s)
             self._remember(row.request)
-            self._count(row.request, 0 if drafts is None else drafts.offered(index), accepted, len(committed))
+            self._count(row.request, index, drafts, accepted, len(committed))
             if laws is not None and chain and committed and self.recorder.wants(row.request):
                 self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, self.stats.draft_version)
             if reason is FinishReason.ERROR:
@@ -244,6 +259,10 @@ class Engine:
         request.computed += row.count + accepted
         if request.k > 0 and output.taps is not None:
             keep_taps(request, output.taps, output.begins[index], row.count + accepted)
+            if request.computed - max(request.draft_cached, request.num_prompt) > MOST_UNREAD:
+                # Nobody has drafted it for so long that keeping what a draft would have to read costs more than it may bring.
+                request.k = 0
+                request.taps.clear()
         if drafts is not None and index < len(drafts.chains):
             self.drafting.advance(row, drafted, accepted, sound=drafts.sound[index])
 
@@ -259,10 +278,11 @@ class Engine:
         if self.prefix is not None:
             self.prefix.store(request)
 
-    def _count(self, request: Request, offered: int, accepted: int, committed: int) -> None:
+    def _count(self, request: Request, index: int, drafts: Drafts | None, accepted: int, committed: int) -> None:
+        offered = 0 if drafts is None else drafts.offered(index)
         request.speculation.add(offered, accepted, committed)
-        if offered > 0:
-            self.stats.count_round(offered, accepted, committed)
+        if drafts is not None and offered > 0:
+            self.stats.count_round(offered, accepted, committed, stand_in=drafts.stand_in)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -280,7 +300,13 @@ class Engine:
             request.on_update(request, Update(tokens, text, logprobs, request.finish_reason))
 
     def _round_laws(self, rows: list[Row], drafts: Drafts | None, output: PassOutput) -> RoundLaws | None:
-        if drafts is None or not any(drafts.chains) or not any(self.recorder.wants(row.request) for row in rows):
+        # What a stand-in drafted tells nobody anything about the draft.
+        if (
+            drafts is None
+            or drafts.stand_in
+            or not any(drafts.chains)
+            or not any(self.recorder.wants(row.request) for row in rows)
+        ):
             return None
         return RoundLaws(output.logits, drafts, [row.request.params.temperature for row in rows])
 

@@ -78,6 +78,11 @@ class EngineLoop:
     def cancel(self, request: Request) -> None:
         self._inbox.put(lambda: self.engine.cancel(request))
 
+    def set_k(self, request: Request, k: int) -> None:
+        if k > 0 and self.engine.drafter is None:
+            raise UserError(f"k is {k} but there is no drafter; give 0")
+        self._inbox.put(lambda: self.engine.set_k(request, k))
+
     def swap(self, folder: str, version: str, timeout_s: float = 60.0) -> Swap:
         """Loads on this thread, waits until the engine serves with it."""
         swap = self.engine.swap(folder, version)

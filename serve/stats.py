@@ -45,8 +45,8 @@ class EngineStats:
         finally:
             self.time_s[name] += perf_counter() - begun_s
 
-    def count_round(self, offered: int, accepted: int, committed: int) -> None:
-        """One request's share of a round that put `offered` >= 1 draft tokens before the target."""
+    def count_round(self, offered: int, accepted: int, committed: int, *, stand_in: bool = False) -> None:
+        """One request's share of a round that put `offered` >= 1 draft tokens before the target; `stand_in`: not the draft's."""
         kept = min(accepted, committed)
         self.num_drafts += 1
         self.num_draft_tokens += offered
@@ -56,7 +56,8 @@ class EngineStats:
         for position in range(kept):
             self.accepted[position] += 1
         self.acceptance.add([offered], [accepted], [committed])
-        self._of_version().add([offered], [accepted], [committed])
+        if not stand_in:
+            self._of_version().add([offered], [accepted], [committed])
 
     def _of_version(self) -> AcceptanceCounts:
         if self.draft_version not in self.by_version:

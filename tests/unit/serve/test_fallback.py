@@ -1,0 +1,131 @@
+"""Text drafts for a trained draft that rests after a failure; k of a running request is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve import engine as engine_module
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.record import RoundRecord
+from draftsmith.serve.request import SamplingParams
+
+PROMPT = [5, 60, 7, 200, 9, 33]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+CONFIG = EngineConfig(k=3, compile="off")
+
+
+class Failing:
+    """An EAGLE head that fails in its first rounds."""
+
+    def __init__(self, drafter: Eagle3, failures: int):
+        self.drafter, self.failures = drafter, failures
+        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
+        self.cached_after = drafter.cached_after
+        self.starts: list[int] = []
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        if self.failures > 0:
+            self.failures -= 1
+            raise RuntimeError("not yet")
+        self.starts += inputs.starts.tolist()
+        return self.drafter.propose(inputs)
+
+
+class Same:
+    """Drafts one and the same token."""
+
+    family = "same"
+    taps: tuple[int, ...] = ()
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        return None
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        return last + 1
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        shape = len(inputs.num_draft), int(inputs.num_draft.max())
+        return Proposal(tokens=torch.full(shape, 9), lengths=inputs.num_draft, logits=None)
+
+
+class Records(list[RoundRecord]):
+    def put(self, record: RoundRecord) -> None:
+        self.append(record)
+
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture(scope="module")
+def head(target: Target) -> Eagle3:
+    return Eagle3.create(Eagle3Options(), target, seed=1).eval()
+
+
+def test_text_drafts_while_the_draft_rests(target: Target, head: Eagle3, greedy_text: Callable) -> None:
+    drafter, records = Failing(head, 4), Records()
+    engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7", fallback=Same())
+    (completion,) = engine.generate([PROMPT], GREEDY)
+    assert completion.tokens == greedy_text(PROMPT, 60)
+    # 1 + 3 + 7 rounds of rest between the failures; the head then reads everything from the beginning.
+    assert engine.stats.fallbacks["raised"] == 4 and drafter.starts[0] == 0
+    drafted = [record for record in records if record.drafted]
+    # The draft's own rounds alone are told as the draft's.
+    assert len(drafted) == sum(engine.stats.by_version["7"].committed.values()) < engine.stats.num_drafts - 8
+    told = [token for record in records for token in record.context + record.committed]
+    assert told == PROMPT + completion.tokens
+
+
+def test_without_a_fallback_nobody_drafts_meanwhile(target: Target, head: Eagle3) -> None:
+    engine = Engine(target, Failing(head, 4), CONFIG)
+    engine.generate([PROMPT], GREEDY)
+    assert engine.stats.num_drafts == sum(engine.stats.by_version[""].committed.values())
+
+
+def test_a_request_stops_drafting_and_starts_again(target: Target, head: Eagle3, greedy_text: Callable) -> None:
+    drafter = Failing(head, 0)
+    engine = Engine(target, drafter, CONFIG)
+    request = engine.submit(PROMPT, GREEDY)
+    calls = []
+    for k in (3, 0, 2):
+        engine.set_k(request, k)
+        before = len(drafter.starts)
+        for _ in range(8):
+            engine.step()
+        calls.append(len(drafter.starts) - before)
+    while engine.busy:
+        engine.step()
+    assert calls[0] > 0 == calls[1] < calls[2]
+    assert request.output == greedy_text(PROMPT, 60)
+    assert request.speculation.offered[0] == 3 and set(request.speculation.offered[calls[0] :]) <= {1, 2}
+    assert not engine.stats.fallbacks
+
+
+def test_k_needs_a_drafter(target: Target) -> None:
+    engine = Engine(target, None, CONFIG)
+    request = engine.submit(PROMPT, GREEDY)
+    engine.set_k(request, 0)
+    with pytest.raises(UserError, match="no drafter"):
+        engine.set_k(request, 1)
+
+
+def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
+    target: Target, head: Eagle3, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "MOST_UNREAD", 10)
+    engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:0", compile="off"))
+    request = engine.submit(PROMPT, GREEDY)
+    kept = []
+    while engine.busy:
+        engine.step()
+        kept.append(sum(len(tap) for tap in request.taps))
+    assert max(kept) <= len(PROMPT) + 11 and kept[-2] == 0
+    assert request.output == greedy_text(PROMPT, 60)
