@@ -114,7 +114,7 @@ async def _answer(
         [prompt.tokens for prompt in prompts for _ in range(num_choices)],
         params * len(prompts),
         request_class=body.request_class,
-        tenant=tenant_of(request.headers.get("authorization", "")) if server.limits.api_keys else "",
+        tenant=tenant_of(request.headers.get("authorization", "")) if len(server.limits.api_keys) > 1 else "",
         learn=request.headers.get(LEARN_HEADER, "on").lower() not in ("off", "false", "0", "no"),
     )
     if body.stream:
