@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -11,8 +12,9 @@ from draftsmith import files
 from draftsmith.config import to_dict
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
-from draftsmith.serve.bench_client import Client
+from draftsmith.serve.bench_client import Client, PassResult
 from draftsmith.serve.bench_config import BenchConfig
+from draftsmith.serve.bench_goal import goal_of
 from draftsmith.serve.bench_prompts import Prompt, read_prompts
 from draftsmith.serve.bench_report import Case, draw, figures, ratios, table
 from draftsmith.serve.bench_server import started
@@ -28,8 +30,10 @@ def run(config: BenchConfig) -> int:
     else:
         server = nullcontext(config.url)
     with server as url:
-        cases = asyncio.run(measure(config, url, prompts))
-    found = [figures(case) for case in cases]
+        cases, cost = asyncio.run(measure(config, url, prompts))
+    if config.synthetic_acceptance is not None:
+        print("synthetic acceptance: speeds are for sizing, the text means nothing")
+    found = [figures(case, goal=goal_of(config.goodput), relative_cost=cost) for case in cases]
     print(table(found))
     if config.out is not None:
         files.write_json(config.out, {"schema": 1, "config": _public(config), "cases": found, "ratios": ratios(found)})
@@ -45,11 +49,19 @@ def check(config: BenchConfig) -> None:
     unknown = [mode for mode in config.modes if mode not in MODES]
     if unknown or not config.modes:
         raise UserError(f"modes is {config.modes}; choose from {', '.join(MODES)}")
+    if config.request_rate is not None and config.request_rate <= 0:
+        raise UserError(f"request_rate is {config.request_rate}; it must be above 0")
+    if config.burstiness <= 0:
+        raise UserError(f"burstiness is {config.burstiness}; it must be above 0")
+    if config.synthetic_acceptance is not None and config.target is None:
+        raise UserError("synthetic_acceptance is for a server started here; give target in place of url")
+    goal_of(config.goodput)
     if config.concurrency < 1 or config.repeats < 1 or config.max_tokens < 2:
         raise UserError("concurrency and repeats must be at least 1, max_tokens at least 2; mend the one that is not")
 
 
-async def measure(config: BenchConfig, url: str, prompts: list[Prompt]) -> list[Case]:
+async def measure(config: BenchConfig, url: str, prompts: list[Prompt]) -> tuple[list[Case], float | None]:
+    """The passes of every case, and how much of the target's bytes a draft step reads if the server tells."""
     client = Client(url, api_key=config.api_key, timeout_s=config.timeout_s)
     model = config.model or await client.model()
     cases = [Case(temperature, mode, []) for temperature in config.temperature for mode in config.modes]
@@ -60,12 +72,28 @@ async def measure(config: BenchConfig, url: str, prompts: list[Prompt]) -> list[
     for repeat in range(config.repeats):
         # Every other pass goes backwards through the modes, so that a drift of the machine favours none.
         for case in cases if repeat % 2 == 0 else reversed(cases):
-            result = await client.measure(prompts, _body(config, model, case, repeat), config.concurrency)
+            result = await _pass(config, client, prompts, _body(config, model, case, repeat), repeat)
             case.passes.append(result)
             done = sum(len(one.passes) for one in cases)
             progress.update(done, f"T = {case.temperature:g}, {case.mode}: {result.tokens_per_s:.1f} tok/s")
     progress.close()
-    return cases
+    sizes = await client.step_bytes()
+    return cases, sizes["draft"] / sizes["target"] if sizes.get("target") else None
+
+
+async def _pass(config: BenchConfig, client: Client, prompts: list[Prompt], body: dict[str, Any], repeat: int) -> PassResult:
+    if config.request_rate is None:
+        return await client.measure(prompts, body, config.concurrency)
+    # Both modes of a repeat meet the same arrivals.
+    return await client.measure_open(prompts, body, gaps(config, len(prompts), seed=config.seed + repeat))
+
+
+def gaps(config: BenchConfig, count: int, *, seed: int) -> list[float]:
+    """Seconds between requests, gamma distributed as in `vllm bench serve`: mean 1 / rate, shape `burstiness`."""
+    assert config.request_rate is not None
+    generator = random.Random(seed)
+    scale_s = 1 / (config.request_rate * config.burstiness)
+    return [generator.gammavariate(config.burstiness, scale_s) for _ in range(count)]
 
 
 def _body(config: BenchConfig, model: str, case: Case, repeat: int) -> dict[str, Any]:
@@ -90,6 +118,8 @@ def _server_arguments(config: BenchConfig) -> list[str]:
         arguments += ["--draft", config.draft]
     if config.ngram:
         arguments.append("--ngram")
+    if config.synthetic_acceptance is not None:
+        arguments += ["--synthetic-acceptance", *(str(rate) for rate in config.synthetic_acceptance)]
     if config.api_key is not None:
         arguments += ["--api-key", config.api_key]
     return arguments

@@ -1,9 +1,10 @@
-"""A closed loop of streaming requests against an OpenAI-compatible server, timed at the client."""
+"""Streaming requests against an OpenAI-compatible server, in a closed or an open loop, timed at the client."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -25,6 +26,11 @@ class Answer:
     first_s: float = 0.0  # when the first chunk of the answer came
     last_s: float = 0.0
     report: Body | None = None  # metrics.speculative_decoding
+
+    @property
+    def e2el_s(self) -> float:
+        """Sent to last token."""
+        return self.last_s - self.begun_s
 
     @property
     def ttft_s(self) -> float:
@@ -75,6 +81,25 @@ class Client:
         await asyncio.gather(*(worker() for _ in range(concurrency)))
         result.wall_s = perf_counter() - begun_s
         return result
+
+    async def measure_open(self, prompts: Sequence[Prompt], body: Body, gaps_s: Sequence[float]) -> PassResult:
+        """All prompts once, each `gaps_s` after the one before it, whatever has become of that."""
+        result = PassResult([Answer() for _ in prompts])
+        begun_s = perf_counter()
+        due_s, asked = begun_s, []
+        for prompt, answer, gap_s in zip(prompts, result.answers, gaps_s, strict=True):
+            due_s += gap_s
+            await asyncio.sleep(max(0.0, due_s - perf_counter()))
+            asked.append(asyncio.create_task(self._ask(prompt, body, answer)))
+        await asyncio.gather(*asked)
+        result.wall_s = perf_counter() - begun_s
+        return result
+
+    async def step_bytes(self) -> dict[str, float]:
+        """What a draftsmith server tells of its models' sizes; empty for other servers."""
+        response = await self.http.get("/metrics")
+        found = re.findall(r'^draftsmith_step_bytes\{.*model="(\w+)".*\} (\S+)$', response.text, re.MULTILINE)
+        return {model: float(value) for model, value in found}
 
     async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
         path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"

@@ -14,7 +14,8 @@ class BenchConfig:
     draft: str | None = option(None, "the draft of the started server")
     ngram: bool = option(False, "let the started server draft by n-grams")
     prompts: str = option(
-        "stdlib:code", "JSONL with `prompt` or `messages`, plain text with a prompt a line, stdlib:code or stdlib:prose"
+        "stdlib:code",
+        "JSONL with `prompt` or `messages`, plain text with a prompt a line, ShareGPT-like JSON, stdlib:code or stdlib:prose",
     )
     num_prompts: int = option(16, "prompts of one pass")
     prompt_chars: int = option(400, "length of prompts cut from the standard library")
@@ -26,7 +27,15 @@ class BenchConfig:
         factory=lambda: ["off", "on"],
         help="off and on switch speculation per request (a draftsmith server); plain leaves it to the server",
     )
-    concurrency: int = option(1, "requests in flight; the next starts when one ends")
+    concurrency: int = option(1, "closed loop: requests in flight; the next starts when one ends")
+    request_rate: float | None = option(None, "open loop: requests a second, whatever the server does; default: closed loop")
+    burstiness: float = option(1.0, "of the open loop's gaps: 1 is Poisson, less comes in bursts, more is steadier")
+    goodput: list[str] = option(
+        factory=list, help="latencies in ms that a good answer keeps, for example ttft:200 tpot:50 e2el:5000"
+    )
+    synthetic_acceptance: list[float] | None = option(
+        None, "let the started server keep drafts at these rates by position: sizing, the text is meaningless"
+    )
     repeats: int = option(3, "passes over the prompts, modes taking turns")
     model: str | None = option(None, "model name; default: the first one that the server lists")
     api_key: str | None = option(None, "bearer token")

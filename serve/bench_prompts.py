@@ -37,12 +37,27 @@ def _read(path: Path) -> list[Prompt]:
     if not path.is_file():
         known = ", ".join(CORPORA)
         raise UserError(f"prompts {str(path)!r} is no file; give JSONL, plain text, or one of {known}")
+    if path.suffix == ".json":
+        return _conversations(path)
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise UserError(f"prompts {str(path)!r} is empty; give at least one prompt")
     if path.suffix == ".jsonl":
         return [_entry(path, number, line) for number, line in enumerate(lines, 1)]
     return [{"prompt": line} for line in lines]
+
+
+def _conversations(path: Path) -> list[Prompt]:
+    """ShareGPT's layout, [{"conversations": [{"from": "human", "value": text}, ...]}, ...]; the first human turn is the prompt."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        turns = [[turn["value"] for turn in entry["conversations"] if turn["from"] in ("human", "user")] for entry in entries]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"prompts {str(path)!r} is no ShareGPT-like JSON ({error!r}); mend it or give JSONL") from error
+    prompts = [{"prompt": human[0]} for human in turns if human and human[0].strip()]
+    if not prompts:
+        raise UserError(f"prompts {str(path)!r} holds no human turn; give at least one")
+    return prompts
 
 
 def _entry(path: Path, number: int, line: str) -> Prompt:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.kernels.acceptance import AcceptanceCounts, bootstrap_ratio
-from draftsmith.serve.bench_client import PassResult
+from draftsmith.serve.bench_client import Answer, PassResult
+from draftsmith.serve.bench_goal import Goal, keeps
 
 Figures = dict[str, Any]
 
@@ -28,35 +29,64 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
-def figures(case: Case) -> Figures:
+def figures(case: Case, *, goal: Goal | None = None, relative_cost: float | None = None) -> Figures:
+    """`relative_cost` is the share of the target's bytes that a draft step reads."""
     answers = [answer for one in case.passes for answer in one.answers]
     tpots = [answer.tpot_s for answer in answers if answer.tpot_s is not None]
-    ttfts = [answer.ttft_s for answer in answers]
     speeds = [one.tokens_per_s for one in case.passes]
+    wall_s = sum(one.wall_s for one in case.passes)
     return {
         "temperature": case.temperature,
         "mode": case.mode,
         "num_answers": len(answers),
         "num_tokens": sum(answer.num_tokens for answer in answers),
-        "tokens_per_s": sum(one.num_tokens for one in case.passes) / sum(one.wall_s for one in case.passes),
+        "tokens_per_s": sum(one.num_tokens for one in case.passes) / wall_s,
         "tokens_per_s_passes": speeds,
-        "ttft_ms": {"p50": 1e3 * percentile(ttfts, 0.5), "p95": 1e3 * percentile(ttfts, 0.95)},
-        "tpot_ms": {"p50": 1e3 * percentile(tpots, 0.5), "p95": 1e3 * percentile(tpots, 0.95)},
-        "acceptance": acceptance([answer.report for answer in answers if answer.report]),
+        "ttft_ms": percentiles([answer.ttft_s for answer in answers]),
+        "tpot_ms": percentiles(tpots),
+        "e2el_ms": percentiles([answer.e2el_s for answer in answers]),
+        "goodput": goodput(answers, goal, wall_s) if goal else None,
+        "acceptance": acceptance([answer.report for answer in answers if answer.report], relative_cost=relative_cost),
     }
 
 
-def acceptance(reports: Sequence[Figures]) -> Figures | None:
-    """alpha_i and tau of rounds that drafted; tau's interval resamples whole answers, whose rounds depend."""
+def percentiles(seconds: Sequence[float]) -> Figures:
+    """In milliseconds."""
+    return {f"p{share}": 1e3 * percentile(seconds, share / 100) for share in (50, 95, 99)}
+
+
+def goodput(answers: Sequence[Answer], goal: Goal, wall_s: float) -> Figures:
+    good = [answer for answer in answers if keeps(answer, goal)]
+    return {
+        "goal_ms": goal,
+        "share": len(good) / len(answers),
+        "requests_per_s": len(good) / wall_s,
+        "tokens_per_s": sum(answer.num_tokens for answer in good) / wall_s,
+    }
+
+
+def acceptance(reports: Sequence[Figures], *, relative_cost: float | None = None) -> Figures | None:
+    """alpha_i and tau of rounds that drafted; tau's interval resamples whole answers, whose rounds depend.
+
+    `block_efficiency` is tau before an answer's end trims its last round. `mbsu`, the memory-bound speed-up, is what it would
+    bring where time is the reading of weights: block efficiency / (1 + k c), c the share of the target that a draft step reads.
+    """
     reports = [report for report in reports if report["per_step_drafted"]]
     if not reports:
         return None
     counts = AcceptanceCounts()
     for report in reports:
         counts.add(report["per_step_drafted"], report["per_step_accepted"], report["per_step_committed"])
+    num_rounds = sum(len(report["per_step_drafted"]) for report in reports)
+    efficiency = 1 + sum(sum(report["per_step_accepted"]) for report in reports) / num_rounds
+    depth = sum(sum(report["per_step_drafted"]) for report in reports) / num_rounds
+    sizing = {
+        "block_efficiency": efficiency,
+        "mbsu": None if relative_cost is None else efficiency / (1 + depth * relative_cost),
+    }
     committed = [float(sum(report["per_step_committed"])) for report in reports]
     rounds = [float(len(report["per_step_committed"])) for report in reports]
-    return {**counts.to_dict(), "tau_95": list(bootstrap_ratio(committed, rounds))}
+    return {**counts.to_dict(), **sizing, "tau_95": list(bootstrap_ratio(committed, rounds))}
 
 
 def ratios(cases: Sequence[Figures]) -> list[Figures]:
@@ -68,7 +98,9 @@ def ratios(cases: Sequence[Figures]) -> list[Figures]:
             continue
         pairs = [on / off for on, off in zip(of["on"]["tokens_per_s_passes"], of["off"]["tokens_per_s_passes"])]
         whole = of["on"]["tokens_per_s"] / of["off"]["tokens_per_s"]
-        found.append({"temperature": temperature, "speedup": whole, "lowest": min(pairs), "highest": max(pairs)})
+        accepted = of["on"]["acceptance"] or {}
+        bound = {name: accepted.get(name) for name in ("block_efficiency", "mbsu")}
+        found.append({"temperature": temperature, "speedup": whole, "lowest": min(pairs), "highest": max(pairs), **bound})
     return found
 
 
@@ -84,10 +116,23 @@ def table(cases: Sequence[Figures]) -> str:
             alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in found["alpha"])
         speed = f"{case['temperature']:>4g} {case['mode']:>6} {case['tokens_per_s']:>9.1f}"
         lines.append(f"{speed} {_pair(ttft):>17} {_pair(tpot):>17} {tau:>18}  {alphas}")
+        if case["goodput"] is not None:
+            lines.append(_good(case["goodput"]))
     for ratio in ratios(cases):
         spread = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f} by pass"
-        lines.append(f"T = {ratio['temperature']:g}: speculation on / off = {ratio['speedup']:.2f} ({spread})")
+        lines.append(f"T = {ratio['temperature']:g}: speculation on / off = {ratio['speedup']:.2f} ({spread}){_bound(ratio)}")
     return "\n".join(lines)
+
+
+def _bound(ratio: Figures) -> str:
+    if ratio["mbsu"] is None:
+        return ""
+    return f"; memory-bound it would be {ratio['mbsu']:.2f}, block efficiency {ratio['block_efficiency']:.2f}"
+
+
+def _good(found: Figures) -> str:
+    limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in found["goal_ms"].items())
+    return f"{'':>12}{found['share']:.0%} of answers keep {limits}: {found['requests_per_s']:.2f} requests/s"
 
 
 def _pair(values: Figures) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.randomness import Purpose, round_seeds, sample
+from draftsmith.kernels.synthetic import verify_synthetic
 from draftsmith.kernels.typical import verify_typical
 from draftsmith.kernels.verify import Verdict, verify_chain
 from draftsmith.kernels.verify_block import verify_block
@@ -25,6 +26,7 @@ class ChainRule(NamedTuple):
 
     verify: Callable[..., Verdict]
     draft_seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (seeds, positions) -> seeds
+    argmax: bool = True  # greedy rows come to keeping drafts while they are the argmax
 
 
 CHAIN_RULES = {
@@ -34,12 +36,18 @@ CHAIN_RULES = {
 }
 
 
+def chain_rule(verification: str, synthetic_acceptance: Sequence[float] | None) -> ChainRule:
+    if synthetic_acceptance is None:
+        return CHAIN_RULES[verification]
+    return ChainRule(partial(verify_synthetic, rates=synthetic_acceptance), lambda seeds, positions: seeds, argmax=False)
+
+
 class Streams:
     """Sampling law and random stream of every deciding row, as the tensors both the drafter and verification read."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device, *, verification: str = "chain"):
+    def __init__(self, rows: Sequence[Row], device: torch.device, *, rule: ChainRule = CHAIN_RULES["chain"]):
         self.params, self.device = [row.request.params for row in rows], device
-        self.rule = CHAIN_RULES[verification]
+        self.rule = rule
         self.all_greedy = all(params.temperature == 0 for params in self.params)
         self.seeds = torch.tensor([row.request.seed for row in rows], dtype=torch.int64, device=device)
         self.positions = torch.tensor([row.request.num_tokens for row in rows], dtype=torch.int64, device=device)
@@ -86,7 +94,7 @@ def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts
     if streams.adjust is not None:
         owners, prefixes = chain_prefixes(chains) if parents is None else tree_prefixes(chains, parents)
         logits = streams.adjust.apply(logits, owners, prefixes)
-    if streams.all_greedy and (decision := _decide_greedily(logits, chains, parents)) is not None:
+    if streams.all_greedy and streams.rule.argmax and (decision := _decide_greedily(logits, chains, parents)) is not None:
         return decision
     counts = [len(chain) + 1 for chain in chains]
     laws = streams.laws

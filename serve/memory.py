@@ -24,6 +24,11 @@ def plan_blocks(target: Target, config: EngineConfig) -> BlockPlan:
         raise UserError(f"k is {config.k}; it must be at least 0")
     if config.verification == "typical" and config.tree is not None:
         raise UserError("verification is 'typical', which judges chains; leave tree out")
+    if config.synthetic_acceptance is not None:
+        if config.tree is not None:
+            raise UserError("synthetic_acceptance keeps chains; leave tree out")
+        if not config.synthetic_acceptance or not all(0 <= rate <= 1 for rate in config.synthetic_acceptance):
+            raise UserError(f"synthetic_acceptance is {config.synthetic_acceptance}; give rates from 0 to 1, one a position")
     if config.max_length is not None and not 2 <= config.max_length <= target.max_positions:
         raise UserError(f"max_length is {config.max_length}; this target allows 2 to {target.max_positions}")
     max_length = config.max_length or target.max_positions

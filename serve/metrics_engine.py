@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import FinishReason
+from draftsmith.serve.sizes import draft_bytes, target_bytes
 
 
 class EngineCollector(Collector):
@@ -23,6 +24,7 @@ class EngineCollector(Collector):
         yield from self._acceptance()
         yield from self._rounds()
         yield from self._swaps()
+        yield from self._sizes()
 
     def _speculation(self) -> Iterator[Metric]:
         stats = self.engine.stats
@@ -85,7 +87,9 @@ class EngineCollector(Collector):
         stats = self.engine.stats
         yield self._counter("draftsmith_rounds", "Engine rounds.", stats.num_rounds)
         lossless = float(self.engine.lossless)
-        yield self._gauge("draftsmith_lossless", "0 when typical acceptance was opted for, which changes answers.", lossless)
+        yield self._gauge(
+            "draftsmith_lossless", "0 when typical or synthetic acceptance was opted for, which changes answers.", lossless
+        )
         yield self._labelled("draftsmith_time_seconds", "Where rounds spend their time.", "phase", stats.time_s)
         yield self._labelled("draftsmith_fallbacks", "Drafting failures by cause.", "cause", stats.fallbacks)
         yield self._counter("draftsmith_records", "Round records handed to the sink.", self.engine.recorder.num_records)
@@ -100,6 +104,13 @@ class EngineCollector(Collector):
         pauses = list(stats.swap_pauses_s)
         yield self._gauge("draftsmith_swap_pause_seconds", "Pause of the latest swap.", pauses[-1] if pauses else 0.0)
         yield self._gauge("draftsmith_swap_pause_seconds_max", "Longest pause of a swap.", max(pauses, default=0.0))
+
+    def _sizes(self) -> Iterator[Metric]:
+        """What makes a step slow where memory bandwidth does: k draft steps read k times the draft for one read of the target."""
+        family = GaugeMetricFamily("draftsmith_step_bytes", "Weights that one step reads.", labels=["model_name", "model"])
+        family.add_metric([self.model, "target"], target_bytes(self.engine.target))
+        family.add_metric([self.model, "draft"], draft_bytes(self.engine.drafter))
+        yield family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model_name"])

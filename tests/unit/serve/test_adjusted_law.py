@@ -18,7 +18,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.decide import Streams
+from draftsmith.serve.decide import CHAIN_RULES, Streams
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.grammar import Grammar
 from draftsmith.serve.request import Request, SamplingParams
@@ -146,7 +146,7 @@ def test_a_block_is_drafted_with_noise_of_its_own() -> None:
     """What a block has looked at and thrown away must not be drafted with again (tests/unit/kernels/test_verify_block.py)."""
     requests = [Request("", [1] * length, 1, PENALTIES, seed=7, k=3, max_tokens=4) for length in (5, 6)]
     rows = [Row(request, 1, 1, 3) for request in requests]
-    chain, block = (Streams(rows, torch.device("cpu"), verification=name).draft_seeds(2) for name in ("chain", "block"))
+    chain, block = (Streams(rows, torch.device("cpu"), rule=CHAIN_RULES[name]).draft_seeds(2) for name in ("chain", "block"))
     assert chain.tolist() == [7, 7]
     assert len({7, *block.tolist()}) == 3
 

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from draftsmith.errors import UserError
+from draftsmith.serve.bench import gaps
 from draftsmith.serve.bench_client import Answer, PassResult
+from draftsmith.serve.bench_config import BenchConfig
+from draftsmith.serve.bench_goal import goal_of
 from draftsmith.serve.bench_prompts import read_prompts
-from draftsmith.serve.bench_report import Case, acceptance, figures, percentile, ratios, table
+from draftsmith.serve.bench_report import Case, acceptance, figures, goodput, percentile, ratios, table
 
 
 def test_percentiles_are_nearest_ranks() -> None:
@@ -35,7 +38,8 @@ def case(mode: str, walls_s: list[float], report_: dict | None = None) -> Case:
 def test_figures_and_ratio_of_modes() -> None:
     off, on = figures(case("off", [4.0, 4.0])), figures(case("on", [2.0, 1.0], report([2, 2], [2, 0], [3, 1])))
     assert off["tokens_per_s"] == 10 and on["tokens_per_s"] == pytest.approx(80 / 3)
-    assert off["ttft_ms"] == {"p50": 100.0, "p95": pytest.approx(300.0)}
+    assert off["ttft_ms"] == {"p50": 100.0, "p95": pytest.approx(300.0), "p99": pytest.approx(300.0)}
+    assert off["e2el_ms"]["p50"] == pytest.approx(280.0)
     assert off["tpot_ms"]["p50"] == pytest.approx(20.0) and off["acceptance"] is None
     assert on["acceptance"]["tau"] == 2.0 and on["acceptance"]["alpha"] == [0.5, 1.0]
     ratio = ratios([off, on])[0]
@@ -77,3 +81,38 @@ def test_prompt_files_that_cannot_be_used_are_refused(name: str, text: str | Non
         (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=words):
         read_prompts(str(tmp_path / name), count=1, chars=10, seed=0)
+
+
+def test_block_efficiency_and_the_memory_bound_speed_up() -> None:
+    """Two rounds of 2 drafts keep 3 of 4: 2.5 tokens a round, for one target and two tenths of it twice."""
+    found = acceptance([report([2, 2], [2, 1], [3, 1])], relative_cost=0.2)
+    assert found["block_efficiency"] == 2.5 and found["mbsu"] == pytest.approx(2.5 / 1.4)
+    assert acceptance([report([2], [1], [2])])["mbsu"] is None
+
+
+def test_goodput_counts_answers_that_keep_every_limit() -> None:
+    answers = [answer(10, 0.1, 0.02), answer(10, 0.1, 0.05), answer(10, 0.5, 0.02)]
+    found = goodput(answers, goal_of(["ttft:200", "tpot:30"]), 2.0)
+    assert found["share"] == pytest.approx(1 / 3) and found["requests_per_s"] == 0.5 and found["tokens_per_s"] == 5.0
+    with pytest.raises(UserError, match="goodput 'speed:1' is no limit"):
+        goal_of(["speed:1"])
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_open_loop_gaps_have_the_rate_and_the_burstiness_asked_for(burstiness: float) -> None:
+    config = BenchConfig(url="x", request_rate=4.0, burstiness=burstiness)
+    drawn = gaps(config, 20000, seed=1)
+    mean = sum(drawn) / len(drawn)
+    variation = (sum((gap - mean) ** 2 for gap in drawn) / len(drawn)) / mean**2
+    assert mean == pytest.approx(0.25, rel=0.05) and variation == pytest.approx(1 / burstiness, rel=0.1)
+    assert drawn == gaps(config, 20000, seed=1)
+
+
+def test_conversations_give_their_first_human_turn(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    turns = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    path.write_text(json.dumps([{"id": 1, "conversations": turns}, {"conversations": turns[2:]}]), encoding="utf-8")
+    assert read_prompts(str(path), count=2, chars=1, seed=0) == [{"prompt": "hi"}, {"prompt": "hi"}]
+    path.write_text("[1]", encoding="utf-8")
+    with pytest.raises(UserError, match="no ShareGPT-like JSON"):
+        read_prompts(str(path), count=1, chars=1, seed=0)

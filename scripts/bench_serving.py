@@ -1,0 +1,290 @@
+"""The comparison behind scripts/bench_serving: systems that are all up at once take turns over the same prompts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import httpx
+import torch
+import transformers
+from bench_serving_report import table
+
+from draftsmith.files import write_json
+from draftsmith.progress import Progress
+from draftsmith.serve.bench_client import Client
+from draftsmith.serve.bench_prompts import read_prompts
+from draftsmith.serve.bench_server import started
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Load:
+    prompts: list[dict[str, Any]]
+    max_tokens: int
+    k: int
+
+
+class Workload(NamedTuple):
+    temperature: float
+    streams: int
+    repeat: int
+
+
+class Pass(NamedTuple):
+    num_tokens: int
+    wall_s: float
+    drafts: float = 0.0  # rounds that drafted, and draft tokens accepted in them
+    accepted: float = 0.0
+
+
+class System(Protocol):
+    name: str
+    biased_when_sampled: bool
+
+    def run(self, load: Load, work: Workload) -> Pass | None:
+        """None where the system does not do this."""
+        ...
+
+
+@dataclass
+class Served:
+    """A server that speaks OpenAI's API; counts drafts by the counters that vLLM and ours have in common."""
+
+    name: str
+    url: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    seeded: bool = True
+    biased_when_sampled: bool = False
+
+    def run(self, load: Load, work: Workload) -> Pass:
+        body = {"max_tokens": load.max_tokens, "temperature": work.temperature, "ignore_eos": True, **self.extra}
+        if self.seeded:
+            body["seed"] = work.repeat
+        before = self.counters()
+        result = asyncio.run(self._measure(load, body, work.streams))
+        drafts, accepted = (after - earlier for after, earlier in zip(self.counters(), before))
+        return Pass(result.num_tokens, result.wall_s, drafts, accepted)
+
+    async def _measure(self, load: Load, body: dict[str, Any], streams: int):
+        client = Client(self.url, api_key=None, timeout_s=TIMEOUT_S)
+        try:
+            return await client.measure(load.prompts, body | {"model": await client.model()}, streams)
+        finally:
+            await client.http.aclose()
+
+    def counters(self) -> tuple[float, float]:
+        text = httpx.get(f"{self.url}/metrics").text
+        return total(text, "vllm:spec_decode_num_drafts_total"), total(text, "vllm:spec_decode_num_accepted_tokens_total")
+
+
+def total(metrics: str, name: str) -> float:
+    return sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE))
+
+
+@dataclass
+class Generate:
+    """transformers' generate in a process of its own."""
+
+    name: str
+    mode: str
+    worker: subprocess.Popen
+    biased_when_sampled: bool = False
+
+    def run(self, load: Load, work: Workload) -> Pass | None:
+        if self.mode != "plain" and work.streams > 1:
+            return None  # one request at a time is all it can
+        job = {
+            "mode": self.mode, "prompts": [prompt["prompt"] for prompt in load.prompts], "temperature": work.temperature,
+            "max_tokens": load.max_tokens, "streams": work.streams, "k": load.k, "seed": work.repeat,
+        }  # fmt: skip
+        found = ask(self.worker, job)
+        return Pass(found["num_tokens"], found["wall_s"])
+
+
+def ask(worker: subprocess.Popen, job: dict[str, Any] | None) -> dict[str, Any]:
+    assert worker.stdin is not None and worker.stdout is not None
+    if job is not None:
+        worker.stdin.write(json.dumps(job) + "\n")
+        worker.stdin.flush()
+    line = worker.stdout.readline()
+    if not line:
+        sys.exit("bench_serving: transformers' process ended; its message is above")
+    return json.loads(line)
+
+
+@contextmanager
+def generator(target: Path, draft: Path) -> Iterator[subprocess.Popen]:
+    script = [sys.executable, ROOT / "scripts" / "bench_transformers.py", "--target", target, "--draft", draft]
+    with subprocess.Popen([str(word) for word in script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        ask(worker, None)
+        yield worker
+        worker.kill()
+
+
+@contextmanager
+def vllm_server(python: str, target: Path, speculative: dict[str, Any] | None) -> Iterator[str]:
+    """vLLM's server as its users start it, compiled, with room for the longest prompt and answer."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--port", str(port)]
+    command += ["--dtype", "float32", "--no-enable-log-requests"]
+    if speculative is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, subprocess.Popen(
+        command, stdout=log, stderr=log, env=environment
+    ) as server:  # fmt: skip
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait(url, server, Path(log.name))
+            yield url
+        finally:
+            server.terminate()
+
+
+def wait(url: str, server: subprocess.Popen, log: Path) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s and server.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    sys.exit(f"bench_serving: vLLM did not start; the end of its log:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def our_systems(stack: ExitStack, run: Path, k: int) -> Iterator[System]:
+    target = ["--target", str(run / "target"), "--k", str(k)]
+    yield Served("draftsmith, no draft", stack.enter_context(started(target, timeout_s=TIMEOUT_S)))
+    for name, options in (
+        ("n-gram", ["--ngram"]),
+        ("suffix", ["--suffix"]),
+        ("eagle3", ["--draft", str(run / "eagle3")]),
+        ("draft-lm", ["--draft", str(run / "draft-lm")]),
+    ):
+        url = stack.enter_context(started([*target, *options], timeout_s=TIMEOUT_S))
+        yield Served(f"draftsmith, {name}", url)
+        if name == "eagle3":
+            yield Served("draftsmith, eagle3 loaded, off", url, extra={"speculation": {"k": 0}})
+    auto = [*target[:2], "--k", "auto", "--draft", str(run / "draft-lm")]
+    yield Served("draftsmith, draft-lm, k auto", stack.enter_context(started(auto, timeout_s=TIMEOUT_S)))
+
+
+def transformers_systems(stack: ExitStack, run: Path) -> Iterator[System]:
+    worker = stack.enter_context(generator(run / "target", run / "export" / "draft-lm"))
+    for name, mode in (("", "plain"), (", assisted by draft-lm", "assisted"), (", prompt lookup", "lookup")):
+        yield Generate(f"transformers{name}", mode, worker)
+
+
+def vllm_systems(stack: ExitStack, python: str, run: Path, k: int) -> Iterator[System]:
+    eagle3, draft_lm = str(run / "export" / "eagle3"), str(run / "export" / "draft-lm")
+    for name, speculative in (
+        ("no draft", None),
+        ("n-gram", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+        ("eagle3", {"method": "eagle3", "model": eagle3}),
+        ("draft-lm", {"method": "draft_model", "model": draft_lm}),
+    ):
+        options = None if speculative is None else speculative | {"num_speculative_tokens": k}
+        url = stack.enter_context(vllm_server(python, run / "target", options))
+        # vllm-cpu 0.32 ends with an error on seeded requests while it speculates, and what it samples then is biased.
+        yield Served(f"vllm-cpu, {name}", url, seeded=False, biased_when_sampled=speculative is not None)
+
+
+def measure(systems: Sequence[System], load: Load, works: Sequence[tuple[float, int]], repeats: int) -> list[dict[str, Any]]:
+    """Every system once a turn, every other turn backwards, so that a drift of the machine favours none."""
+    passes: dict[tuple[str, float, int], list[Pass]] = {}
+    progress = Progress("bench_serving", total=len(works) * repeats * len(systems), unit="passes", stream=sys.stderr)
+    warm = Load(load.prompts[:1], 8, load.k)
+    done = 0
+    for temperature, streams in works:
+        for system in systems:
+            system.run(warm, Workload(temperature, streams, 0))
+        for repeat in range(repeats):
+            for system in systems if repeat % 2 == 0 else reversed(systems):
+                found = system.run(load, Workload(temperature, streams, repeat))
+                done += 1
+                if found is not None:
+                    passes.setdefault((system.name, temperature, streams), []).append(found)
+                    progress.update(done, f"{system.name}, T = {temperature:g}, {streams} at once")
+    progress.close()
+    biased = {system.name for system in systems if system.biased_when_sampled}
+    return [figures(name, temperature, streams, found, biased) for (name, temperature, streams), found in passes.items()]
+
+
+def figures(name: str, temperature: float, streams: int, passes: list[Pass], biased: set[str]) -> dict[str, Any]:
+    speeds = [one.num_tokens / one.wall_s for one in passes]
+    drafts, accepted = sum(one.drafts for one in passes), sum(one.accepted for one in passes)
+    return {
+        "system": name, "temperature": temperature, "streams": streams, "tokens_per_s": statistics.median(speeds),
+        "lowest": min(speeds), "highest": max(speeds), "passes": speeds, "tau": 1 + accepted / drafts if drafts else None,
+        "biased": temperature > 0 and name in biased,
+    }  # fmt: skip
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench_serving", description="Serving speed beside transformers and vLLM.")
+    parser.add_argument("--run", type=Path, default=ROOT / "runs" / "quickstart", help="a finished quickstart folder")
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--k", type=int, default=3, help="draft tokens a round, for all systems")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--without", nargs="*", default=[], choices=("draftsmith", "transformers", "vllm-cpu"))
+    parser.add_argument("--quick", action="store_true", help="2 prompts of 16 tokens, once")
+    found = parser.parse_args()
+    if found.quick:
+        found.prompts, found.max_tokens, found.repeats = 2, 16, 1
+    return found
+
+
+def main() -> None:
+    chosen = options()
+    if not (chosen.run / "export" / "draft-lm").exists():
+        print("bench_serving: no drafts yet, running scripts/quickstart", flush=True)
+        subprocess.run([ROOT / "scripts" / "quickstart"], check=True)
+    source = chosen.run / "bench-prompts.jsonl"
+    prompts = read_prompts(str(source) if source.exists() else "stdlib:code", count=chosen.prompts, chars=400, seed=0)
+    python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
+    with ExitStack() as stack:
+        systems: list[System] = []
+        if "transformers" not in chosen.without:
+            systems += transformers_systems(stack, chosen.run)
+        if "vllm-cpu" not in chosen.without and python:
+            print("bench_serving: starting vLLM four times, about a minute each", flush=True)
+            systems += vllm_systems(stack, python, chosen.run, chosen.k)
+        if "draftsmith" not in chosen.without:
+            systems += our_systems(stack, chosen.run, chosen.k)
+        works = [(temperature, streams) for temperature in chosen.temperature for streams in chosen.streams]
+        rows = measure(systems, Load(prompts, chosen.max_tokens, chosen.k), works, chosen.repeats)
+    print(table(rows))
+    if not python:
+        print("vLLM was not measured: DRAFTSMITH_VLLM_PYTHON is not set")
+    if chosen.out is not None:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cores": os.cpu_count()}
+        setting = {name: value for name, value in vars(chosen).items() if name not in ("run", "out")}
+        write_json(chosen.out, {"schema": 1, "setting": setting, "versions": versions, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
