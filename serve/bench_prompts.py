@@ -48,7 +48,7 @@ def _read(path: Path) -> list[Prompt]:
 
 
 def _conversations(path: Path) -> list[Prompt]:
-    """ShareGPT's layout, [{"conversations": [{"from": "human", "value": text}, ...]}, ...]; the first human turn is the prompt."""
+    """ShareGPT's layout, [{"conversations": [{"from": "human", "value": text}, ...]}, ...]; a first human turn is a prompt."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         turns = [[turn["value"] for turn in entry["conversations"] if turn["from"] in ("human", "user")] for entry in entries]
