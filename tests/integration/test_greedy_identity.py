@@ -18,13 +18,14 @@ from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options, 
 from draftsmith.drafters.registry import FAMILIES as REGISTRY
 from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
 FAMILIES = ["ngram", "suffix", "eagle3", "mtp", "draft-lm"]
-HEADS = ["eagle1", "medusa", "mlp"]
+HEADS = ["eagle1", "medusa", "mlp", "dflash", "dspark"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 # The largest gap of the two best logits that rounding in another batch shape could turn round.
 NOISE = 1e-4
@@ -36,6 +37,9 @@ def make_drafter(family: str, target: Target, *, draft_vocab_size: int | None = 
     if family == "suffix":
         # Remembering the same answers from the engine before, it would be right too often for this test.
         return Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
+    if family == "suffix and draft-lm":
+        text = Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
+        return TextFirst(make_drafter("draft-lm", target), text, share=0.2)
     if family == "eagle3":
         counts = torch.arange(target.vocab_size).flip(0)
         drafter = Eagle3.create(Eagle3Options(draft_vocab_size=draft_vocab_size), target, seed=1, token_counts=counts)
@@ -163,7 +167,7 @@ def test_speculation_does_not_change_greedy_output(arch: str, load: Callable[[st
     plain = Engine(target, None, EngineConfig()).generate(batch, GREEDY)
     for completion, right in zip(plain, expected):
         assert_same(completion.tokens, right)
-    for family in FAMILIES + (HEADS if arch == "llama" else []):
+    for family in FAMILIES + ([*HEADS, "suffix and draft-lm"] if arch == "llama" else []):
         drafter = make_drafter(family, target)
         for used in (drafter, Oracle(drafter, known)):
             alone = Engine(target, used, EngineConfig(k=3)).generate(batch[:1], GREEDY)

@@ -36,7 +36,10 @@ def some_prompts(count: int, seed: int) -> list[list[int]]:
     return [torch.randint(3, 288, (3 + number % 6,), generator=generator).tolist() for number in range(count)]
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp", "draft-lm"])
+LATER = [pytest.param(family, marks=pytest.mark.long) for family in ("eagle1", "medusa", "mlp", "dflash", "dspark")]
+
+
+@pytest.fixture(scope="module", params=["eagle3", "mtp", "draft-lm", *LATER])
 def pair(request: pytest.FixtureRequest, tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A tiny target and a draft trained on its answers, sampled and greedy, until it is right about a third of the time."""
     target = Target.load(tiny_target("llama"))

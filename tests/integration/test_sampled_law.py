@@ -18,11 +18,12 @@ from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options, 
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
 
-HEADS = ["eagle1", "medusa", "mlp"]
+HEADS = ["eagle1", "medusa", "mlp", "dflash", "dspark"]
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 1536
 LENGTH = 3
@@ -43,6 +44,8 @@ def make(family: str, target: Target) -> ServingDrafter:
         return Eagle3.create(Eagle3Options(), target, seed=1).eval()
     if family == "mtp":
         return Mtp.create(MtpOptions(), target, seed=1).eval()
+    if family == "suffix and draft-lm":
+        return TextFirst(make("draft-lm", target), Suffix(SuffixOptions(max_spec_offset=1.0)), share=0.3)
     if family in HEADS:
         return FAMILIES[family].create(OPTIONS[family](), target, seed=1).eval()
     # Close to the target, so that many drafts are kept: its weights with some noise.
@@ -111,7 +114,7 @@ def start(live_server: Callable, target: Target, drafter: ServingDrafter) -> Any
     return live_server(target, drafter, EngineConfig(k=2, max_batch=64, max_length=64, max_round_tokens=1024))
 
 
-@pytest.mark.parametrize("family", ["ngram", "suffix", "eagle3", "mtp", "draft-lm", *HEADS])
+@pytest.mark.parametrize("family", ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS])
 def test_the_joint_law_of_served_tokens_is_the_targets(
     family: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
 ) -> None:
