@@ -141,10 +141,10 @@ def test_what_replaces_a_draft_that_was_never_drawn_is_a_draw_of_p(verify: Verif
     """A placeholder or a token without mass in q says nothing about q, so that q is not subtracted."""
     p, q = torch.randn(2, 24, generator=torch.Generator().manual_seed(18)), torch.zeros(1, 1, 24)
     q[0, 0, 5] = -math.inf
-    drawn = sample(p[:1].expand(12, 24), torch.arange(12), torch.zeros(12, dtype=torch.int64), Purpose.RESIDUAL)
+    drawn = sample(p[:1].expand(5, 24), torch.arange(5), torch.zeros(5, dtype=torch.int64), Purpose.RESIDUAL)
     for token in (-1, 5):
-        drafts, everyone = torch.full((12, 1), token), torch.arange(12)
-        verdict = verify(p.repeat(12, 1), drafts, torch.ones_like(everyone), q.expand(12, 1, 24), everyone, 0 * everyone)
+        drafts, everyone = torch.full((5, 1), token), torch.arange(5)
+        verdict = verify(p.repeat(5, 1), drafts, torch.ones_like(everyone), q.expand(5, 1, 24), everyone, 0 * everyone)
         assert torch.equal(verdict.tokens[:, 0], drawn)
 
 

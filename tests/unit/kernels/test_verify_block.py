@@ -179,9 +179,9 @@ def random_rounds(seed: int, rows: int, depth: int, size: int) -> tuple[torch.Te
     return p, drafts, lengths, q, seeds, positions
 
 
-@pytest.mark.parametrize("size", [2, 33, 130])
+@pytest.mark.parametrize("size", [5, 49])
 def test_triton_decides_as_the_reference(size: int, device: torch.device, poisoned_empty: None) -> None:
-    arguments = [tensor.to(device) for tensor in random_rounds(size, 12, 3, size)]
+    arguments = [tensor.to(device) for tensor in random_rounds(size, 8, 3, size)]
     arguments[1][3, 1] = -1
     reference, ours = verify_block_torch(*arguments), triton_small_blocks(*arguments)
     # The seeds are such that no draw lies within rounding of its threshold.
@@ -190,7 +190,7 @@ def test_triton_decides_as_the_reference(size: int, device: torch.device, poison
 
 
 def test_one_draft_or_deterministic_ones_are_a_chain(verify: Verify) -> None:
-    p, drafts, lengths, q, seeds, positions = random_rounds(20, 12, 1, 40)
+    p, drafts, lengths, q, seeds, positions = random_rounds(20, 6, 1, 40)
     block, chain = verify(p, drafts, lengths, q, seeds, positions), verify_chain_torch(p, drafts, lengths, q, seeds, positions)
     assert torch.equal(block.tokens, chain.tokens)
     p, drafts, lengths, _, seeds, positions = random_rounds(21, 12, 3, 40)
@@ -202,10 +202,10 @@ def test_one_draft_or_deterministic_ones_are_a_chain(verify: Verify) -> None:
 
 def test_a_draft_equal_to_the_target_stands_whole(verify: Verify) -> None:
     laws = normal(22, 4, 33)
-    seeds, positions = torch.arange(12), torch.arange(12)
-    drafts = torch.stack([sample(laws[i].expand(12, 33), seeds, positions + i, Purpose.DRAFT) for i in range(3)], dim=1)
-    verdict = verify(laws.repeat(12, 1), drafts, torch.full((12,), 3), laws[:3].expand(12, 3, 33), seeds, positions)
-    assert verdict.accepted.tolist() == [3] * 12
+    seeds, positions = torch.arange(5), torch.arange(5)
+    drafts = torch.stack([sample(laws[i].expand(5, 33), seeds, positions + i, Purpose.DRAFT) for i in range(3)], dim=1)
+    verdict = verify(laws.repeat(5, 1), drafts, torch.full((5,), 3), laws[:3].expand(5, 3, 33), seeds, positions)
+    assert verdict.accepted.tolist() == [3] * 5
 
 
 def test_a_token_that_its_law_could_not_have_drawn_ends_the_block(verify: Verify) -> None:
@@ -242,9 +242,9 @@ def test_rows_without_drafts_among_others(verify: Verify) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype) -> None:
-    p, drafts, lengths, q, seeds, positions = random_rounds(28, 6, 2, 45)
+    p, drafts, lengths, q, seeds, positions = random_rounds(28, 3, 2, 45)
     p, q = p.to(dtype), q.to(dtype)
-    wide_p, wide_q = torch.zeros(len(p), 60, dtype=dtype), torch.zeros(6, 4, 60, dtype=dtype)
+    wide_p, wide_q = torch.zeros(len(p), 60, dtype=dtype), torch.zeros(3, 4, 60, dtype=dtype)
     wide_p[:, 3:48], wide_q[:, 1:3, 3:48] = p, q
     narrow = verify(wide_p[:, 3:48], drafts, lengths, wide_q[:, 1:3, 3:48], seeds, positions)
     assert torch.equal(narrow.tokens, verify(p.float(), drafts, lengths, q.float(), seeds, positions).tokens)
