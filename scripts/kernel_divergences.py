@@ -55,7 +55,7 @@ def eager_rows(name: str, draft_logits: torch.Tensor, target_logits: torch.Tenso
     return 1 - alpha if name == "tv" else -alpha.log()
 
 
-def backward(loss: torch.Tensor, pair: Pair) -> torch.Tensor:
+def backward(loss: torch.Tensor, pair: Pair) -> tuple[torch.Tensor, ...]:
     """Both gradients, as fresh tensors."""
     return torch.autograd.grad(loss, (pair.hidden, pair.head))
 
@@ -74,6 +74,7 @@ def products(pair: Pair, *, with_target: bool) -> Callable[[], None]:
                 pair.target_hidden[part] @ pair.target_head.T
             grad_hidden[part] = logits @ head
             total.addmm_(logits.T, hidden[part])
+            del logits
 
     return call
 

@@ -34,7 +34,7 @@ def liger_forward_kl(
 
     loss = LigerFusedLinearKLDivLoss(reduction="sum", accum_dtype=accumulate)
     probs = target_logits.softmax(-1)
-    return lambda: loss(hidden, head, probs).backward()
+    return lambda: torch.autograd.grad(loss(hidden, head, probs), (hidden, head))
 
 
 def liger_jsd(
@@ -43,7 +43,7 @@ def liger_jsd(
     from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 
     loss = LigerFusedLinearJSD(jsd_beta=0.5)
-    return lambda: loss(hidden, head, target_hidden, target_head, None).backward()
+    return lambda: torch.autograd.grad(loss(hidden, head, target_hidden, target_head, None), (hidden, head))
 
 
 def vllm_chain(p_logits: torch.Tensor, draft_tokens: torch.Tensor, q_logits: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -41,10 +41,10 @@ def test_rows_equal_the_reference(
     reference = divergence_rows(kind, rows)
     ours = divergence_rows_triton(kind, rows, block=16)
     counted = rows.weights != 0
-    # float32 sums of at most 70 terms; bfloat16 only rounds the gradient that is written. tvd++ takes a root of a mass, which
-    # halves the digits of a small one.
+    # float32 sums of at most 70 terms; bfloat16 only rounds the gradient that is written. tvd++ takes roots: that of a small mass
+    # has half its digits, and the arc of one within 6e-8 of 1 is known to 5e-4.
     loose = 10 if kind.name == "tvd++" else 1
-    torch.testing.assert_close(ours.loss, reference.loss, rtol=2e-5 * loose, atol=2e-6 * loose)
+    torch.testing.assert_close(ours.loss, reference.loss, rtol=2e-5, atol=1e-3 if kind.name == "tvd++" else 2e-6)
     torch.testing.assert_close(ours.alpha[counted], reference.alpha[counted], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.keep[counted], reference.keep[counted], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.outside[counted], reference.outside[counted], rtol=1e-5, atol=1e-6)
