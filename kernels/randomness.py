@@ -61,10 +61,13 @@ def _few_keys(seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tens
     return torch.tensor([signed(key) for key in keys], dtype=torch.int64).view(rows[0].shape)
 
 
-def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, numbers: torch.Tensor | int = 0) -> torch.Tensor:
-    """One draw for each seed, position and number (int64, broadcast together) -> float64, strictly inside (0, 1)."""
-    offsets = torch.as_tensor(numbers, device=seeds.device) * GOLDEN
-    return _unit_interval(_mix_(stream_keys(seeds, positions, purpose) + offsets), torch.float64)
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    """One draw for each seed, position and number (int64, broadcast together) -> float64, strictly inside (0, 1).
+
+    Without `numbers` each is 0.
+    """
+    keys = stream_keys(seeds, positions, purpose)
+    return _unit_interval(_mix_(keys if numbers is None else keys + numbers * GOLDEN), torch.float64)
 
 
 def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,7 @@ def test_numbers_continue_the_published_sequence_and_are_independent() -> None:
     first = stream_keys(seeds[:1], positions[:1], Purpose.ACCEPT).item()
     for number in range(4):
         expected = ((splitmix(first + number * 0x9E3779B97F4A7C15) >> 12) + 0.5) / 2**52
-        assert uniform(seeds[:1], positions[:1], Purpose.ACCEPT, number).item() == expected
+        assert uniform(seeds[:1], positions[:1], Purpose.ACCEPT, torch.tensor(number)).item() == expected
     draws = uniform(seeds[:, None], positions[:, None], Purpose.ACCEPT, torch.arange(4))
     assert torch.equal(draws[:, 0], uniform(seeds, positions, Purpose.ACCEPT))
     for number in range(1, 4):

