@@ -27,8 +27,8 @@ T = TypeVar("T")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 # Pieces of one text as serving feeds them: a prompt, single tokens, a verification.
 PIECES = (9, 1, 5, 1, 2)
-# Weights are laid out a second time only where this share of the free memory holds them.
-SHARE_OF_MEMORY = 0.25
+# Weights are laid out a second time only where this share of the machine's memory holds them.
+SHARE_OF_MEMORY = 0.125
 
 
 class Mismatch(Exception):
@@ -94,7 +94,7 @@ def _every_state(lm: CausalLM, input_ids: torch.Tensor, positions: torch.Tensor,
 
 def affords(model: torch.nn.Module) -> bool:
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return num_bytes <= SHARE_OF_MEMORY * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return num_bytes <= SHARE_OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @torch.no_grad()
