@@ -38,6 +38,11 @@ class CatchUp(NamedTuple):
     positions: torch.Tensor  # [R] their last position with a true state
     step: HeadStep  # [R, H]
 
+    def select(self, chosen: torch.Tensor) -> CatchUp:
+        """`chosen` [R] bool."""
+        step = HeadStep(self.step.next_hidden[chosen], self.step.head_input[chosen])
+        return CatchUp(self.rows[chosen], self.positions[chosen], step)
+
 
 class FeatureHead(nn.Module, Recordable):
     family: str

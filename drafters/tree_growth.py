@@ -11,9 +11,9 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.tree_laws import TreeLaws
-from draftsmith.drafters.tree_nodes import TreeNodes
+from draftsmith.drafters.tree_nodes import TreeNodes, merged
 from draftsmith.drafters.tree_reader import Level, TreeReader
-from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeShape
+from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape
 
 if TYPE_CHECKING:
     from draftsmith.drafters.heads import CatchUp, FeatureHead
@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 
 def grow(head: FeatureHead, inputs: DraftInputs, caught: CatchUp | None, shape: TreeShape) -> Proposal:
     """A tree for every row that has caught up, of `shape` but with no more than the row's `num_draft` nodes."""
-    if caught is None:
+    if caught is None or len(caught.rows) == 0:
         rows = torch.empty(0, dtype=torch.int64, device=inputs.num_draft.device)
         return TreeNodes(0, rows.device).proposal(inputs, rows, None, torch.empty(0, 1, dtype=torch.int64, device=rows.device))
+    if isinstance(shape, TreeByLaw):
+        greedy = inputs.sampling.temperature[caught.rows] == 0
+        return merged(
+            grow(head, inputs, caught.select(greedy), shape.greedy), grow(head, inputs, caught.select(~greedy), shape.sampled)
+        )
     laws = TreeLaws(inputs, caught.rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map)
     reader = TreeReader(head, inputs, caught)
     budgets = inputs.num_draft[caught.rows].clamp(max=shape.nodes)

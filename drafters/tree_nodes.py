@@ -66,6 +66,24 @@ class TreeNodes:
         return Proposal(tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=laws)
 
 
+def merged(one: Proposal, other: Proposal) -> Proposal:
+    """Trees of the same batch, where no row has a tree in both."""
+    if one.tokens.shape[1] < other.tokens.shape[1]:
+        one, other = other, one
+    parents, more_parents, laws, more_laws = one.parents, other.parents, one.q_rows, other.q_rows
+    assert parents is not None and more_parents is not None and laws is not None and more_laws is not None
+    tokens, lengths, logits = one.tokens.clone(), one.lengths + other.lengths, one.logits
+    shift = 0
+    if other.logits is not None:
+        shift = 0 if logits is None else len(logits)
+        logits = other.logits if logits is None else torch.cat([logits, other.logits])
+    rows, width = other.lengths > 0, other.tokens.shape[1]
+    parents, laws = parents.clone(), laws.clone()
+    tokens[rows, :width], parents[rows, :width] = other.tokens[rows], more_parents[rows]
+    laws[rows, : width + 1] = torch.where(more_laws[rows] < 0, -1, more_laws[rows] + shift)
+    return Proposal(tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=laws)
+
+
 def _put(places: torch.Tensor, values: torch.Tensor, width: int, empty: float) -> torch.Tensor:
     """values [R, C] at places [R, C] -> [R, width]; those at place `width` are dropped."""
     out = torch.full((len(values), width + 1), empty, dtype=values.dtype, device=values.device)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from draftsmith.errors import UserError
 
 MAX_NODES = 62  # as kernels/trees.py, which needs torch
-FORMS = "'dynamic', 'dynamic:nodes=24,depth=5,width=4' or 'sampled:3x2x1x1'"
+FORMS = "'auto', 'dynamic', 'dynamic:nodes=24,depth=5,width=4', 'sampled:3x2x1x1' or two of these joined by '+'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,35 @@ class SampledTree:
         return list(accumulate(self.branches, lambda size, count: min(size * count, 10 * MAX_NODES)))
 
 
-TreeShape = DynamicTree | SampledTree
+@dataclass(frozen=True, kw_only=True)
+class TreeByLaw:
+    """Greedy requests get the one, sampled ones the other: what is not drawn is kept less often the more a law spreads."""
+
+    greedy: DynamicTree = DynamicTree()
+    sampled: SampledTree = SampledTree()
+
+    @property
+    def nodes(self) -> int:
+        return max(self.greedy.nodes, self.sampled.nodes)
+
+
+TreeShape = DynamicTree | SampledTree | TreeByLaw
 
 
 def parse_tree(text: str) -> TreeShape:
-    """`FORMS`, numbers left out being the defaults."""
+    """`FORMS`, numbers left out being the defaults; 'auto' is 'dynamic+sampled'."""
+    if text == "auto":
+        return TreeByLaw()
+    first, joined, second = text.partition("+")
+    if not joined:
+        return _parse_one(text, text)
+    greedy, sampled = _parse_one(first, text), _parse_one(second, text)
+    if isinstance(greedy, DynamicTree) and isinstance(sampled, SampledTree):
+        return TreeByLaw(greedy=greedy, sampled=sampled)
+    raise UserError(f"tree is {text!r}; the first of two trees must be dynamic and the second sampled")
+
+
+def _parse_one(text: str, whole: str) -> DynamicTree | SampledTree:
     kind, _, rest = text.partition(":")
     if kind == "sampled" and re.fullmatch(r"(\d+(x\d+)*)?", rest):
         return SampledTree(branches=tuple(map(int, rest.split("x")))) if rest else SampledTree()
@@ -75,4 +99,4 @@ def parse_tree(text: str) -> TreeShape:
         values = dict(part.split("=") for part in rest.split(",")) if rest else {}
         if values.keys() <= {"nodes", "depth", "width"}:
             return DynamicTree(**{name: int(value) for name, value in values.items()})
-    raise UserError(f"tree is {text!r}; give {FORMS}")
+    raise UserError(f"tree is {whole!r}; give {FORMS}")

@@ -9,7 +9,10 @@ from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.serve.control import MAX_AUTO_K, parse_schedule
 
-TREE_HELP = "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4] or sampled[:3x2x1x1]"
+TREE_HELP = (
+    "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4], sampled[:3x2x1x1], or auto: the first for "
+    "greedy requests, the second for others"
+)
 VERIFICATIONS = ("chain", "block", "typical")
 VERIFICATION_HELP = "how a chain's drafts are judged: one by one, together (keeps more), or by typical acceptance (LOSSY)"
 SYNTHETIC_HELP = "keep drafts at these rates by position whatever they are: for sizing only, the text is meaningless (LOSSY)"

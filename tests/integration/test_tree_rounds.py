@@ -26,6 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 NOISE = 1e-4  # the largest gap of the two best logits that rounding in another batch shape could turn round
 FALSE_ALARM = 1e-6
 TREES = ["dynamic:nodes=12,depth=4,width=3", "sampled:3x2x1"]
+MIXED = "+".join(TREES)
 
 
 def make(family: str, target: Target) -> ServingDrafter:
@@ -265,3 +266,21 @@ def test_tokens_do_not_depend_on_preemption_chunking_or_cached_prefixes(tree: st
         for _ in range(2):
             assert finish(engine, batch, random.Random(seed)) == expected
         assert engine.scheduler.num_preemptions > 0 and engine.stats.prefix_cache_hits > 0 and not engine.stats.fallbacks
+
+
+def test_greedy_and_sampled_requests_share_rounds_with_trees_of_their_own(load: Callable[[str], Target]) -> None:
+    target = load("llama")
+    batch = prompts(6)
+    drafter = make("eagle3", target)
+    wanted = [
+        replace(GREEDY, temperature=temperature, seed=50 + i) for i, temperature in enumerate((0.0, 1.0, 0.0, 0.7, 1.3, 0.0))
+    ]
+    alone = [
+        Engine(target, drafter, EngineConfig(tree=TREES[params.temperature > 0])).generate([prompt], params)[0].tokens
+        for prompt, params in zip(batch, wanted)
+    ]
+    engine = Engine(target, drafter, EngineConfig(tree=MIXED))
+    requests = [engine.submit(prompt, params) for prompt, params in zip(batch, wanted)]
+    while engine.busy:
+        engine.step()
+    assert [request.output for request in requests] == alone and not engine.stats.fallbacks

@@ -13,7 +13,7 @@ from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeShape, parse_tree
+from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.randomness import Purpose, sample_without_replacement
@@ -181,6 +181,24 @@ def test_sampled_trees_are_drawn_without_replacement_from_the_law_they_tell(draf
             assert children.tolist() == wanted.tolist()
 
 
+@pytest.mark.parametrize("greedy", [DynamicTree(nodes=6, depth=3, width=2), DynamicTree(nodes=20, depth=3, width=5)])
+def test_each_row_gets_the_tree_of_its_law(drafter, target: Target, texts: list[list[int]], greedy: DynamicTree) -> None:
+    """Whichever of the two is larger, and also when a batch has rows of one kind alone."""
+    both = TreeByLaw(greedy=greedy, sampled=SampledTree(branches=(3, 2)))
+    for temperatures in ((1.0, 0.0, 1.5), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)):
+        found = propose(drafter, target, texts, (30, 30, 30), temperatures, both)
+        for row, temperature in enumerate(temperatures):
+            alone = propose(drafter, target, texts, (30, 30, 30), temperatures, both.sampled if temperature else both.greedy)
+            length = int(alone.lengths[row])
+            assert int(found.lengths[row]) == length > 0
+            assert torch.equal(found.tokens[row, :length], alone.tokens[row, :length])
+            assert torch.equal(found.parents[row, :length], alone.parents[row, :length])
+            for law, wanted in zip(found.q_rows[row].tolist(), alone.q_rows[row].tolist()):
+                assert (law < 0) == (wanted < 0 or temperature == 0)
+                if law >= 0:
+                    torch.testing.assert_close(found.logits[law], alone.logits[wanted])
+
+
 def test_a_smaller_budget_gives_the_first_nodes_of_the_same_tree(drafter, target: Target, texts: list[list[int]]) -> None:
     shape = SampledTree(branches=(3, 2, 1))
     whole = propose(drafter, target, texts, (15, 15, 15), (1.0, 1.0, 0.0), shape)
@@ -224,8 +242,10 @@ def test_who_grows_trees(drafter) -> None:
 def test_shapes_are_told_in_words() -> None:
     assert parse_tree("dynamic:nodes=30,depth=6") == DynamicTree(nodes=30, depth=6, width=4)
     assert parse_tree("dynamic") == DynamicTree() and parse_tree("sampled") == SampledTree()
+    assert parse_tree("auto") == parse_tree("dynamic+sampled") == TreeByLaw()
+    assert parse_tree("dynamic:nodes=9,depth=2,width=3+sampled:2x1").sampled == SampledTree(branches=(2, 1))
     assert parse_tree("sampled:4x2x1") == SampledTree(branches=(4, 2, 1)) and SampledTree(branches=(4, 2, 1)).nodes == 20
     wrong = ["", "dynamics", "dynamic:", "dynamic:node=3", "dynamic:nodes=0", "dynamic:nodes=63", "dynamic:nodes=5", "sampled:0"]
-    for text in [*wrong[:2], *wrong[3:], "sampled:3x", "sampled:9x9", "sampled:999999x999999"]:
+    for text in [*wrong[:2], *wrong[3:], "sampled:3x", "sampled:9x9", "sampled:999999x999999", "sampled+dynamic", "dynamic+"]:
         with pytest.raises(UserError):
             parse_tree(text)
