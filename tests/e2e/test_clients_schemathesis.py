@@ -20,7 +20,8 @@ def test_the_schema_tells_all_that_comes(
     flags: tuple[str, ...], start_server: Callable, run_client: Callable[..., str], tmp_path: Path
 ) -> None:
     server = start_server("--ngram", "--k", "3", "--per-request-spec-decode-metrics", "detailed", *flags)
-    headers = {"authorization": "Bearer second"} if flags else {}
+    # Spelt so: schemathesis leaves out no other spelling when it tries without a key.
+    headers = {"Authorization": "Bearer second"} if flags else {}
     arguments = [
         "--checks",
         "all",
@@ -36,7 +37,7 @@ def test_the_schema_tells_all_that_comes(
     for name, value in headers.items():
         arguments += ["--header", f"{name}: {value}"]
     told = run_client("schemathesis", "bin/schemathesis", "run", f"{server.url}/openapi.json", *arguments, cwd=tmp_path)
-    assert "No issues found" in told
+    assert "❌" not in told and "Tested: 12" in told
     # The server has come through it, and some of the requests were answers and no refusals.
     answer = {"model": "tiny", "prompt": "x", "max_tokens": 4}
     assert httpx.post(f"{server.url}/v1/completions", json=answer, headers=headers, timeout=60).status_code == 200

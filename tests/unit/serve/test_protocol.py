@@ -37,6 +37,7 @@ CHANGES = [
     ({"logprobs": 2, "echo": True}, {"logprobs": 2, "prompt_logprobs": 2}),
     ({"max_tokens": 0, "echo": True}, {"max_tokens": 1}),
     ({"speculation": {"k": 2}}, {"k": 2}),
+    ({"speculation": {"draft_temperature": 0.5}}, {"draft_temperature": 0.5}),
     ({"response_format": {"type": "text"}}, {"grammar": None}),
     ({"response_format": {"type": "json_object"}}, {"grammar": Grammar.json_object()}),
     (
