@@ -49,7 +49,8 @@ def record_forwards(target: CausalLM, drafter: object) -> None:
     target.record()
     if isinstance(drafter, Recordable):
         drafter.record()
-    log.debug("forwards recorded in %.1f s", perf_counter() - begun_s)
+    if target.recorded:
+        log.info("forwards recorded in %.1f s", perf_counter() - begun_s)
 
 
 class RecordedLm(NamedTuple):

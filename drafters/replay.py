@@ -24,6 +24,7 @@ class Replay:
         self._packed = rewrite(module, pack=pack)
         self._constants = _lift_constants(module)
         module.recompile()
+        self.graph = module.graph
         self._run = module.forward
 
     def __call__(self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None) -> Any:

@@ -146,3 +146,32 @@ def test_weights_written_in_place_count_after_a_refresh():
     for found, old, layer in zip(replay(rows), stale, layers):
         torch.testing.assert_close(found, layer(rows))
         assert (found - old).abs().max() > 0.1
+
+
+def test_what_a_rewrite_leaves_of_a_llama(tiny_target):
+    """Its speed is the number of calls: a change of transformers' code that no pattern fits any more must not go unnoticed."""
+    target = Target.load(tiny_target("llama"))
+    target.record()
+    names = [node.name for node in target._recorded.body.graph.nodes if node.op == "call_function"]
+    layers = target.num_layers
+
+    def count(prefix: str) -> int:
+        return sum(name == prefix or (name.startswith(f"{prefix}_") and name[len(prefix) + 1 :].isdigit()) for name in names)
+
+    assert count("rms_norm") == 2 * layers + 1
+    assert count("roll") == 2 * layers
+    assert count("multiply") == 4 * layers
+    assert count("attend") == layers
+    assert (count("pow"), count("to_copy"), count("linear")) == (0, 0, 0)
+    assert count("cos") == count("sin") == 1
+    assert len(names) <= 38 * layers + 20
+
+
+@torch.no_grad()
+def test_without_memory_for_a_second_copy_weights_stay_as_they_are(tiny_target):
+    target = Target.load(tiny_target("llama"))
+    layer = target.model.lm_head
+    replay = Replay(lambda rows, context: layer(rows), [torch.zeros(1, NUM_TOKENS, target.hidden_size)], pack=False)
+    rows = torch.randn(1, 3, target.hidden_size)
+    torch.testing.assert_close(replay(rows), layer(rows))
+    assert [node.target for node in replay.graph.nodes if node.op == "call_function"] == [torch._C._nn.linear]
