@@ -33,6 +33,7 @@ from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.metrics import ServerMetrics
 from draftsmith.serve.parallel import LEADER, Channel, LeadingTarget, follow, join
 from draftsmith.serve.record import Sink
+from draftsmith.serve.trees import wanted_tree
 from draftsmith.serve.watch import VersionWatcher
 
 MakeSink = Callable[[ServeConfig, Target], Sink]
@@ -96,6 +97,7 @@ def check(config: ServeConfig) -> None:
     ):
         if value is not None and value <= 0:
             raise UserError(f"{name} is {value}; it must be above 0")
+    wanted_tree(config.engine())
     if config.ngram and (config.suffix or config.draft is not None or config.versions is not None):
         raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
 

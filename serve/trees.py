@@ -33,6 +33,10 @@ def wanted_tree(config: EngineConfig) -> TreeShape | None:
         raise UserError(
             f"verification is {config.verification!r}, which judges chains, together with a tree; leave one of them out"
         )
+    if config.synthetic_acceptance is not None:
+        raise UserError(
+            "synthetic_acceptance is given, which keeps drafts of a chain, together with a tree; leave one of them out"
+        )
     return parse_tree(config.tree)
 
 

@@ -17,10 +17,11 @@ from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.record import RoundRecord
 from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.run import check
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 NOISE = 1e-4  # the largest gap of the two best logits that rounding in another batch shape could turn round
@@ -235,6 +236,8 @@ def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="dynamic", adaptive=True))
     with pytest.raises(UserError, match="judges chains"):
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="dynamic", verification="block"))
+    with pytest.raises(UserError, match="drafts of a chain"):
+        check(ServeConfig(target="t", tree="auto", synthetic_acceptance=(0.5,)))
     with pytest.raises(UserError, match="tree is 'round'"):
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))
 
