@@ -56,7 +56,7 @@ class BlockLaw(NamedTuple):
     """How far N drafted paths of K tokens reach, and where they may stop."""
 
     log_reach: torch.Tensor  # [N, K + 1]
-    stop: torch.Tensor  # [N, K + 1], h_i in float64; 0 beyond a row's last draft
+    stop: torch.Tensor  # [N, K + 1], h_i in float64; h_0 is 1, for the path without drafts stands; 0 beyond a row's last draft
     last: torch.Tensor  # [N] int64, the number of drafts that count
 
 
@@ -73,10 +73,10 @@ def block_law(log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor, le
     for step in range(depth):
         reaches.append((reaches[-1] + log_ratio[:, step]).clamp(max=0))
     log_reach = torch.stack(reaches, dim=1)
-    mass = residual_law(log_p[:, :depth] + log_reach[:, :depth, None], log_q).double().exp().sum(dim=-1)
-    short = -torch.expm1(log_reach.double())
-    stop = mass / torch.where(mass > 0, mass + short[:, :depth], 1)
-    stop = torch.nn.functional.pad(stop, (0, 1))
+    residual = residual_law(log_p[:, 1:depth] + log_reach[:, 1:depth, None], log_q[:, 1:])
+    mass = residual.exp().sum(dim=-1, dtype=torch.float64)
+    short = -torch.expm1(log_reach[:, 1:depth].double())
+    stop = torch.nn.functional.pad(mass / torch.where(mass > 0, mass + short, 1), (1, 1), value=1.0)
     stop = torch.where(places == last[:, None], log_reach.double().exp(), stop)
     return BlockLaw(log_reach, torch.where(places <= last[:, None], stop, 0), last)
 
@@ -95,7 +95,9 @@ def verify_block_torch(
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     places = torch.arange(num_draft + 1, device=device)
     p_rows = first_rows[:, None] + torch.minimum(places, lengths[:, None])
-    log_p, log_q = log_law(p_logits)[p_rows], log_law(q_logits)
+    log_p, log_q = log_law(p_logits), log_law(q_logits)
+    # Rows of full length need no copy.
+    log_p = log_p.view(num_rows, num_draft + 1, log_p.shape[-1]) if len(log_p) == p_rows.numel() else log_p[p_rows]
     law = block_law(log_p, log_q, draft_tokens, lengths)
     draws = uniform(seeds[:, None], positions[:, None], Purpose.ACCEPT, places - 1)
     # Test i + 1 is of the path after i + 1 drafts; the path without any always stands.

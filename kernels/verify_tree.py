@@ -22,7 +22,7 @@ from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.filters import clean
 from draftsmith.kernels.randomness import Purpose, race, stream_keys, uniform
 from draftsmith.kernels.trees import DraftTree
-from draftsmith.kernels.verify import accepts, assemble, log_law, one_hot_logits, residual_law, wide
+from draftsmith.kernels.verify import accepts, assemble, log_law, residual_law, wide
 
 
 class TreeVerdict(NamedTuple):
@@ -71,21 +71,17 @@ def verify_tree(
 class Siblings(NamedTuple):
     """What is left at N nodes once some of their children were rejected; logprobs [N, V]."""
 
-    log_p: torch.Tensor  # the law still to be met
-    log_q: torch.Tensor  # the law the next child was drawn from
+    log_p: torch.Tensor  # the law still to be met; -inf everywhere where no mass is left
+    log_q: torch.Tensor | None  # the law the next child was drawn from; None when no node's children were drawn
 
 
-def offered_law(left: Siblings, tokens: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-    """[N, V] logprobs of the law each next child was drawn from: `left.log_q` where `told` [N], else 1 at the child."""
-    return torch.where(told[:, None], left.log_q, one_hot_logits(tokens, left.log_p))
-
-
-def reject(left: Siblings, tokens: torch.Tensor, told: torch.Tensor, log_p: torch.Tensor) -> Siblings:
-    """What is left once the next children `tokens` [N] are rejected; `log_p` is the target's law, should no mass be left."""
-    residual = log_law(residual_law(left.log_p, offered_law(left, tokens, told)))
-    has_mass = (residual > -math.inf).any(dim=-1, keepdim=True)
-    others = log_law(left.log_q.scatter(-1, tokens[:, None], -math.inf))
-    return Siblings(torch.where(has_mass, residual, log_p), others)
+def reject(left: Siblings, tokens: torch.Tensor, told: torch.Tensor) -> Siblings:
+    """What is left once the next children `tokens` [N] are rejected; `told` [N] says whose were drawn, from `left.log_q`."""
+    log_p = left.log_p.scatter(-1, tokens[:, None], -math.inf)
+    if left.log_q is None:
+        return Siblings(log_law(log_p), None)
+    log_p = torch.where(told[:, None], residual_law(left.log_p, left.log_q), log_p)
+    return Siblings(log_law(log_p), log_law(left.log_q.scatter(-1, tokens[:, None], -math.inf)))
 
 
 class SiblingLaw(NamedTuple):
@@ -98,14 +94,16 @@ class SiblingLaw(NamedTuple):
 def sibling_law(log_p: torch.Tensor, log_q: torch.Tensor | None, tokens: torch.Tensor) -> SiblingLaw:
     """The test of children `tokens` [M] under the target's law log_p [V], for enumeration; log_q [V] None: deterministic."""
     told = torch.tensor([log_q is not None], device=log_p.device)
-    left = Siblings(log_p[None], torch.full_like(log_p, -math.inf)[None] if log_q is None else log_q[None])
+    left = Siblings(log_p[None], None if log_q is None else log_q[None])
     keep = torch.zeros(len(tokens), dtype=log_p.dtype, device=log_p.device)
     for place, token in enumerate(tokens[:, None]):
-        drawn_from = offered_law(left, token, told)[0, token.clamp(min=0)]
-        if not bool((token >= 0) & (drawn_from > -math.inf)):
+        drawn = 0.0 if left.log_q is None else float(left.log_q[0, token])
+        if int(token) < 0 or drawn == -math.inf:
             continue
-        keep[place] = (left.log_p[0, token] - drawn_from).exp().clamp(max=1)[0]
-        left = reject(left, token, told, log_p[None])
+        keep[place] = (left.log_p[0, token] - drawn).exp().clamp(max=1)[0]
+        left = reject(left, token, told)
+        if not bool((left.log_p > -math.inf).any()):
+            left = Siblings(log_p[None], left.log_q)
     return SiblingLaw(keep, left.log_p[0])
 
 
@@ -122,64 +120,81 @@ def verify_tree_torch(
     One walk over the nodes in their topological order does for all rows: whichever node a row stands at, its children come
     later, in the order of their tests.
     """
-    walk = _Walk(p_logits, tree)
+    walk = _Walk(p_logits, tree, q_logits, q_rows)
+    lengths, parents = tree.lengths.tolist(), tree.parents.tolist()
     for node in range(tree.tokens.shape[1]):
-        rows = ((node < tree.lengths) & (tree.parents[:, node] + 1 == walk.slots)).nonzero()[:, 0]
-        if len(rows) == 0:
-            continue
-        told = torch.zeros_like(rows, dtype=torch.bool)
-        if q_logits is not None and q_rows is not None:
-            laws = q_rows[rows, walk.slots[rows]]
-            told = laws >= 0
-            fresh = told & (walk.tested[rows] == 0)
-            walk.learn(rows[fresh], q_logits[laws[fresh]])
-        log_u = uniform(seeds[rows], positions[rows] + walk.accepted[rows], Purpose.ACCEPT, walk.tested[rows]).log()
-        walk.test(node, rows, told, log_u)
+        here = [row for row, slot in enumerate(walk.slots) if node < lengths[row] and parents[row][node] + 1 == slot]
+        if here:
+            rows = torch.tensor(here, device=p_logits.device)
+            log_u = uniform(seeds[rows], positions[rows] + walk.accepted[rows], Purpose.ACCEPT, walk.tested[rows]).log()
+            walk.test(node, rows, log_u)
     purposes = torch.where(walk.tested > 0, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    emitted = race(walk.final_logits, stream_keys(seeds, positions + walk.accepted, purposes))
+    emitted = race(walk.final_logits(), stream_keys(seeds, positions + walk.accepted, purposes))
     drafts = tree.tokens.gather(1, walk.nodes.clamp(min=0))
     return TreeVerdict(walk.accepted, assemble(drafts, walk.accepted, emitted), walk.nodes)
 
 
 class _Walk:
-    """Where each of B rows stands, and the laws there."""
+    """Where each of B rows stands, and what is left of the laws there once its children are tested."""
 
-    def __init__(self, p_logits: torch.Tensor, tree: DraftTree):
-        self.p_logits, self.tokens = p_logits, tree.tokens
-        self.first_rows = torch.cumsum(tree.lengths + 1, 0) - (tree.lengths + 1)
-        self.slots, self.accepted, self.tested = (torch.zeros_like(tree.lengths) for _ in range(3))
+    def __init__(self, p_logits: torch.Tensor, tree: DraftTree, q_logits: torch.Tensor | None, q_rows: torch.Tensor | None):
+        self.p_logits, self.tokens, self.q_logits, self.q_rows = p_logits, tree.tokens, q_logits, q_rows
+        self.slots = [0] * len(tree.lengths)
+        self.p_rows = torch.cumsum(tree.lengths + 1, 0) - (tree.lengths + 1)
+        self.accepted, self.tested = torch.zeros_like(tree.lengths), torch.zeros_like(tree.lengths)
         self.nodes = torch.full_like(tree.tokens, -1)
-        self.final_logits = clean(wide(p_logits[self.first_rows]))  # the law of the token to emit
-        self.log_p = log_law(self.final_logits)
-        self.left = Siblings(self.log_p.clone(), torch.full_like(self.log_p, -math.inf))
+        self.told, self.lost = (torch.zeros_like(tree.lengths, dtype=torch.bool) for _ in range(2))
+        dtype = torch.promote_types(p_logits.dtype, torch.float32)
+        # A row is filled when the first child of its node is tested: most nodes have none.
+        self.log_p = torch.zeros(len(self.slots), p_logits.shape[-1], dtype=dtype, device=p_logits.device)
+        self.log_q = None if q_logits is None or q_rows is None else torch.zeros_like(self.log_p)
 
-    def learn(self, rows: torch.Tensor, q_logits: torch.Tensor) -> None:
-        """The laws that the children of these rows' nodes were drawn from."""
-        self.left.log_q[rows] = log_law(q_logits).to(self.log_p.dtype)
-
-    def test(self, node: int, rows: torch.Tensor, told: torch.Tensor, log_u: torch.Tensor) -> None:
+    def test(self, node: int, rows: torch.Tensor, log_u: torch.Tensor) -> None:
         """Tests `node`, a child of the node at which each of `rows` stands."""
+        fresh = self.tested[rows] == 0
+        if bool(fresh.any()):
+            self._arrive(rows[fresh])
         tokens = self.tokens[rows, node]
         ids = tokens.clamp(min=0)
-        log_q = torch.where(told, self.left.log_q[rows, ids], 0.0)
+        log_q = torch.zeros_like(log_u) if self.log_q is None else torch.where(self.told[rows], self.log_q[rows, ids], 0.0)
         possible = (tokens >= 0) & (log_q > -math.inf)
-        keep = possible & accepts(log_u, self.left.log_p[rows, ids], log_q)
+        keep = possible & accepts(log_u, self.log_p[rows, ids], log_q)
         self.tested[rows] += 1
         lost = possible & ~keep
         if bool(lost.any()):
-            self._reject(rows[lost], tokens[lost], told[lost])
+            self._reject(rows[lost], tokens[lost])
         if bool(keep.any()):
             self._descend(rows[keep], node)
 
-    def _reject(self, rows: torch.Tensor, tokens: torch.Tensor, told: torch.Tensor) -> None:
-        left = Siblings(self.left.log_p[rows], self.left.log_q[rows])
-        self.left.log_p[rows], self.left.log_q[rows] = reject(left, tokens, told, self.log_p[rows])
-        self.final_logits[rows] = self.left.log_p[rows]
+    def final_logits(self) -> torch.Tensor:
+        """[B, V], the law of each row's next token."""
+        logits = clean(wide(self.p_logits[self.p_rows]))
+        logits[self.lost] = self.log_p[self.lost]
+        return logits
+
+    def _arrive(self, rows: torch.Tensor) -> None:
+        self.log_p[rows] = log_law(self.p_logits[self.p_rows[rows]])
+        if self.q_logits is None or self.q_rows is None or self.log_q is None:
+            return
+        laws = self.q_rows[rows, torch.tensor(self.slots, device=rows.device)[rows]]
+        told = laws >= 0
+        self.told[rows] = told
+        self.log_q[rows[told]] = log_law(self.q_logits[laws[told]]).to(self.log_q.dtype)
+
+    def _reject(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        left = reject(Siblings(self.log_p[rows], None if self.log_q is None else self.log_q[rows]), tokens, self.told[rows])
+        has_mass = (left.log_p > -math.inf).any(dim=-1)
+        self.log_p[rows] = left.log_p
+        if not bool(has_mass.all()):
+            self.log_p[rows[~has_mass]] = log_law(self.p_logits[self.p_rows[rows[~has_mass]]])
+        if self.log_q is not None and left.log_q is not None:
+            self.log_q[rows] = left.log_q
+        self.lost[rows] = True
 
     def _descend(self, rows: torch.Tensor, node: int) -> None:
         self.nodes[rows, self.accepted[rows]] = node
-        self.slots[rows], self.tested[rows] = node + 1, 0
+        for row in rows.tolist():
+            self.p_rows[row] += node - self.slots[row] + 1
+            self.slots[row] = node + 1
         self.accepted[rows] += 1
-        self.final_logits[rows] = clean(wide(self.p_logits[self.first_rows[rows] + node + 1]))
-        self.log_p[rows] = log_law(self.final_logits[rows])
-        self.left.log_p[rows], self.left.log_q[rows] = self.log_p[rows], -math.inf
+        self.tested[rows], self.lost[rows] = 0, False
