@@ -70,6 +70,9 @@ class TapNorms(nn.ModuleList):
 
     def __init__(self, num_taps: int, size: int, eps: float):
         super().__init__(LlamaRMSNorm(size, eps=eps) for _ in range(num_taps))
+        self.size = size
 
     def forward(self, taps: torch.Tensor) -> torch.Tensor:
-        return torch.cat([norm(tap) for norm, tap in zip(self, taps.chunk(len(self), dim=-1))], dim=-1)
+        # Not chunks or slices: a recording of this leaves the width open and could not say how many there are.
+        apart = taps.unflatten(-1, (len(self), self.size))
+        return torch.cat([norm(apart[..., index, :]) for index, norm in enumerate(self)], dim=-1)
