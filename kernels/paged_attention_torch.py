@@ -136,11 +136,18 @@ class GatheredContext:
     def _make_part(self, run: _Run, window: int | None) -> _Part:
         tokens = slice(run.begin, run.begin + run.num_rows * run.length)
         shape = (run.num_rows, run.length, 1)
+        if run.num_rows == run.length == 1 and self.tree is None:
+            # A lone token sees all of its window; single-row decoding is nothing else.
+            start = 0 if window is None else max(0, run.context - window)
+            if (found := self._neighbours(run, start)) is not None:
+                return _Part(run, found, None)
         places, positions = self.places[tokens].view(shape), self.positions[tokens].view(shape)
         # Nobody looks further back than the window of the earliest query of the run.
         start = 0 if window is None else max(0, int(positions.min()) - window + 1)
         context = torch.arange(start, run.context, device=places.device)
-        slots = self._slots(run, start, context, places)
+        slots = self._neighbours(run, start)
+        if slots is None:
+            slots = self._slots(run, context, places)
         visible = None
         if self.tree is not None:
             ancestors, first = self.tree.ancestors[tokens].view(shape), self.tree.first[tokens].view(shape)
@@ -152,16 +159,22 @@ class GatheredContext:
             visible = visible[:, None]
         return _Part(run, slots, visible)
 
-    def _slots(self, run: _Run, start: int, context: torch.Tensor, places: torch.Tensor) -> torch.Tensor | slice:
-        """Of the places `context` [n], which begin at `start`."""
+    def _neighbours(self, run: _Run, start: int) -> slice | None:
+        """The slots of a lone row's places from `start` on, if its blocks lie side by side."""
+        # On an accelerator asking would cost a synchronisation, and gathering is cheap.
+        if run.num_rows > 1 or self.block_tables.is_cuda:
+            return None
+        size = self.block_size
+        blocks = self.block_tables[run.first_row, start // size : -(-run.context // size)].tolist()
+        if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+            return None
+        begin = blocks[0] * size + start % size
+        return slice(begin, begin + run.context - start)
+
+    def _slots(self, run: _Run, context: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[num_rows * n], of the places `context` [n] of every row."""
         size = self.block_size
         table = self.block_tables[run.first_row : run.first_row + run.num_rows]
-        # On an accelerator asking whether blocks are neighbours would cost a synchronisation, and gathering is cheap.
-        if run.num_rows == 1 and not table.is_cuda:
-            blocks = table[0, start // size : -(-run.context // size)].tolist()
-            if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-                begin = blocks[0] * size + start % size
-                return slice(begin, begin + run.context - start)
         slots = table[:, context // size] * size + context % size
         if run.num_rows > 1:
             # Padding reads slot 0. What an earlier owner left in a row's own blocks could be NaN, and 0 * NaN is NaN.
