@@ -25,7 +25,7 @@ from draftsmith.serve.request import Request, SamplingParams, Update
 from draftsmith.serve.trees import Laid, lay_out
 
 FALSE_ALARM = 1e-6
-NUM_SAMPLES = 1024
+NUM_SAMPLES = 768
 LENGTH = 4  # tokens looked at; the first one is decided without drafts
 SAMPLED, DYNAMIC = "sampled:3x2x1", "dynamic:nodes=15,depth=3,width=3"
 PARAMS = SamplingParams(temperature=1.2, top_k=4, max_tokens=16, ignore_eos=True)

@@ -97,7 +97,11 @@ def assert_same(tokens: list[int], expected: tuple[list[int], list[float]]) -> N
             return
 
 
-@pytest.mark.parametrize("arch, family", [("llama", "eagle3"), ("mistral", "mtp"), ("gemma2", "eagle1")])
+@pytest.mark.parametrize("arch, family", [
+    ("mistral", "eagle3"),
+    pytest.param("gemma2", "mtp", marks=pytest.mark.long),
+    pytest.param("llama", "eagle1", marks=pytest.mark.long),
+])  # fmt: skip
 def test_trees_do_not_change_greedy_output(arch: str, family: str, load: Callable[[str], Target]) -> None:
     """Sliding windows and soft caps included. Small blocks and little memory, so that requests are preempted in between."""
     target = load(arch)
@@ -170,8 +174,7 @@ class Notes:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree, temperature", [(TREES[0], 1.0), (TREES[1], 0.0), (TREES[1], 1.0)])
 def test_records_tell_the_kept_path_and_the_first_rejected(tree: str, temperature: float, load: Callable[[str], Target]) -> None:
     target = load("llama")
     notes = Notes()
@@ -211,8 +214,7 @@ def test_counts_go_by_depth(load: Callable[[str], Target]) -> None:
     assert all(stats.accepted[depth] <= stats.offered[depth] for depth in stats.offered)
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree, temperature", [(TREES[0], 1.0), (TREES[1], 0.0), (TREES[1], 1.0)])
 def test_broken_weights_cost_only_speed(tree: str, temperature: float, load: Callable[[str], Target]) -> None:
     target = load("llama")
     drafter = make("mtp", target)
@@ -264,11 +266,10 @@ def test_tokens_do_not_depend_on_preemption_chunking_or_cached_prefixes(tree: st
         finish(Engine(target, drafter, EngineConfig(tree=tree)), [[3]] * index + [prompt])[-1]
         for index, prompt in enumerate(batch)
     ]
-    for chunk, seed in ((512, 1), (7, 2)):
-        engine = Engine(target, drafter, EngineConfig(tree=tree, max_round_tokens=chunk, block_size=8))
-        for _ in range(2):
-            assert finish(engine, batch, random.Random(seed)) == expected
-        assert engine.scheduler.num_preemptions > 0 and engine.stats.prefix_cache_hits > 0 and not engine.stats.fallbacks
+    engine = Engine(target, drafter, EngineConfig(tree=tree, max_round_tokens=17, block_size=8))
+    for seed in (1, 2):
+        assert finish(engine, batch, random.Random(seed)) == expected
+    assert engine.scheduler.num_preemptions > 0 and engine.stats.prefix_cache_hits > 0 and not engine.stats.fallbacks
 
 
 def test_greedy_and_sampled_requests_share_rounds_with_trees_of_their_own(load: Callable[[str], Target]) -> None:
