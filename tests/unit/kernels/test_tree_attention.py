@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
 from draftsmith.kernels.paged_attention_torch import GatheredContext
@@ -163,6 +165,23 @@ VARIANTS = [
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_node_attends_along_its_own_path(rows: list[Row], options: dict, heads: int, kv_heads: int) -> None:
     found, expected = run_rows(rows, options, Case(heads, kv_heads), CPU)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+
+
+@st.composite
+def any_rows(draw: st.DrawFn) -> list[Row]:
+    """Prompts, chains, single tokens and trees of any form, in any order."""
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, 7)))]
+        rows.append(Row(draw(st.integers(0, 20)), draw(st.integers(1, 4)), parents))
+    return rows
+
+
+@given(any_rows(), st.sampled_from([None, 1, 2, 5, 9]))
+@settings(max_examples=60, deadline=None)
+def test_any_mix_of_rows_attends_along_its_paths(rows: list[Row], window: int | None) -> None:
+    found, expected = run_rows(rows, {} if window is None else {"sliding_window": window}, Case(), CPU)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
 
 
