@@ -61,7 +61,7 @@ def main() -> None:
     }  # fmt: skip
     report["not_arithmetic"] = {
         f"{name}, {variant}": round(
-            1 - report["matmuls"][name]["packed" if variant == "recorded" else "plain"]["ms"] / row["ms"], 2
+            1 - report["matmuls"][name]["packed" if variant == "recorded" else "plain"]["least_ms"] / row["least_ms"], 2
         )
         for name, rows in report["passes"].items()
         for variant, row in rows.items()
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measure(variants: Variants, steps: int) -> dict[str, dict[str, float]]:
-    """Median over turns of a turn's fastest step: what it costs when nothing else has the core."""
+    """Median over turns of a turn's fastest step, and the fastest of all, which a loaded machine disturbs least."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     with torch.inference_mode():
         for turn in range(TURNS + 1):
@@ -82,7 +82,10 @@ def measure(variants: Variants, steps: int) -> dict[str, dict[str, float]]:
                 fastest_s = min(timed(run) for _ in range(steps))
                 if turn > 0:
                     times[name].append(fastest_s)
-    return {name: {"ms": round(1e3 * statistics.median(values), 3)} for name, values in times.items()}
+    return {
+        name: {"ms": round(1e3 * statistics.median(values), 3), "least_ms": round(1e3 * min(values), 3)}
+        for name, values in times.items()
+    }
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -144,10 +147,10 @@ def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    print(f"{'':24}" + "".join(f"{column:>14}" for column in ("own ms", "recorded ms", "ratio")))
+    print(f"{'':24}" + "".join(f"{column:>14}" for column in ("own least ms", "recorded", "ratio")))
     for part in ("passes", "draft_rounds"):
         for name, row in report[part].items():
-            before, after = row["own"]["ms"], row["recorded"]["ms"]
+            before, after = row["own"]["least_ms"], row["recorded"]["least_ms"]
             print(f"{name:24}{before:14.3f}{after:14.3f}{before / after:14.2f}")
     print(f"recording took {report['record_s']} s; load average before: {report['load_average_before']:.1f}")
 
