@@ -43,6 +43,8 @@ class _Trial:
     k: int
     rounds_left: float
     rate: float  # tokens a second at the k it departs from
+    expected_s: float  # what it was reckoned to lose
+    lost_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class _Bucket:
     due: int = 0  # round of the next decision
     spent_s: float = 0.0
     lost_s: float = 0.0  # what trials cost beyond what the same tokens would have taken at `k`
+    surprise_s: float = 0.0  # what a trial lost beyond what was reckoned: reading text late, say
     trial: _Trial | None = None
     tried: dict[int, int] = field(default_factory=dict)  # round of the last trial of each k
     pauses: dict[int, int] = field(default_factory=dict)
@@ -122,10 +125,13 @@ class AutoControl:
 
     def _account(self, bucket: _Bucket, trial: _Trial, result: RoundResult) -> None:
         tokens = result.num_rows + sum(offer.accepted for offer in result.offers)
-        bucket.lost_s += max(0.0, result.seconds - tokens / trial.rate)
+        lost_s = max(0.0, result.seconds - tokens / trial.rate)
+        bucket.lost_s += lost_s
+        trial.lost_s += lost_s
         # A round that also catches up measures nothing, but a trial must end even where every round does.
         trial.rounds_left -= 0.25 if result.catching_up else 1.0
         if trial.rounds_left <= 0:
+            bucket.surprise_s += 0.3 * (max(0.0, trial.lost_s - trial.expected_s) - bucket.surprise_s)
             bucket.trial, bucket.due = None, 0
 
     def _rate(self, number: int, load: _Load, k: int) -> float:
@@ -169,12 +175,12 @@ class AutoControl:
             num_rounds, doubt = (TRIAL_ROUNDS, 1.0) if known else (TRIAL_ROUNDS + 1, 1.3)
             loss_s = num_rounds * max(0.0, doubt * self.latency.seconds(number, k) * (1.0 - rates[k] / rates[now]))
             allowed_s = TRIAL_SHARE * bucket.spent_s + FIRST_TRIALS * self.latency.seconds(number, now)
-            if bucket.lost_s + loss_s > allowed_s:
+            if bucket.lost_s + loss_s + bucket.surprise_s > allowed_s:
                 continue
             if now == 0:
                 # Only trials draft now, so what earlier ones saw is old.
                 self.survival.doubt(0.5)
-            bucket.trial = _Trial(k, num_rounds, rates[now])
+            bucket.trial = _Trial(k, num_rounds, rates[now], loss_s)
             bucket.tried[k], bucket.pauses[k] = bucket.rounds, min(2 * pause, LONGEST_PAUSE)
             return
 

@@ -183,6 +183,8 @@ class Engine:
                 chains, drafts, output = straighten(rows, chains, drafts, output, decision.paths, with_laws=with_laws)
             self._commit(schedule, chains, drafts, output, decision.emitted)
         as_planned = not schedule.drafting if drafts is None else not drafts.stand_in
+        if schedule.num_deciding:
+            self.stats.rounds_by_k[max((row.k for row in schedule.drafting), default=0)] += 1
         if schedule.num_deciding and as_planned:
             self._observe(schedule, decision.emitted, reading, time.perf_counter() - begun_s)
         self.stats.num_rounds += 1

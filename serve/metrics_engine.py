@@ -86,6 +86,8 @@ class EngineCollector(Collector):
     def _rounds(self) -> Iterator[Metric]:
         stats = self.engine.stats
         yield self._counter("draftsmith_rounds", "Engine rounds.", stats.num_rounds)
+        by_k = {str(k): count for k, count in sorted(self.engine.stats.rounds_by_k.items())}
+        yield self._labelled("draftsmith_rounds_by_k", "Engine rounds that decided, by the k they were planned with.", "k", by_k)
         lossless = float(self.engine.lossless)
         yield self._gauge(
             "draftsmith_lossless", "0 when typical or synthetic acceptance was opted for, which changes answers.", lossless

@@ -18,6 +18,7 @@ PHASES = ("draft", "verify", "sample", "host")
 class EngineStats:
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)  # of rounds that offered at least one token
     num_rounds: int = 0  # engine rounds, whatever their batch
+    rounds_by_k: Counter[int] = field(default_factory=Counter)  # engine rounds that decided, by the deepest draft planned
     num_drafts: int = 0  # rounds of a request that offered tokens
     num_draft_tokens: int = 0  # of a tree its depth: what a round could have kept
     num_tree_nodes: int = 0  # of trees put before the target
