@@ -100,6 +100,11 @@ def check(config: ServeConfig) -> None:
     wanted_tree(config.engine())
     if config.ngram and (config.suffix or config.draft is not None or config.versions is not None):
         raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
+    if config.suffix and config.learn is not None and (config.draft is not None or config.versions is not None):
+        # The watch over a version compares what was accepted with what that draft foresees.
+        raise UserError(
+            "learn is given with suffix beside a draft, whose rounds it could not tell apart; leave suffix or learn out"
+        )
 
 
 def device_of(config: ServeConfig) -> str:

@@ -100,6 +100,7 @@ def assert_one_sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
     (["--target", "/nowhere/at/all"], ["/nowhere/at/all"]),
     (["--target", "{llama}", "--draft", "/nowhere/draft"], ["/nowhere/draft"]),
     (["--target", "{llama}", "--ngram", "--draft", "x"], ["ngram"]),
+    (["--target", "{llama}", "--suffix", "--draft", "x", "--learn", "y"], ["suffix"]),
     (["--target", "{llama}", "--versions", "{empty}"], ["no version"]),
     (["--target", "{llama}", "--max-length", "9999"], ["9999"]),
 ])  # fmt: skip
