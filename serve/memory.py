@@ -22,6 +22,8 @@ def plan_blocks(target: Target, config: EngineConfig) -> BlockPlan:
         raise UserError(f"max_batch is {config.max_batch}; it must be at least 1")
     if config.k < 0:
         raise UserError(f"k is {config.k}; it must be at least 0")
+    if config.adaptive and config.tree is not None:
+        raise UserError("k is auto, which chooses the length of chains; leave tree out or give k a number")
     if config.verification == "typical" and config.tree is not None:
         raise UserError("verification is 'typical', which judges chains; leave tree out")
     if config.synthetic_acceptance is not None:

@@ -112,3 +112,8 @@ def test_a_schedule_on_the_command_line_says_the_most_too() -> None:
 def test_a_k_that_is_no_number_is_refused(k: str) -> None:
     with pytest.raises(UserError, match="auto"):
         ServeConfig(target="t", k=k).engine()
+
+
+def test_trees_have_a_size_of_their_own(target: Target) -> None:
+    with pytest.raises(UserError, match="chains"):
+        Engine(target, None, EngineConfig(k=8, adaptive=True, tree="dynamic"))
