@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -34,20 +34,24 @@ class Load:
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, limits: Limits, load: Load):
-        self.app, self.limits, self.load = app, limits, load
+    """`responded` hears the status of every answer of the generating endpoints, refusals here included."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, load: Load, responded: Callable[[int], None]):
+        self.app, self.limits, self.load, self.responded = app, limits, load, responded
         self._digests = digests(limits.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        answering = scope["path"] in ANSWERING_PATHS
+        if answering:
+            send = _overheard(send, self.responded)
         try:
             self._check(scope, Headers(scope=scope))
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
             return
-        answering = scope["path"] in ANSWERING_PATHS
         self.load.num_answering += answering
         try:
             await self.app(scope, _bounded(receive, self.limits.max_body_bytes), send)
@@ -92,6 +96,15 @@ def tenant_of(authorization: str) -> str:
 
 def too_large(limit: int) -> str:
     return f"the request body has more than the {limit} bytes that this server takes; send a smaller one"
+
+
+def _overheard(send: Send, responded: Callable[[int], None]) -> Send:
+    async def overheard(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            responded(message["status"])
+        await send(message)
+
+    return overheard
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:

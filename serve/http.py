@@ -64,7 +64,7 @@ class Server:
 
 def create_app(server: Server) -> FastAPI:
     app = FastAPI(title="draftsmith", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, limits=server.limits, load=server.load)
+    app.add_middleware(Gate, limits=server.limits, load=server.load, responded=server.metrics.responded)
     add_error_handlers(app)
     add_service_endpoints(app, server)
     add_token_endpoints(app, server)
@@ -196,5 +196,9 @@ async def _chunks(server: Server, exchange: Exchange, responder: Responder) -> A
         yield closing
 
 
+# Line ends to Unicode but not to server-sent events. Many a client (all on httpx's iter_lines) cuts an event in two there.
+LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+
+
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':')).translate(LINE_ENDS)}\n\n"

@@ -58,6 +58,12 @@ class ServerMetrics:
             name: Counter(name, text, ["model_name", "request_class"], registry=self.registry)
             for name, text in CLASS_COUNTERS.items()
         }
+        self._responses = Counter(
+            "draftsmith_responses",
+            "Answers of the generating endpoints, by HTTP status; 499: the client left first.",
+            ["model_name", "status"],
+            registry=self.registry,
+        )
         self._class_names: set[str] = set()
         for histogram in self._histograms.values():
             histogram.labels(model)  # told from the first scrape on, empty
@@ -86,6 +92,9 @@ class ServerMetrics:
         """`lengths` of all answers of one HTTP request, choices of one prompt being neighbours."""
         for begin in range(0, len(lengths), num_choices):
             self._observe("vllm:request_max_num_generation_tokens", max(lengths[begin : begin + num_choices]))
+
+    def responded(self, status: int) -> None:
+        self._responses.labels(self._model, str(status)).inc()
 
     def updated(self, seconds: float) -> None:
         """Between two updates of a streaming request; a round may bring several tokens."""

@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: what would go wrong with this target, draft and data, before hours are spent on them."""
+"""`draftsmith doctor`: what would go wrong with this target, draft and data, or what does with the server at this URL."""
 
 from __future__ import annotations
 
@@ -15,24 +15,43 @@ from draftsmith.train.checkup.draft import check_draft
 from draftsmith.train.checkup.finding import FAIL, Finding, refused, table
 from draftsmith.train.checkup.law import check_law
 from draftsmith.train.checkup.memory import check_serving, check_training
+from draftsmith.train.checkup.server import check_server
 from draftsmith.train.checkup.target import check_target
 from draftsmith.train.doctor_config import DoctorConfig
 from draftsmith.train.place import find_place
 from draftsmith.train.quiet import quiet
 
+MOST_SECONDS = 3600.0
+
 
 def run(config: DoctorConfig) -> int:
     quiet()
-    if config.rows < 1 or config.max_length < 2 or config.sequences < 1:
-        raise UserError("--rows and --sequences must be at least 1 and --max-length at least 2; raise them")
-    findings = examine(config)
+    check_options(config)
+    if config.url is not None:
+        findings = check_server(config.url, seconds=config.seconds, api_key=config.api_key)
+    else:
+        findings = examine(config)
     failed = any(finding.status == FAIL for finding in findings)
     print(json.dumps(report(findings), indent=2) if config.json else f"{table(findings)}\n\n{summary(findings)}")
     return 1 if failed else 0
 
 
+def check_options(config: DoctorConfig) -> None:
+    if config.target is None and config.url is None:
+        raise UserError("option 'target' is required; give --target, or --url of a running server")
+    if config.url is not None and (config.target, config.draft, config.data) != (None, None, None):
+        raise UserError("url is given together with a target, draft or data; ask about them one at a time")
+    if config.url is None and (config.seconds != 0 or config.api_key is not None):
+        raise UserError("seconds and api_key are about a running server; give --url too")
+    if not 0 <= config.seconds <= MOST_SECONDS:
+        raise UserError(f"seconds is {config.seconds:g}; it must be from 0 to {MOST_SECONDS:g}")
+    if config.rows < 1 or config.max_length < 2 or config.sequences < 1:
+        raise UserError("--rows and --sequences must be at least 1 and --max-length at least 2; raise them")
+
+
 def examine(config: DoctorConfig) -> list[Finding]:
     """Every check that still makes sense after the ones before it."""
+    assert config.target is not None
     try:
         target = Target.load(config.target, device=find_place("auto").device)
     except UserError as error:

@@ -1,0 +1,106 @@
+"""`draftsmith doctor --url` of servers that run: a good one, one that is full, one with a strange draft, one that is not ours."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target import Target
+from draftsmith.serve.api_gate import Limits
+from draftsmith.serve.config import EngineConfig
+from draftsmith.train.doctor import run
+from draftsmith.train.doctor_config import DoctorConfig
+
+PROMPT = [7, 8, 9] * 5
+OPTIONS = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, dict[str, str]]]:
+    """Findings by check; the exit status must agree with them."""
+
+    def ask(url: str, **options: Any) -> dict[str, dict[str, str]]:
+        capsys.readouterr()
+        status = run(DoctorConfig(url=url, json=True, **options))
+        report = json.loads(capsys.readouterr().out)
+        assert status == (1 if report["fail"] else 0)
+        return {finding["check"]: finding for finding in report["findings"]}
+
+    return ask
+
+
+def test_a_pair_that_does_well(target: Target, live_server: Callable, ask: Callable) -> None:
+    server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=2))
+    assert ask(server.url)["server.traffic"]["status"] == "warn"
+    for _ in range(2):
+        server.complete(PROMPT, **OPTIONS).raise_for_status()
+    findings = ask(server.url + "/v1")
+    assert {finding["status"] for finding in findings.values()} <= {"ok", "warn"}
+    for check in ("server.health", "server.model", "server.traffic", "drafting.lossless", "drafting.fallbacks", "load.failures"):
+        assert findings[check]["status"] == "ok", findings[check]
+    # The numbers are the engine's own.
+    stats = server.engine.stats.acceptance
+    told = findings["drafting.acceptance"]["what"]
+    if stats.rounds >= 100:
+        assert told.startswith(f"tau {stats.tau:.2f}, alpha by position {stats.alpha[0]:.2f}")
+    else:
+        assert told.startswith(f"only {stats.rounds} rounds")
+    # What was before the time watched does not count.
+    assert ask(server.url, seconds=0.1)["server.traffic"]["status"] == "warn"
+
+
+def test_a_draft_that_knows_nothing_fails(target: Target, live_server: Callable, ask: Callable) -> None:
+    server = live_server(target, Eagle3.create(Eagle3Options(), target, seed=1).eval(), EngineConfig(k=3))
+    for _ in range(2):
+        server.complete(PROMPT, **OPTIONS).raise_for_status()
+    findings = ask(server.url)
+    assert findings["drafting.acceptance"]["status"] == "fail"
+    assert findings["drafting.payoff"]["status"] == "warn" and "at best 0." in findings["drafting.payoff"]["what"]
+
+
+def test_refusals_are_counted(target: Target, live_server: Callable, ask: Callable) -> None:
+    server = live_server(target, None, EngineConfig(max_queue=1), limits=Limits(api_keys=("s",), timeout_s=0.001))
+    server.http.headers["authorization"] = "Bearer s"
+    assert server.complete(PROMPT, **OPTIONS).status_code == 408
+    assert server.complete([PROMPT] * 3, max_tokens=1).status_code == 400
+    assert server.http.post("/v1/completions", headers={"authorization": "Bearer x"}, json={}).status_code == 401
+    assert [server.metric("draftsmith_responses_total", status=status) for status in ("408", "400", "401")] == [1, 1, 1]
+    assert ask(server.url)["server.model"]["status"] == "warn"
+    findings = ask(server.url, api_key="s")
+    assert findings["server.model"]["what"].startswith("tiny (up to 256 tokens)")
+    assert findings["load.refusals"]["status"] == "warn" and "1 took too long" in findings["load.refusals"]["what"]
+
+
+class Other(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        bodies = {"/version": {"version": "1"}, "/v1/models": {"data": [{"id": "x"}]}}
+        body = b"# TYPE up gauge\nup 1\n" if self.path == "/metrics" else json.dumps(bodies.get(self.path, {})).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *ignored: object) -> None:
+        pass
+
+
+def test_another_server_is_told_apart(ask: Callable) -> None:
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        thread = threading.Thread(target=other.serve_forever, daemon=True)
+        thread.start()
+        findings = ask(f"http://127.0.0.1:{other.server_port}")
+        other.shutdown()
+    assert findings.keys() == {"server.metrics"}
+    assert findings["server.metrics"]["status"] == "fail" and "no draftsmith server" in findings["server.metrics"]["what"]
