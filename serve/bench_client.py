@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -109,11 +109,20 @@ class Client:
             async with self.http.stream("POST", path, json=whole) as response:
                 if response.status_code != 200:
                     raise UserError(f"the server refused a request: {_message(await response.aread())}")
-                async for line in response.aiter_lines():
+                async for line in _lines(response):
                     if line.startswith("data: ") and line != "data: [DONE]":
                         _take(json.loads(line[6:]), answer)
         except httpx.HTTPError as error:
             raise UserError(f"a request failed ({error!r}); is the server still running?") from error
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines of server-sent events. httpx's own also end at U+2028 and its like, which stand within a text."""
+    pending = ""
+    async for text in response.aiter_text():
+        *lines, pending = (pending + text).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
 
 
 def _take(chunk: Body, answer: Answer) -> None:

@@ -53,6 +53,12 @@ def test_echo_puts_the_prompt_before_the_answer(server: Any, target: Target) -> 
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == PROMPT + plain
 
 
+def test_line_ends_of_unicode_do_not_cut_events(server: Any) -> None:
+    prompt = "one\x85two\u2028three\u2029four"
+    streamed = events(server, "/v1/completions", prompt=prompt, **GREEDY, echo=True)
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed).startswith(prompt)
+
+
 def test_echo_with_logprobs_judges_the_prompt(server: Any, target: Target) -> None:
     ids = target.tokenizer()(PROMPT)["input_ids"]
     with torch.inference_mode():

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
 
+import httpx
 import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.serve.bench import gaps
-from draftsmith.serve.bench_client import Answer, PassResult
+from draftsmith.serve.bench_client import Answer, Client, PassResult
 from draftsmith.serve.bench_config import BenchConfig
 from draftsmith.serve.bench_goal import goal_of
 from draftsmith.serve.bench_prompts import read_prompts
@@ -116,3 +118,20 @@ def test_conversations_give_their_first_human_turn(tmp_path: Path) -> None:
     path.write_text("[1]", encoding="utf-8")
     with pytest.raises(UserError, match="no ShareGPT-like JSON"):
         read_prompts(str(path), count=1, chars=1, seed=0)
+
+
+def test_line_ends_of_unicode_within_a_text_do_not_end_an_event() -> None:
+    """Other servers send them as they are."""
+    chunk = {"choices": [{"text": "one\x85two\u2028three"}], "usage": {"completion_tokens": 3}}
+    lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}", "", "data: [DONE]", ""]
+
+    async def measure() -> PassResult:
+        client = Client("http://server", api_key=None, timeout_s=5)
+        stream = "\r\n".join(lines).encode()
+        client.http = httpx.AsyncClient(
+            base_url="http://server", transport=httpx.MockTransport(lambda request: httpx.Response(200, content=stream))
+        )
+        return await client.measure([{"prompt": "x"}], {}, 1)
+
+    (answer,) = asyncio.run(measure()).answers
+    assert (answer.text, answer.num_tokens) == ("one\x85two\u2028three", 3)
