@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draftsmith.drafters.dflash import Dflash
 from draftsmith.drafters.draft_lm import DraftLm
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.medusa import Medusa
 from draftsmith.drafters.mtp import Mtp
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import DflashOptions, DraftLmOptions, Eagle3Options, MedusaOptions, MtpOptions
 from draftsmith.drafters.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
@@ -25,6 +27,8 @@ PROMPTS = [SHARED, [*SHARED, 5, 6, 7], [*SHARED[:32], 99, 98], [*SHARED[:37], 4]
 FAMILIES: dict[str, Callable[[Target], ServingDrafter]] = {
     "eagle3": lambda target: Eagle3.create(Eagle3Options(), target, seed=1).eval(),
     "mtp": lambda target: Mtp.create(MtpOptions(), target, seed=1).eval(),
+    "medusa": lambda target: Medusa.create(MedusaOptions(), target, seed=1).eval(),
+    "dflash": lambda target: Dflash.create(DflashOptions(), target, seed=1).eval(),
     "draft-lm": lambda target: DraftLm.create(DraftLmOptions(init=target.name), target, seed=1).eval(),
 }
 

@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
+from draftsmith.drafters.dflash import Dflash
 from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.eagle1 import Eagle1
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.medusa import Medusa
 from draftsmith.drafters.mtp import Mtp
 from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import DflashOptions, DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MtpOptions
 from draftsmith.drafters.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
@@ -23,10 +26,19 @@ FAMILIES: dict[str, Callable[[Target], ServingDrafter | None]] = {
     "none": lambda target: None,
     "ngram": lambda target: Ngram(min_n=1, max_n=3),
     "eagle3": lambda target: Eagle3.create(Eagle3Options(), target, seed=1).eval(),
+    "eagle1": lambda target: Eagle1.create(Eagle1Options(), target, seed=1).eval(),
     "mtp": lambda target: Mtp.create(MtpOptions(), target, seed=1).eval(),
+    "medusa": lambda target: Medusa.create(MedusaOptions(), target, seed=1).eval(),
+    "dflash": lambda target: Dflash.create(DflashOptions(), target, seed=1).eval(),
     # The target's own weights: nearly every draft is kept, so round ends depend on the draws.
     "draft-lm": lambda target: DraftLm.create(DraftLmOptions(init=target.name), target, seed=1).eval(),
 }
+# Families and ways to verify, each with what the engine is told.
+CASES: list[tuple[str, dict[str, str]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("draft-lm", {"verification": "block"}),
+    ("eagle3", {"tree": "sampled:3x2x1"}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +58,20 @@ def finish(engine: Engine, requests: list[Request], *, preempt: random.Random | 
     return [request.output for request in requests]
 
 
-def alone(target: Target, drafter: ServingDrafter | None) -> list[list[int]]:
+def alone(target: Target, drafter: ServingDrafter | None, told: dict[str, str]) -> list[list[int]]:
     outputs = []
     for index, prompt in enumerate(PROMPTS):
-        engine = Engine(target, drafter, EngineConfig(k=3, max_batch=1))
+        engine = Engine(target, drafter, EngineConfig(k=3, max_batch=1, compile="off", **told))
         outputs += finish(engine, [engine.submit(prompt, params(index))])
     return outputs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_do_not_depend_on_preemption_chunking_or_rows(family: str, target: Target) -> None:
+@pytest.mark.parametrize("family, told", CASES, ids=lambda value: str(value))
+def test_tokens_do_not_depend_on_preemption_chunking_or_rows(family: str, told: dict[str, str], target: Target) -> None:
     drafter = FAMILIES[family](target)
-    expected = alone(target, drafter)
+    expected = alone(target, drafter, told)
     for chunk, seed, cache in ((512, 1, False), (7, 2, True), (16, 3, False), (16, 4, True)):
-        config = EngineConfig(k=3, max_batch=4, max_round_tokens=chunk, block_size=8, prefix_cache=cache)
+        config = EngineConfig(k=3, max_batch=4, max_round_tokens=chunk, block_size=8, prefix_cache=cache, compile="off", **told)
         engine = Engine(target, drafter, config)
         for k in (0, None):
             engine.submit([50 + seed] * 9, SamplingParams(max_tokens=12, k=k, ignore_eos=True))
@@ -79,8 +91,8 @@ def test_a_token_decided_while_refilling_would_be_noticed(target: Target, monkey
         return row.count
 
     drafter = FAMILIES["draft-lm"](target)
-    expected = alone(target, drafter)
+    expected = alone(target, drafter, {})
     monkeypatch.setattr(Scheduler, "_piece", deciding)
-    engine = Engine(target, drafter, EngineConfig(k=3, max_batch=4))
+    engine = Engine(target, drafter, EngineConfig(k=3, max_batch=4, compile="off"))
     requests = [engine.submit(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
     assert finish(engine, requests, preempt=random.Random(1)) != expected
