@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
@@ -28,6 +28,8 @@ class AuditClient:
     model: str
     concurrency: int = 8
     says_lossy: bool = False  # the server calls its own answers so
+    can_be_plain: bool = False  # a request can switch speculation off, which is ours alone
+    fields: dict[str, Any] = field(default_factory=dict)  # sent with every request
 
     @classmethod
     def connect(
@@ -47,10 +49,16 @@ class AuditClient:
         try:
             listed = http.get("/v1/models").raise_for_status().json()["data"]
             client = cls(http, model or listed[0]["id"], concurrency)
-            client.says_lossy = any(entry["id"] == client.model and entry.get("lossless") is False for entry in listed)
+            entries = [entry for entry in listed if entry["id"] == client.model]
+            client.says_lossy = any(entry.get("lossless") is False for entry in entries)
+            client.can_be_plain = any(entry.get("owned_by") == "draftsmith" for entry in entries)
             return client
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise UserError(f"{base} does not answer /v1/models ({error}); check the URL and that the server runs") from error
+
+    def without_speculation(self) -> AuditClient | None:
+        """The same server, told not to speculate; None where it has no such switch."""
+        return replace(self, fields={"speculation": {"k": 0}}) if self.can_be_plain else None
 
     def complete(self, prompt: str | list[int], **body: Any) -> Completion:
         return self.choices(prompt, **body)[0]
@@ -58,7 +66,8 @@ class AuditClient:
     def choices(self, prompt: str | list[int], **body: Any) -> list[Completion]:
         """The `n` choices of one request. Token ids are asked for as vLLM names them: text cannot tell tokens of equal text
         apart."""
-        fields = {"model": self.model, "prompt": prompt, "return_tokens_as_token_ids": True, "logprobs": 0, **body}
+        fields = {"model": self.model, "prompt": prompt, "return_tokens_as_token_ids": True, "logprobs": 0}
+        fields |= {**self.fields, **body}
         try:
             response = self.http.post("/v1/completions", json=fields)
         except httpx.HTTPError as error:

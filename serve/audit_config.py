@@ -12,6 +12,10 @@ class AuditConfig:
     kernels: bool = option(False, "audit this installation's verification kernels")
     url: str | None = option(None, "audit a running OpenAI-compatible server, for example http://127.0.0.1:8000")
     model: str | None = option(None, "model name; default: the first one that the server lists")
+    compare_url: str | None = option(
+        None, "a server of the same model without speculation, to compare with and to take laws from"
+    )
+    compare_model: str | None = option(None, "model name there; default: the first one that it lists")
     api_key: str | None = option(None, "bearer token")
     target: str | None = option(
         None, "take the law from this model, run here; default: from the server's own logprobs of the first token after a prompt"
@@ -20,7 +24,7 @@ class AuditConfig:
     contexts: int = option(4, "contexts, each continued many times")
     samples: int = option(4000, "sampled continuations in all")
     length: int = option(3, "tokens of a sampled continuation; the first one comes from the prefill and is tested apart")
-    temperature: float = option(1.0, "of the samples")
+    temperature: float = option(1.0, "of the samples; 0 audits greedy text alone")
     top_k: int = option(0, "of the samples")
     top_p: float = option(1.0, "of the samples")
     min_p: float = option(0.0, "of the samples")
@@ -30,7 +34,7 @@ class AuditConfig:
     concurrency: int = option(8, "requests in flight")
     timeout_s: float = option(120.0, "patience with one answer")
     seeded: bool = option(True, "send a seed with every request, so that an audit can be repeated; not all servers can take one")
-    rounds: int = option(1_000_000, "rounds of each law of the kernel audit")
+    rounds: int = option(250_000, "rounds of each law of the kernel audit")
     impl: str = option("auto", "kernels to audit", choices=("auto", "triton", "torch"))
     device: str = option("cpu", "torch device of the kernel audit, and of the target when one is given")
     false_alarm: float = option(1e-9, "chance that a lossless system fails any test, all tests together")

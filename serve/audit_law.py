@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,11 @@ import torch
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.progress import Progress
 from draftsmith.serve.audit_client import MAX_LOGPROBS, AuditClient
 from draftsmith.serve.audit_config import AuditConfig
+
+BATCH = 200  # laws asked for between two progress lines
 
 Text = tuple[int, ...]  # token ids of context and continuation so far
 
@@ -48,13 +51,35 @@ class CoarseLaw:
 LawSource = Callable[[Sequence[Text]], list[CoarseLaw]]
 
 
+class LawBook:
+    """Laws by text, asked for once."""
+
+    def __init__(self, source: LawSource):
+        self.source = source
+        self.known: dict[Text, CoarseLaw] = {}
+
+    def learn(self, texts: Iterable[Text]) -> None:
+        missing = sorted({text for text in texts if text not in self.known})
+        progress = Progress("laws", total=len(missing), unit="prefixes")
+        for begin in range(0, len(missing), BATCH):
+            part = missing[begin : begin + BATCH]
+            self.known.update(zip(part, self.source(part)))
+            progress.update(begin + len(part))
+        progress.close()
+
+    def __getitem__(self, text: Text) -> CoarseLaw:
+        return self.known[text]
+
+
 def law_source(config: AuditConfig, client: AuditClient) -> LawSource:
     return told_by_target(config) if config.target else told_by_server(config, client)
 
 
 def told_by_server(config: AuditConfig, client: AuditClient) -> LawSource:
     """The server's logprobs of the first token after a prompt, which no draft has touched."""
-    plain = config.temperature == 1 and config.top_p == 1 and config.min_p == 0 and config.top_k == 0
+    filtered = config.top_p < 1 or config.min_p > 0 or config.top_k > 0
+    # Greedy text is held against the likeliest token, which no temperature or filter changes.
+    plain = config.temperature == 0 or (config.temperature == 1 and not filtered)
     if not plain and not 0 < config.top_k <= MAX_LOGPROBS:
         raise UserError(
             f"{MAX_LOGPROBS} logprobs of the server do not make the filtered law; give a top_k up to {MAX_LOGPROBS}, or --target"

@@ -1,159 +1,143 @@
-"""Whole generations by speculation over a small Markov target whose joint law is known exactly.
+"""Whole generations by speculation in a small world, round after round through the real random streams.
 
-Target and draft are tables over the last two tokens, so every round sees other laws, rounds follow one another through the
-real random streams, and the joint law of the first n tokens can be written down. Legend: V vocabulary, C = V * V contexts,
-B sequences, K depth.
+Legend: B sequences, K depth, N nodes of a tree, V vocabulary, C contexts (see `audit_world.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.kernels.randomness import Purpose, sample
+from draftsmith.kernels.randomness import Purpose, sample, sample_without_replacement
+from draftsmith.kernels.trees import DraftTree
 from draftsmith.kernels.verify import Verdict, verify_chain
+from draftsmith.kernels.verify_tree import TreeVerdict, verify_tree
+from draftsmith.serve.audit_world import DEPTH, START, VERSIONS, World
 
-START = 0  # the context before the first token
+# Three children, of which the first has two and the second one, and one more below: a tree of depth 3.
+TREE = (-1, -1, -1, 0, 0, 1, 3)
 
 
-class MarkovPair(NamedTuple):
-    """Processed logits of target and draft."""
+class Round(NamedTuple):
+    """All that is settled before anything of the round is drawn."""
 
-    p_logits: torch.Tensor  # [C, V] float32
-    q_logits: torch.Tensor  # [C, V] float32
+    contexts: torch.Tensor  # [B]
+    lengths: torch.Tensor  # [B], drafted tokens of the round
+    versions: torch.Tensor  # [B], of the draft
+    seeds: torch.Tensor  # [B]
+    positions: torch.Tensor  # [B], of the first drafted token
+
+
+class Procedure(Protocol):
+    """How a round is run; `most` is the largest number of tokens it drafts."""
 
     @property
-    def vocab_size(self) -> int:
-        return self.p_logits.shape[-1]
+    def most(self) -> int: ...
+
+    def run(self, world: World, round: Round, *, deterministic: bool, impl: str) -> Verdict | TreeVerdict: ...
+
+
+def draw_draft(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return sample(logits, seeds, positions, Purpose.DRAFT)
+
+
+def draw_siblings(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    return sample_without_replacement(logits, seeds, positions, Purpose.DRAFT, count)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
-    """Sampling parameters of an audited case."""
+class Chains:
+    """The defaults are the product's chains; each negative control replaces one of them."""
 
-    name: str
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    draft_temperature: float | None = None  # None: the target's
-    deterministic: bool = False  # the draft proposes its likeliest token and tells no law
-
-    def process(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        count = len(logits)
-        rows = SamplingRows.of(
-            [temperature] * count, top_k=[self.top_k] * count, top_p=[self.top_p] * count, min_p=[self.min_p] * count
-        )
-        return process(logits, rows)
-
-    def pair(self, *, vocab_size: int, seed: int, device: torch.device, offset: float = 0.0) -> MarkovPair:
-        """Random tables; the draft resembles the target. `offset` moves the logits away from 0, as real models' are."""
-        generator = torch.Generator().manual_seed(seed)
-        contexts = vocab_size * vocab_size
-        p = 1.5 * torch.randn(contexts, vocab_size, generator=generator)
-        q = 0.7 * p + torch.randn(contexts, vocab_size, generator=generator)
-        draft_temperature = self.temperature if self.draft_temperature is None else self.draft_temperature
-        p, q = self.process(p + offset, self.temperature), self.process(q + offset, draft_temperature)
-        return MarkovPair(p.to(device), q.to(device))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Procedure:
-    """How rounds are run. The defaults are the product's; each negative control replaces one of them."""
-
-    draft_purpose: Purpose = Purpose.DRAFT
+    draw: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = draw_draft
+    draft_seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda seeds, positions: seeds
     told: Callable[[torch.Tensor], torch.Tensor] = lambda q_logits: q_logits  # the draft law as verification is told it
+    told_version: Callable[[torch.Tensor], torch.Tensor] = lambda versions: versions
     truncate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = lambda lengths, drafts, q_logits: lengths
-    verify: Callable[..., Verdict] = verify_chain
+    verify: Callable[..., Verdict | TreeVerdict] = verify_chain
+
+    @property
+    def most(self) -> int:
+        return DEPTH
+
+    def run(self, world: World, round: Round, *, deterministic: bool, impl: str) -> Verdict | TreeVerdict:
+        seeds = self.draft_seeds(round.seeds, round.positions)
+        contexts, drafts = [round.contexts], []
+        for step in range(DEPTH):
+            q_logits = world.q_logits[round.versions, contexts[-1]]
+            drafts.append(q_logits.argmax(dim=-1) if deterministic else self.draw(q_logits, seeds, round.positions + step))
+            contexts.append(world.after(contexts[-1], drafts[-1]))
+        visited, drafted = torch.stack(contexts, dim=1), torch.stack(drafts, dim=1)
+        q_logits = world.q_logits[self.told_version(round.versions)[:, None], visited[:, :-1]]
+        lengths = self.truncate(round.lengths, drafted, q_logits)
+        depths = torch.arange(DEPTH + 1, device=lengths.device)
+        p_logits = world.p_logits[depths, visited][depths <= lengths[:, None]]
+        told = None if deterministic else self.told(q_logits)
+        return self.verify(p_logits, drafted, lengths, told, round.seeds, round.positions, impl=impl)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trees:
+    """The same for trees of the shape `TREE`, or of its first nodes."""
+
+    draw: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] = draw_siblings
+    verify: Callable[..., TreeVerdict] = verify_tree
+
+    @property
+    def most(self) -> int:
+        return len(TREE)
+
+    def run(self, world: World, round: Round, *, deterministic: bool, impl: str) -> TreeVerdict:
+        count = len(round.contexts)
+        contexts, depths = [round.contexts], [0]
+        tokens = torch.full((count, len(TREE)), -1, dtype=torch.int64, device=round.contexts.device)
+        q_rows = torch.full((count, len(TREE) + 1), -1, dtype=torch.int64, device=round.contexts.device)
+        for slot in range(len(TREE) + 1):
+            if slot > 0:
+                contexts.append(world.after(contexts[TREE[slot - 1] + 1], tokens[:, slot - 1]))
+                depths.append(depths[TREE[slot - 1] + 1] + 1)
+            children = [node for node, parent in enumerate(TREE) if parent + 1 == slot]
+            if children:
+                q_rows[:, slot] = round.versions * world.q_logits.shape[1] + contexts[slot]
+                q_logits = world.q_logits.flatten(0, 1)[q_rows[:, slot]]
+                if deterministic:
+                    tokens[:, children] = q_logits.topk(len(children), dim=-1).indices
+                else:
+                    tokens[:, children] = self.draw(q_logits, round.seeds, round.positions + depths[slot], len(children))
+        parents = torch.tensor(TREE, device=tokens.device).expand_as(tokens)
+        slots = torch.arange(len(TREE) + 1, device=tokens.device)
+        seen = slots <= round.lengths[:, None]
+        p_logits = world.p_logits[torch.tensor(depths, device=tokens.device), torch.stack(contexts, dim=1)][seen]
+        laws = (None, None) if deterministic else (world.q_logits.flatten(0, 1), q_rows)
+        tree = DraftTree(tokens, parents, round.lengths)
+        return self.verify(p_logits, tree, *laws, round.seeds, round.positions, impl=impl)
 
 
 class Generations(NamedTuple):
-    tokens: torch.Tensor  # [B, length]
+    cells: torch.Tensor  # [B], the first tokens of each sequence as one number
     num_rounds: int
 
 
 def generate(
-    pair: MarkovPair,
-    law: Law,
-    procedure: Procedure,
-    *,
-    seeds: torch.Tensor,
-    length: int,
-    depth: int,
-    impl: str = "auto",
+    world: World, procedure: Procedure, *, seeds: torch.Tensor, length: int, deterministic: bool = False, impl: str = "auto"
 ) -> Generations:
-    """`length` tokens of each of the sequences `seeds` [B], by rounds of 0 to `depth` drafted tokens."""
-    tokens = torch.zeros(len(seeds), length + depth + 1, dtype=torch.int64, device=seeds.device)
-    counts = torch.zeros_like(seeds)
-    num_rounds = 0
+    """`length` tokens of each of the sequences `seeds` [B], by rounds of 0 to `procedure.most` drafted tokens."""
+    contexts, counts = torch.full_like(seeds, START), torch.zeros_like(seeds)
     rows = torch.arange(len(seeds), device=seeds.device)
+    num_rounds = 0
     while len(rows):
-        # Ragged on purpose, and decided before anything of the round is drawn.
-        lengths = (rows * 5 + counts[rows] * 3 + 2) % (depth + 1)
-        before = _context(tokens[rows], counts[rows], pair.vocab_size)
-        verdict = _round(pair, law, procedure, before, lengths, seeds[rows], counts[rows], depth, impl)
-        places = counts[rows, None] + torch.arange(depth + 1, device=seeds.device)
-        emitted = torch.arange(depth + 1, device=seeds.device) <= verdict.accepted[:, None]
-        kept = tokens[rows].gather(1, places)
-        tokens[rows] = tokens[rows].scatter(1, places, torch.where(emitted, verdict.tokens, kept))
+        # Ragged on purpose, with swaps between rounds, and decided before anything of the round is drawn.
+        lengths = (rows * 5 + counts[rows] * 3 + 2) % (procedure.most + 1)
+        versions = (rows // 3 + counts[rows]) % VERSIONS
+        round = Round(contexts[rows], lengths, versions, seeds[rows], counts[rows])
+        verdict = procedure.run(world, round, deterministic=deterministic, impl=impl)
+        for step in range(int(verdict.accepted.max()) + 1):
+            emitted = step <= verdict.accepted
+            contexts[rows[emitted]] = world.after(contexts[rows[emitted]], verdict.tokens[emitted, step])
         counts[rows] += verdict.accepted + 1
         num_rounds += len(rows)
         rows = rows[counts[rows] < length]
-    return Generations(tokens[:, :length], num_rounds)
-
-
-def _round(
-    pair: MarkovPair,
-    law: Law,
-    procedure: Procedure,
-    before: torch.Tensor,
-    lengths: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    depth: int,
-    impl: str,
-) -> Verdict:
-    contexts, drafts = [before], []
-    for step in range(depth):
-        q_logits = pair.q_logits[contexts[-1]]
-        if law.deterministic:
-            drafts.append(q_logits.argmax(dim=-1))
-        else:
-            drafts.append(sample(q_logits, seeds, positions + step, procedure.draft_purpose))
-        contexts.append(contexts[-1] % pair.vocab_size * pair.vocab_size + drafts[-1])
-    visited, drafted = torch.stack(contexts, dim=1), torch.stack(drafts, dim=1)
-    q_logits = pair.q_logits[visited[:, :-1]]
-    lengths = procedure.truncate(lengths, drafted, q_logits)
-    verified = torch.arange(depth + 1, device=lengths.device) <= lengths[:, None]
-    p_logits = pair.p_logits[visited[verified]]
-    told = None if law.deterministic else procedure.told(q_logits)
-    return procedure.verify(p_logits, drafted, lengths, told, seeds, positions, impl=impl)
-
-
-def _context(tokens: torch.Tensor, counts: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The last two tokens as one number; before the start they are 0."""
-    padded = torch.nn.functional.pad(tokens, (2, 0), value=START)
-    last_two = padded.gather(1, counts[:, None] + torch.arange(2, device=tokens.device))
-    return last_two[:, 0] * vocab_size + last_two[:, 1]
-
-
-def joint_law(p_logits: torch.Tensor, length: int) -> torch.Tensor:
-    """[C, V] -> the target's law of its first `length` tokens, [V ** length] float64, the first token most significant."""
-    vocab_size = p_logits.shape[-1]
-    probs = p_logits.double().softmax(dim=-1)
-    contexts = torch.full((1,), START, dtype=torch.int64, device=p_logits.device)
-    joint = torch.ones(1, dtype=torch.float64, device=p_logits.device)
-    for _ in range(length):
-        joint = (joint[:, None] * probs[contexts]).flatten()
-        contexts = (contexts[:, None] % vocab_size * vocab_size + torch.arange(vocab_size, device=p_logits.device)).flatten()
-    return joint
-
-
-def cells(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[B, length] -> the number of each sequence in `joint_law`'s order."""
-    powers = vocab_size ** torch.arange(tokens.shape[1] - 1, -1, -1, device=tokens.device)
-    return (tokens * powers).sum(dim=1)
+    return Generations(world.cells(contexts, counts, length), num_rounds)

@@ -23,12 +23,12 @@ from draftsmith.kernels.statistics import Fit, chi_square, chi_square_survival, 
 from draftsmith.progress import Progress
 from draftsmith.serve.audit_client import AuditClient, Completion
 from draftsmith.serve.audit_config import AuditConfig
-from draftsmith.serve.audit_law import CoarseLaw, LawSource, Text, law_source
+from draftsmith.serve.audit_greedy import greedy_checks
+from draftsmith.serve.audit_law import LawBook, Text, law_source
 from draftsmith.serve.audit_report import Check, Report, fit_check
 
 CONTEXT_TOKENS = 16
 SIDE = 8  # two positions are tested on SIDE x SIDE cells
-BATCH = 200  # laws asked for between two progress lines
 CONTROL_TEMPERATURE = 1.3
 
 
@@ -37,7 +37,11 @@ class Samples(NamedTuple):
     tokens: list[list[int]]
 
 
-def audit_server(config: AuditConfig, transport: httpx.BaseTransport | None = None) -> Report:
+def audit_server(
+    config: AuditConfig,
+    transport: httpx.BaseTransport | None = None,
+    compare_transport: httpx.BaseTransport | None = None,
+) -> Report:
     client = AuditClient.connect(
         config.url or "",
         model=config.model,
@@ -46,15 +50,38 @@ def audit_server(config: AuditConfig, transport: httpx.BaseTransport | None = No
         concurrency=config.concurrency,
         transport=transport,
     )
-    laws = LawBook(law_source(config, client))
-    drafted_before = client.drafted()
+    plain = plain_client(config, client, compare_transport)
+    laws = LawBook(law_source(config, client if plain is None else plain))
     contexts = [make_context(client, config, index) for index in range(config.contexts)]
-    greedy = [greedy_check(client, config, laws, context, index) for index, context in enumerate(contexts)]
-    samples = list(draw_samples(client, config, contexts))
+    drafted_before = client.drafted()
+    checks = [*declared(client), *greedy_checks(config, client, plain, laws, contexts)]
+    samples = list(draw_samples(client, config, contexts)) if config.temperature > 0 else []
     drafted_after = client.drafted()
-    laws.learn(prefixes(samples))
-    checks = [*declared(client), *greedy, *sampled_checks(config, laws, samples)]
-    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, _notes(drafted_before, drafted_after, laws))
+    if samples:
+        laws.learn(prefixes(samples))
+        checks += sampled_checks(config, laws, samples)
+    notes = [*_notes(drafted_before, drafted_after, laws), _witness(config, plain)]
+    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, notes)
+
+
+def plain_client(config: AuditConfig, client: AuditClient, transport: httpx.BaseTransport | None) -> AuditClient | None:
+    """Who answers without speculation: the server to compare with, or this one where a request can switch it off."""
+    if config.compare_url is None:
+        return client.without_speculation()
+    return AuditClient.connect(
+        config.compare_url,
+        model=config.compare_model,
+        api_key=config.api_key,
+        timeout_s=config.timeout_s,
+        concurrency=config.concurrency,
+        transport=transport,
+    )
+
+
+def _witness(config: AuditConfig, plain: AuditClient | None) -> str:
+    if config.compare_url is not None:
+        return f"plain decoding and its laws are those of {config.compare_url}"
+    return "the server has no switch for speculation" if plain is None else "plain decoding is this server's with speculation off"
 
 
 def declared(client: AuditClient) -> list[Check]:
@@ -72,26 +99,6 @@ def _notes(before: int | None, after: int | None, laws: LawBook) -> list[str]:
     return [told, f"{after - before} draft tokens were offered meanwhile"]
 
 
-class LawBook:
-    """Laws by text, asked for once."""
-
-    def __init__(self, source: LawSource):
-        self.source = source
-        self.known: dict[Text, CoarseLaw] = {}
-
-    def learn(self, texts: Iterator[Text]) -> None:
-        missing = sorted({text for text in texts if text not in self.known})
-        progress = Progress("laws", total=len(missing), unit="prefixes")
-        for begin in range(0, len(missing), BATCH):
-            part = missing[begin : begin + BATCH]
-            self.known.update(zip(part, self.source(part)))
-            progress.update(begin + len(part))
-        progress.close()
-
-    def __getitem__(self, text: Text) -> CoarseLaw:
-        return self.known[text]
-
-
 def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
     """Token ids that the server itself wrote after the prompt, twice over: a repetition lets n-gram drafters draft, too."""
     body = {"max_tokens": CONTEXT_TOKENS, "temperature": 1.0, "ignore_eos": True}
@@ -101,22 +108,6 @@ def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
             f"the server wrote {len(written)} of {CONTEXT_TOKENS} tokens after {config.prompt!r}; give another prompt"
         )
     return (*written, *written, *written[: CONTEXT_TOKENS // 4])
-
-
-def greedy_check(client: AuditClient, config: AuditConfig, laws: LawBook, context: Text, index: int) -> Check:
-    """Every token of the greedy continuation is the likeliest one after its prefix, up to a margin of numerical noise."""
-    tokens = client.complete(list(context), max_tokens=config.greedy_tokens, temperature=0.0, ignore_eos=True).tokens
-    texts = [(*context, *tokens[:place]) for place in range(len(tokens))]
-    laws.learn(iter(texts))
-    wrong = [
-        {"place": place, "token": token, "likeliest": laws[text].ids[0], "margin": laws[text].top_gap}
-        for place, (text, token) in enumerate(zip(texts, tokens))
-        if laws[text].ids[0] != token
-    ]
-    worst = max((entry["margin"] for entry in wrong), default=0.0)
-    said = f"{len(tokens)} tokens, {len(wrong)} not the argmax" + (f", largest margin {worst:.3g}" if wrong else "")
-    passed = worst <= config.margin and len(tokens) == config.greedy_tokens
-    return Check(name=f"greedy identity, context {index}", kind="law", passed=passed, said=said, evidence={"divergences": wrong})
 
 
 def draw_samples(client: AuditClient, config: AuditConfig, contexts: list[Text]) -> Iterator[Samples]:
@@ -132,7 +123,8 @@ def draw_samples(client: AuditClient, config: AuditConfig, contexts: list[Text])
             numbers = range(begin, min(begin + config.concurrency, each))
 
             def ask(index: int, number: int = number, context: Text = context) -> list[Completion]:
-                seed = _seed(config, 1_000_003 * (number + 1) + index)
+                # vLLM gives choice i the seed plus i: requests in a row would repeat one another's choices.
+                seed = _seed(config, 1_000_003 * (number + 1) + index * config.choices)
                 return client.choices(list(context), n=config.choices, **body, **seed)
 
             tokens += [choice.tokens for choices in client.map(ask, numbers) for choice in choices]

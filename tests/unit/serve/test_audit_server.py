@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
@@ -85,7 +85,7 @@ def test_an_honest_server_passes(options: dict) -> None:
     report = audit(ChainServer(), AuditConfig(url="http://chain", samples=2000, contexts=2, concurrency=1, **options))
     assert report.verdict == "lossless", report.lines()
     assert any("draft tokens were offered" in note for note in report.notes)
-    assert [check.kind for check in report.checks].count("control") == 1
+    assert [check.kind for check in report.checks].count("control") == 2
 
 
 def test_a_biased_server_fails_where_speculation_begins() -> None:
@@ -103,8 +103,20 @@ def test_a_greedy_slip_is_a_divergence_with_its_margin() -> None:
 
 
 def test_a_slip_within_the_margin_is_noise() -> None:
-    config = AuditConfig(url="http://chain", samples=2000, contexts=2, concurrency=1, margin=100.0)
-    assert audit(ChainServer(greedy_slip=5), config).verdict == "lossless"
+    slips = [check.evidence["divergences"][0]["margin"] for check in audit(ChainServer(greedy_slip=5)).checks[:2]]
+    report = audit(ChainServer(greedy_slip=5), replace(CONFIG, margin=max(slips) + 0.01))
+    assert report.verdict == "lossless"
+    (control,) = [check for check in report.checks if check.name == "control: second likeliest token"]
+    assert 0 < control.evidence["seen"] < control.evidence["places"] == 64
+    blind = audit(ChainServer(greedy_slip=5), replace(CONFIG, margin=100.0))
+    assert blind.verdict == "powerless", "no slip at all would be seen"
+
+
+@pytest.mark.parametrize("slip, verdict", [(None, "lossless"), (5, "lossy")])
+def test_temperature_0_audits_greedy_text_alone(slip: int | None, verdict: str) -> None:
+    report = audit(ChainServer(greedy_slip=slip), replace(CONFIG, temperature=0.0))
+    assert report.verdict == verdict
+    assert all("greedy" in check.name or check.kind == "control" for check in report.checks)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""What the kernel audit tests: every law, drafted and verified in every way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.kernels.randomness import round_seeds
+from draftsmith.kernels.verify_block import verify_block
+from draftsmith.serve.audit_process import Chains, Procedure, Trees
+from draftsmith.serve.audit_world import Law
+from draftsmith.serve.request import SamplingParams
+
+PENALTIES = SamplingParams(frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.3, logit_bias=((1, 0.5),))
+PLAIN = Law(name="temperature 1")
+PENALISED = Law(name="penalties and a bias", penalties=PENALTIES)
+UNFILTERED_DRAFT = Law(name="top-k 3, draft without filters", top_k=3, draft_filtered=False)
+LAWS = (
+    PLAIN,
+    Law(name="temperature 0.7, top-k 3", temperature=0.7, top_k=3),
+    Law(name="top-p 0.8", top_p=0.8),
+    Law(name="temperature 1.3, min-p 0.1", temperature=1.3, min_p=0.1),
+    UNFILTERED_DRAFT,
+    PENALISED,
+    Law(name="draft at temperature 0.5", draft_temperature=0.5),
+    Law(name="greedy draft, one-hot law told", draft_temperature=0.0),
+    Law(name="deterministic draft, no law told", deterministic=True),
+)
+PROCEDURES: dict[str, Procedure] = {
+    "chain": Chains(),
+    "block": Chains(verify=verify_block, draft_seeds=round_seeds),
+    "tree": Trees(),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    way: str
+    law: Law
+    procedure: Procedure
+
+
+def cases() -> list[Case]:
+    """Every law drafted and verified in every way; a block without laws is a chain and is not repeated."""
+    ways = PROCEDURES.items()
+    return [Case(way, law, run) for way, run in ways for law in LAWS if not (way == "block" and law.deterministic)]
