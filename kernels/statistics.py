@@ -35,6 +35,25 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor, *, min_expected: float
     return _fit(((pooled_counts - expected) ** 2 / expected).sum().item(), expected, counts)
 
 
+def homogeneity(first: torch.Tensor, second: torch.Tensor, *, min_expected: float = MIN_EXPECTED) -> Fit:
+    """Pearson's test that two samples, counts [C] each, come from one law, whatever it is.
+
+    `num_samples` is n m / (n + m): as many, held against a known law, would show as small a bias.
+    """
+    counts = torch.stack([first, second]).double().cpu()
+    sizes, totals = counts.sum(dim=1, keepdim=True), counts.sum(dim=0)
+    counts = counts[:, torch.argsort(totals)]
+    smaller = counts.sum(dim=0) * float(sizes.min() / sizes.sum())  # expectations in the smaller sample
+    num_pooled = _num_pooled(smaller, min_expected)
+    if num_pooled > 1:
+        counts = torch.cat([counts[:, :num_pooled].sum(dim=1, keepdim=True), counts[:, num_pooled:]], dim=1)
+    counts = counts[:, counts.sum(dim=0) > 0]
+    expected = counts.sum(dim=0) * sizes / sizes.sum()
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    degrees = counts.shape[1] - 1
+    return Fit(statistic, degrees, chi_square_survival(statistic, degrees), int(sizes.prod() / sizes.sum()))
+
+
 def chi_square_survival(statistic: float, degrees: float) -> float:
     """P(X > statistic) of a chi-square law; 1 for zero degrees of freedom."""
     if degrees <= 0:
@@ -83,16 +102,21 @@ def _pool(counts: torch.Tensor, probs: torch.Tensor, min_expected: float) -> tup
         return None, probs
     order = torch.argsort(probs)
     counts, expected = counts[order], (probs * total)[order]
-    # The pool takes the rarest cells until it is large enough itself and every other cell is, too.
-    reach = torch.cumsum(expected, 0)
-    num_pooled = int((expected < min_expected).sum())
-    while num_pooled and num_pooled < len(expected) and reach[num_pooled - 1] < min_expected:
-        num_pooled += 1
+    num_pooled = _num_pooled(expected, min_expected)
     if num_pooled > 1:
         counts = torch.cat([counts[:num_pooled].sum()[None], counts[num_pooled:]])
         expected = torch.cat([expected[:num_pooled].sum()[None], expected[num_pooled:]])
     possible = expected > 0
     return counts[possible], expected[possible]
+
+
+def _num_pooled(expected: torch.Tensor, min_expected: float) -> int:
+    """How many of the rarest cells, expectations ascending, are joined: until the pool and every other cell are large enough."""
+    reach = torch.cumsum(expected, 0)
+    num_pooled = int((expected < min_expected).sum())
+    while num_pooled and num_pooled < len(expected) and reach[num_pooled - 1] < min_expected:
+        num_pooled += 1
+    return num_pooled
 
 
 def _fit(statistic: float, expected: torch.Tensor, counts: torch.Tensor) -> Fit:

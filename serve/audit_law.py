@@ -75,14 +75,23 @@ def law_source(config: AuditConfig, client: AuditClient) -> LawSource:
     return told_by_target(config) if config.target else told_by_server(config, client)
 
 
-def told_by_server(config: AuditConfig, client: AuditClient) -> LawSource:
-    """The server's logprobs of the first token after a prompt, which no draft has touched."""
+def laws_are_told(config: AuditConfig) -> bool:
+    """Whether a server's logprobs, or a target here, make the law of the samples."""
+    return config.target is not None or _unfiltered(config) or 0 < config.top_k <= MAX_LOGPROBS
+
+
+def _unfiltered(config: AuditConfig) -> bool:
     filtered = config.top_p < 1 or config.min_p > 0 or config.top_k > 0
     # Greedy text is held against the likeliest token, which no temperature or filter changes.
-    plain = config.temperature == 0 or (config.temperature == 1 and not filtered)
-    if not plain and not 0 < config.top_k <= MAX_LOGPROBS:
+    return config.temperature == 0 or (config.temperature == 1 and not filtered)
+
+
+def told_by_server(config: AuditConfig, client: AuditClient) -> LawSource:
+    """The server's logprobs of the first token after a prompt, which no draft has touched."""
+    if not laws_are_told(config):
         raise UserError(
-            f"{MAX_LOGPROBS} logprobs of the server do not make the filtered law; give a top_k up to {MAX_LOGPROBS}, or --target"
+            f"{MAX_LOGPROBS} logprobs of the server do not make the filtered law; give a top_k up to {MAX_LOGPROBS}, --target, "
+            "or --compare-url with a server that does not speculate"
         )
 
     def law(text: Text) -> CoarseLaw:
@@ -92,7 +101,7 @@ def told_by_server(config: AuditConfig, client: AuditClient) -> LawSource:
             raise UserError("the server tells no top_logprobs; start it with logprobs enabled, or give --target")
         ranked = sorted(top[0].items(), key=lambda pair: -pair[1])
         gap = ranked[0][1] - ranked[1][1] if len(ranked) > 1 else 0.0
-        if plain:
+        if _unfiltered(config):
             return CoarseLaw([token for token, _ in ranked], [math.exp(value) for _, value in ranked], gap)
         return _filtered(torch.tensor([[value for _, value in ranked]]), [token for token, _ in ranked], config, gap)
 

@@ -57,6 +57,7 @@ def verify_tree_by(
     first_rows = torch.cumsum(tree.lengths + 1, 0) - (tree.lengths + 1)
     slots, accepted, tested = (torch.zeros_like(tree.lengths) for _ in range(3))
     nodes = torch.full_like(tree.tokens, -1)
+    columns = torch.arange(nodes.shape[1], device=nodes.device)
     left = Left(log_p[first_rows], log_q[q_rows[:, 0]])
     for node in range(tree.tokens.shape[1]):
         here = (node < tree.lengths) & (tree.parents[:, node] + 1 == slots)
@@ -74,7 +75,7 @@ def verify_tree_by(
         whole = log_p[first_rows + slots]
         rest = torch.where((after.log_p > -math.inf).any(dim=-1, keepdim=True), after.log_p, whole)
         left = Left(torch.where(lost, rest, left.log_p), torch.where(lost, after.log_q, left.log_q))
-        nodes = torch.where(keep[:, None] & (torch.arange(nodes.shape[1]) == accepted[:, None]), node, nodes)
+        nodes = torch.where(keep[:, None] & (columns == accepted[:, None]), node, nodes)
         slots, accepted, tested = torch.where(keep, node + 1, slots), accepted + keep.long(), torch.where(keep, 0, tested)
         below = log_q[q_rows.gather(1, slots[:, None])[:, 0]]
         left = Left(

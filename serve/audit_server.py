@@ -11,30 +11,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
 
 import httpx
 import torch
 
-from draftsmith.errors import UserError
 from draftsmith.kernels.statistics import Fit, chi_square, chi_square_survival, g_test
-from draftsmith.progress import Progress
-from draftsmith.serve.audit_client import AuditClient, Completion
+from draftsmith.serve.audit_client import AuditClient
 from draftsmith.serve.audit_config import AuditConfig
 from draftsmith.serve.audit_greedy import greedy_checks
-from draftsmith.serve.audit_law import LawBook, Text, law_source
+from draftsmith.serve.audit_law import LawBook, Text, law_source, laws_are_told
 from draftsmith.serve.audit_report import Check, Report, fit_check
+from draftsmith.serve.audit_samples import CONTROL_TEMPERATURE, Samples, draw_samples, followers, make_context, prefixes
+from draftsmith.serve.audit_two_samples import two_sample_checks
 
-CONTEXT_TOKENS = 16
 SIDE = 8  # two positions are tested on SIDE x SIDE cells
-CONTROL_TEMPERATURE = 1.3
-
-
-class Samples(NamedTuple):
-    context: Text
-    tokens: list[list[int]]
 
 
 def audit_server(
@@ -51,15 +42,19 @@ def audit_server(
         transport=transport,
     )
     plain = plain_client(config, client, compare_transport)
-    laws = LawBook(law_source(config, client if plain is None else plain))
+    told = laws_are_told(config)
+    # Greedy text needs no more than the likeliest token of every law.
+    laws = LawBook(law_source(config if told or plain is None else replace(config, temperature=0.0), plain or client))
     contexts = [make_context(client, config, index) for index in range(config.contexts)]
     drafted_before = client.drafted()
     checks = [*declared(client), *greedy_checks(config, client, plain, laws, contexts)]
     samples = list(draw_samples(client, config, contexts)) if config.temperature > 0 else []
     drafted_after = client.drafted()
-    if samples:
+    if samples and told:
         laws.learn(prefixes(samples))
         checks += sampled_checks(config, laws, samples)
+    elif samples and plain is not None:
+        checks += two_sample_checks(config, plain, contexts, samples)
     notes = [*_notes(drafted_before, drafted_after, laws), _witness(config, plain)]
     return Report(f"{config.url} ({client.model})", config.false_alarm, checks, notes)
 
@@ -99,51 +94,6 @@ def _notes(before: int | None, after: int | None, laws: LawBook) -> list[str]:
     return [told, f"{after - before} draft tokens were offered meanwhile"]
 
 
-def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
-    """Token ids that the server itself wrote after the prompt, twice over: a repetition lets n-gram drafters draft, too."""
-    body = {"max_tokens": CONTEXT_TOKENS, "temperature": 1.0, "ignore_eos": True}
-    written = client.complete(config.prompt, **body, **_seed(config, index)).tokens
-    if len(written) != CONTEXT_TOKENS:
-        raise UserError(
-            f"the server wrote {len(written)} of {CONTEXT_TOKENS} tokens after {config.prompt!r}; give another prompt"
-        )
-    return (*written, *written, *written[: CONTEXT_TOKENS // 4])
-
-
-def draw_samples(client: AuditClient, config: AuditConfig, contexts: list[Text]) -> Iterator[Samples]:
-    body = {"max_tokens": config.length, "temperature": config.temperature, "ignore_eos": True}
-    body |= {"top_k": config.top_k} if config.top_k else {}
-    body |= {"top_p": config.top_p} if config.top_p < 1 else {}
-    body |= {"min_p": config.min_p} if config.min_p else {}
-    each = -(-config.samples // (len(contexts) * config.choices))
-    progress = Progress("samples", total=each * len(contexts), unit="requests")
-    for number, context in enumerate(contexts):
-        tokens: list[list[int]] = []
-        for begin in range(0, each, config.concurrency):
-            numbers = range(begin, min(begin + config.concurrency, each))
-
-            def ask(index: int, number: int = number, context: Text = context) -> list[Completion]:
-                # vLLM gives choice i the seed plus i: requests in a row would repeat one another's choices.
-                seed = _seed(config, 1_000_003 * (number + 1) + index * config.choices)
-                return client.choices(list(context), n=config.choices, **body, **seed)
-
-            tokens += [choice.tokens for choices in client.map(ask, numbers) for choice in choices]
-            progress.update(number * each + begin + len(numbers))
-        yield Samples(context, tokens)
-    progress.close()
-
-
-def _seed(config: AuditConfig, index: int) -> dict[str, int]:
-    return {"seed": config.seed + index} if config.seeded else {}
-
-
-def prefixes(samples: list[Samples]) -> Iterator[Text]:
-    for context, continuations in samples:
-        for tokens in continuations:
-            for place in range(len(tokens)):
-                yield (*context, *tokens[:place])
-
-
 def sampled_checks(config: AuditConfig, laws: LawBook, samples: list[Samples]) -> list[Check]:
     pairs = [(place, place + 1) for place in range(1, config.length - 1)]
     alarm = config.false_alarm / (config.length + len(pairs))
@@ -166,13 +116,8 @@ def sampled_checks(config: AuditConfig, laws: LawBook, samples: list[Samples]) -
 def conditional_fit(laws: LawBook, samples: list[Samples], place: int, *, temperature: float | None = None) -> Fit:
     """Pearson's statistics of the tokens at `place`, one for each prefix before it, added up. A prefix seen too rarely to fill
     two cells adds nothing."""
-    followers: dict[Text, Counter[int]] = {}
-    for context, continuations in samples:
-        for tokens in continuations:
-            if place < len(tokens):
-                followers.setdefault((*context, *tokens[:place]), Counter())[tokens[place]] += 1
     fits = []
-    for text, counter in followers.items():
+    for text, counter in followers(samples, place).items():
         law = laws[text] if temperature is None else laws[text].tempered(temperature)
         counts = [counter[token] for token in law.ids]
         counts.append(counter.total() - sum(counts))

@@ -27,7 +27,7 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 class Overconfident:
-    """A draft model that tells verification a flatter law than the one its tokens were drawn from."""
+    """A draft model that tells verification a sharper law than the one its tokens were drawn from."""
 
     def __init__(self, drafter: DraftLm):
         self.drafter = drafter
@@ -36,7 +36,7 @@ class Overconfident:
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         proposal = self.drafter.propose(inputs)
-        return replace(proposal, logits=proposal.logits / 3)
+        return proposal if proposal.logits is None else replace(proposal, logits=proposal.logits * 3)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,18 @@ def test_our_server_is_lossless(target: Target, drafter: DraftLm, live_server: C
     status, report = audit(live_server(target, drafter, engine_config()), tmp_path)
     assert status == 0 and report["verdict"] == "lossless", report["sentence"]
     assert any("draft tokens were offered" in note for note in report["notes"])
+    compared = [check for check in report["checks"] if check["name"].startswith("greedy text against plain decoding")]
+    assert [check["said"] for check in compared] == ["16 tokens, the same"], "the server can be told not to speculate"
+
+
+def test_a_law_that_logprobs_do_not_tell_is_held_against_samples_without_drafts(
+    target: Target, drafter: DraftLm, live_server: Callable, tmp_path: Path
+) -> None:
+    """Top-p alone, of a server that judges its drafts as blocks."""
+    server = live_server(target, drafter, replace(engine_config(), verification="block"))
+    status, report = audit(server, tmp_path, "--top-k", "0", "--top-p", "0.7")
+    assert status == 0 and report["verdict"] == "lossless", report["sentence"]
+    assert "token 2 given its prefix, against plain samples" in {check["name"] for check in report["checks"]}
 
 
 def test_a_wrong_q_is_found_and_only_in_what_was_sampled(

@@ -10,6 +10,7 @@ from draftsmith.kernels.statistics import (
     chi_square_threshold,
     detectable_bias,
     g_test,
+    homogeneity,
     uniformity,
 )
 
@@ -73,3 +74,25 @@ def test_uniformity() -> None:
     values = torch.rand(20000, generator=generator, dtype=torch.float64)
     assert uniformity(values).p_value > 1e-3
     assert uniformity(values**1.1).p_value < 1e-9
+
+
+def test_homogeneity_is_scipys_and_pools_rare_cells() -> None:
+    first, second = torch.tensor([30, 50, 20, 100]), torch.tensor([90, 110, 45, 140])
+    theirs = scipy.stats.chi2_contingency(torch.stack([first, second]).numpy(), correction=False)
+    ours = homogeneity(first, second)
+    assert (ours.statistic, ours.degrees, ours.p_value) == pytest.approx((theirs.statistic, theirs.dof, theirs.pvalue))
+    assert ours.num_samples == 200 * 385 // 585
+    rare = homogeneity(torch.tensor([6, 0, 500, 2]), torch.tensor([0, 8, 480, 1]))
+    assert rare.degrees == 1, "all but the frequent cell are one"
+    assert homogeneity(torch.tensor([0, 7]), torch.tensor([0, 9])).p_value == 1
+
+
+def test_two_samples_of_one_law_are_told_from_two_laws() -> None:
+    generator = torch.Generator().manual_seed(2)
+    probs = torch.rand(40, generator=generator) ** 3
+    draws = torch.multinomial(probs, 400 * 3000, replacement=True, generator=generator).view(400, 3000)
+    counts = [torch.bincount(row, minlength=40) for row in draws]
+    p_values = torch.tensor([homogeneity(*pair).p_value for pair in zip(counts[::2], counts[1::2], strict=True)])
+    assert 0.01 < (p_values < 0.05).float().mean() < 0.11
+    other = torch.bincount(torch.multinomial(probs.roll(1), 3000, replacement=True, generator=generator), minlength=40)
+    assert homogeneity(counts[0], other).p_value < 1e-9

@@ -122,6 +122,13 @@ def test_the_whole_audit(rounds: int) -> None:
     assert report.verdict == "lossless", report.lines()
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_the_whole_audit_of_compiled_kernels() -> None:
+    report = audit_kernels.audit_kernels(AuditConfig(kernels=True, device="cuda", impl="triton", rounds=1_000_000))
+    assert report.verdict == "lossless", report.lines()
+
+
 # The plain reading of tree verification
 
 

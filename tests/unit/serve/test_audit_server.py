@@ -30,17 +30,20 @@ class ChainServer:
     names_ids: bool = True
     drafted: int = 0
     counts_drafts: bool = True
+    switches: bool = False  # can be told not to speculate, and is right then
     table: torch.Tensor = field(
         default_factory=lambda: 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
     )
 
     def handle(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "chain"}]})
+            owner = {"owned_by": "draftsmith"} if self.switches else {}
+            return httpx.Response(200, json={"data": [{"id": "chain"} | owner]})
         if request.url.path == "/metrics":
             text = f'vllm:spec_decode_num_draft_tokens_total{{a="b"}} {self.drafted}.0\n' if self.counts_drafts else ""
             return httpx.Response(200, text=text)
         body = json.loads(request.content)
+        assert "speculation" not in body or self.switches
         return httpx.Response(200, json={"choices": [self.choice(body, index) for index in range(body.get("n", 1))]})
 
     def choice(self, body: dict, index: int) -> dict:
@@ -60,13 +63,14 @@ class ChainServer:
         return f"token_id:{token}" if self.names_ids else chr(65 + token)
 
     def next(self, logprobs: torch.Tensor, body: dict, place: int, chance: random.Random) -> int:
+        speculates = "speculation" not in body
         if body["temperature"] == 0:
-            return int(logprobs.argsort()[-2 if place == self.greedy_slip else -1])
+            return int(logprobs.argsort()[-2 if place == self.greedy_slip and speculates else -1])
         logits = logprobs / body["temperature"]
         if body.get("top_k"):
             logits = logits.masked_fill(logits < logits.topk(body["top_k"]).values[-1], -math.inf)
         p = logits.softmax(-1)
-        if self.drops_residual and place > 0:
+        if self.drops_residual and speculates and place > 0:
             kept = torch.minimum(p, p.roll(1))
             p = kept + (1 - kept.sum()) * p
         return chance.choices(range(VOCAB), p.tolist())[0]
@@ -126,6 +130,43 @@ def test_silence_about_drafts_is_noted(server: ChainServer, note: str, monkeypat
     if server.drafted:
         monkeypatch.setattr(ChainServer, "drafted", property(lambda self: 10**9, lambda self, value: None), raising=False)
     assert any(note in line for line in audit(server).notes)
+
+
+# Compared with plain decoding
+
+
+def test_a_server_with_a_switch_is_compared_with_itself() -> None:
+    """Ours can be told not to speculate; one that then writes other greedy text is lossy, whatever its logprobs say."""
+    honest = audit(ChainServer(switches=True))
+    assert honest.verdict == "lossless", honest.lines()
+    assert "greedy text against plain decoding, context 1" in {check.name for check in honest.checks}
+    slipping = audit(ChainServer(switches=True, greedy_slip=5))
+    assert "greedy text against plain decoding, context 0" in broken(slipping)
+    (check,) = [check for check in slipping.checks if check.name == "greedy text against plain decoding, context 0"]
+    assert check.evidence["divergences"][0]["place"] == 5 and "forks at token 6 of 32" in check.said
+
+
+def test_another_server_can_be_the_witness() -> None:
+    """Here the audited server's own logprobs would clear it: the model it serves is another one."""
+    swapped = ChainServer(table=ChainServer().table.roll(1, dims=1))
+    assert audit(swapped).verdict == "lossless"
+    config = replace(CONFIG, compare_url="http://plain")
+    report = audit_server(config, httpx.MockTransport(swapped.handle), httpx.MockTransport(ChainServer().handle))
+    assert report.verdict == "lossy" and "token 1 given its prefix, counts" in broken(report)
+    same = audit_server(config, httpx.MockTransport(ChainServer().handle), httpx.MockTransport(ChainServer().handle))
+    assert same.verdict == "lossless", same.lines()
+
+
+@pytest.mark.parametrize("switches", [True, False])
+@pytest.mark.parametrize("drops_residual", [True, False])
+def test_laws_that_logprobs_do_not_tell_are_compared_by_samples(switches: bool, drops_residual: bool) -> None:
+    server = ChainServer(drops_residual=drops_residual, switches=switches)
+    config = replace(CONFIG, temperature=0.8, top_k=30, contexts=1, samples=4000)
+    config = config if switches else replace(config, compare_url="http://plain")
+    report = audit_server(config, httpx.MockTransport(server.handle), httpx.MockTransport(ChainServer().handle))
+    assert report.verdict == ("lossy" if drops_residual else "lossless"), report.lines()
+    assert ("token 2 given its prefix, against plain samples" in broken(report)) == drops_residual
+    assert "token 1 given its prefix, against plain samples" not in broken(report)
 
 
 def test_a_server_without_token_ids_is_refused() -> None:
