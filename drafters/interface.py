@@ -45,6 +45,7 @@ class DraftInputs:
     request_ids: list[str] = field(
         default_factory=list
     )  # who each row is, for drafters that remember; empty: nobody in particular
+    shares: list[bool] = field(default_factory=list)  # whether a row may be drafted from other requests' text; empty: all may
     adjust: Adjust | None = None  # None when no row asks for more than `sampling` says
 
 

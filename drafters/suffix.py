@@ -54,8 +54,9 @@ class Suffix:
 
     def drafts(self, inputs: DraftInputs) -> list[Draft]:
         names = inputs.request_ids or [""] * len(inputs.histories)
-        rows = zip(names, inputs.histories, inputs.num_draft.tolist(), strict=True)
-        return [self._draft(name, history, k) for name, history, k in rows]
+        shares = inputs.shares or [True] * len(inputs.histories)
+        rows = zip(names, inputs.histories, inputs.num_draft.tolist(), shares, strict=True)
+        return [self._draft(name, history, k, shared) for name, history, k, shared in rows]
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         return last + 1
@@ -66,14 +67,14 @@ class Suffix:
             self.shared.begin_text()
             self.shared.extend(tokens)
 
-    def _draft(self, name: str, history: list[int], k: int) -> Draft:
+    def _draft(self, name: str, history: list[int], k: int, shared: bool) -> Draft:
         if k == 0:
             return Draft([], 0.0)
         own = self._own.setdefault(name, OwnText()) if name else OwnText()
         own.read(history)
         context = history[-self.options.max_tree_depth :]
         draft = self._best(own.index, context, k)
-        if draft.score < k and self.shared.num_texts > 0:
+        if shared and draft.score < k and self.shared.num_texts > 0:
             draft = max(draft, self._best(self.shared, context, k), key=lambda found: found.score)
         return draft
 

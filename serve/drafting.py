@@ -127,12 +127,12 @@ class Drafting:
             drop_taps(request, self.drafter.cached_after(last, drafted, accepted))
 
     def finished(self, request: Request) -> None:
-        """A request that asked to be kept out of learning is kept out of what requests share, too."""
+        """A request that asked to be kept out of learning, or may not share, is kept out of what requests share."""
         for drafter in (self.drafter, self.fallback):
             if not isinstance(drafter, Remembering):
                 continue
             try:
-                drafter.finished(request.id, request.tokens if request.learn else [])
+                drafter.finished(request.id, request.tokens if request.learn and request.shares else [])
             except Exception as error:
                 self._failed("raised", error)
 
@@ -156,6 +156,7 @@ class Drafting:
             block_tables=tables,
             histories=[row.request.tokens for row in rows],
             request_ids=[row.request.id for row in rows],
+            shares=[row.request.shares for row in rows],
             adjust=adjust,
         )
 

@@ -175,6 +175,12 @@ class Request:
     finished_s: float | None = None
 
     @property
+    def shares(self) -> bool:
+        """Whether text may pass between it and other requests as drafts. Not when it is sampled with a seed of its own: text
+        that another drew with the same seed knows this one's draws, which would bias its output, and tokens would not repeat."""
+        return self.params.seed is None or self.params.temperature == 0
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 
