@@ -14,12 +14,15 @@ Impl = Literal["auto", "triton", "torch"]
 IMPLS = ("auto", "triton", "torch")
 
 
-def choose(impl: str, device: torch.device) -> Literal["triton", "torch"]:
-    """`"auto"` is Triton on CUDA and torch elsewhere. Asking for Triton where it cannot run raises a `UserError`."""
+def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:
+    """`"auto"` is Triton on CUDA and torch elsewhere. Asking for Triton where it cannot run raises a `UserError`.
+
+    The Triton kernels compute in float32, so that `"auto"` leaves float64 to torch.
+    """
     if impl not in IMPLS:
         raise UserError(f"impl is {impl!r}; it must be one of {', '.join(IMPLS)}")
     # Asked every round: the common case must not search for modules.
-    if impl == "torch" or (impl == "auto" and device.type != "cuda"):
+    if impl == "torch" or (impl == "auto" and (device.type != "cuda" or dtype == torch.float64)):
         return "torch"
     obstacle = _obstacle(device)
     if impl == "triton" and obstacle:

@@ -89,9 +89,7 @@ def divergence(
         check_sparse(kind, target, vocab_map, len(draft_hidden), len(draft_head))
         rows, tokens = _from_law(kind, target, weights, vocab_map), None
     else:
-        if impl == "auto" and dtype == torch.float64:
-            impl = "torch"  # the Triton kernel computes in float32
-        function = _row_function(choose(impl, draft_hidden.device), draft_hidden.device)
+        function = _row_function(choose(impl, draft_hidden.device, dtype), draft_hidden.device)
         columns = None if tokens is None else draft_columns(tokens, vocab_map)
         rows = _from_logits(kind, target, weights, vocab_map, columns, function)
     chunk_size = chunk_size or default_chunk_size(draft_hidden.device, len(draft_head), dtype)

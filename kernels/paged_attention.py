@@ -139,10 +139,8 @@ class PagedPass:
 
 
 def _context(impl: str, keys: torch.Tensor) -> Callable[..., GatheredContext | TritonContext]:
-    """How the passes of a pool attend; the Triton kernel computes in float32."""
-    if impl == "auto" and keys.dtype == torch.float64:
-        impl = "torch"
-    if choose(impl, keys.device) == "torch":
+    """How the passes of a pool attend."""
+    if choose(impl, keys.device, keys.dtype) == "torch":
         return GatheredContext
     from draftsmith.kernels.paged_attention_triton import TritonContext
 

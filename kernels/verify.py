@@ -50,9 +50,7 @@ def verify_chain(
     or q(x) = 0) counts as no draft: what replaces it is drawn from p. A residual without mass (p = q up to rounding) falls
     back to p. When the deciding row of p is all -inf there is no law to draw from and the emitted token is -1.
     """
-    if impl == "auto" and p_logits.dtype == torch.float64:
-        impl = "torch"  # the Triton kernels compute in float32
-    if choose(impl, p_logits.device) == "triton":
+    if choose(impl, p_logits.device, p_logits.dtype) == "triton":
         from draftsmith.kernels.verify_triton import verify_chain_triton
 
         return verify_chain_triton(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
@@ -75,7 +73,7 @@ def verify_chain_torch(
     depths = torch.arange(num_draft, device=device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     p_rows = torch.where(offered, first_rows[:, None] + depths, 0)
-    ids = draft_tokens.clamp(min=0)
+    ids = torch.where(offered, draft_tokens, 0)
     places = torch.arange(num_rows, device=device)
     log_q = None if q_logits is None else log_law(q_logits)
     told_q = 0.0 if log_q is None else log_q.gather(-1, ids[..., None])[..., 0]

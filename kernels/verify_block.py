@@ -43,9 +43,7 @@ def verify_block(
     """
     if q_logits is None or draft_tokens.shape[1] == 0:
         return verify_chain(p_logits, draft_tokens, lengths, q_logits, seeds, positions, impl=impl)
-    if impl == "auto" and p_logits.dtype == torch.float64:
-        impl = "torch"  # the Triton kernels compute in float32
-    if choose(impl, p_logits.device) == "triton":
+    if choose(impl, p_logits.device, p_logits.dtype) == "triton":
         from draftsmith.kernels.verify_block_triton import verify_block_triton
 
         return verify_block_triton(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
@@ -63,10 +61,11 @@ class BlockLaw(NamedTuple):
 def block_law(log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> BlockLaw:
     """The block's reaches and chances to stop, of logprobs log_p [N, K + 1, V] and log_q [N, K, V] and drafts [N, K]."""
     depth = tokens.shape[1]
-    ids = tokens.clamp(min=0)[..., None]
-    told_p, told_q = log_p[:, :depth].gather(-1, ids)[..., 0], log_q.gather(-1, ids)[..., 0]
     places = torch.arange(depth + 1, device=tokens.device)
-    drawn = (places[:depth] < lengths[:, None]) & (tokens >= 0) & (told_q > -math.inf)
+    offered = (places[:depth] < lengths[:, None]) & (tokens >= 0)
+    ids = torch.where(offered, tokens, 0)[..., None]
+    told_p, told_q = log_p[:, :depth].gather(-1, ids)[..., 0], log_q.gather(-1, ids)[..., 0]
+    drawn = offered & (told_q > -math.inf)
     last = drawn.long().cumprod(dim=1).sum(dim=1)
     log_ratio = torch.where(places[:depth] < last[:, None], told_p - told_q, -math.inf)
     reaches = [torch.zeros_like(log_p[:, 0, 0])]

@@ -59,9 +59,7 @@ def verify_tree(
     all -inf there is no law to draw from and the emitted token is -1. Sibling j of a node at depth d is tested with number
     j of the ACCEPT stream at position d, so that a chain is verified as `verify_chain` does.
     """
-    if impl == "auto" and p_logits.dtype == torch.float64:
-        impl = "torch"  # the Triton kernels compute in float32
-    if choose(impl, p_logits.device) == "triton":
+    if choose(impl, p_logits.device, p_logits.dtype) == "triton":
         from draftsmith.kernels.verify_tree_triton import verify_tree_triton
 
         return verify_tree_triton(p_logits, tree, q_logits, q_rows, seeds, positions)
