@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from draftsmith.serve.control import MAX_AUTO_K, RoundResult, Wish
+from draftsmith.serve.control import MAX_AUTO_K, RoundPlan, RoundResult, Wish
 from draftsmith.serve.latency import LatencyTable, bucket_of
 from draftsmith.serve.survival import Survival
 
@@ -62,6 +62,16 @@ class _Bucket:
     mix_error: float = 1.0  # by what factor rounds of a mix took longer than was reckoned
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan(RoundPlan):
+    """A round is booked in the bucket it was chosen for, whatever went through the target in the end: were it booked elsewhere,
+    the k chosen here would never be measured, and never be left."""
+
+    number: int  # of the bucket
+    trial: _Trial | None = None
+    mix: _Mix | None = None  # what the rows got, if not one k
+
+
 class AutoControl:
     """k = 0 is one of the choices and is measured again and again, so speculation that does not pay is left; the trials
     themselves may cost `TRIAL_SHARE` of the time and no more. `start` is the k before anything is known.
@@ -71,39 +81,37 @@ class AutoControl:
         self.start = start
         self.latency, self.survival = LatencyTable(), Survival()
         self._buckets: dict[int, _Bucket] = {}
-        self._mix: _Mix | None = None  # what this round's rows got, if not one k
         self._catch_up_s = self._drafting_s = 0.0  # fading sums: reading text late, and rounds that drafted
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> list[int]:
-        self._mix = None
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
         deepest = min(max((wish.most for wish in wishes), default=0), MAX_AUTO_K)
-        if deepest == 0:
-            return [0] * len(wishes)
         number = bucket_of(num_tokens)
+        if deepest == 0:
+            return _Plan([0] * len(wishes), number)
         bucket = self._bucket(number)
         bucket.rounds += 1
         if bucket.trial is None and bucket.rounds >= bucket.due:
             self._decide(number, bucket, _Load(Counter(wishes), len(wishes), deepest))
         if bucket.trial is None and bucket.mix is not None:
-            self._mix = bucket.mix
-            return [min(bucket.mix.shares.get(wish.request_class, bucket.k), wish.most) for wish in wishes]
+            shares = [min(bucket.mix.shares.get(wish.request_class, bucket.k), wish.most) for wish in wishes]
+            return _Plan(shares, number, mix=bucket.mix)
         k = bucket.k if bucket.trial is None else bucket.trial.k
-        return [min(k, wish.most) for wish in wishes]
+        return _Plan([min(k, wish.most) for wish in wishes], number, bucket.trial)
 
     def observe(self, result: RoundResult) -> None:
         for offer, times in Counter(result.offers).items():
             self.survival.add(*offer, times)
-        number = bucket_of(result.num_tokens)
-        bucket = self._bucket(number)
+        plan = result.plan if isinstance(result.plan, _Plan) else _Plan([], bucket_of(result.num_tokens))
+        number, bucket = plan.number, self._bucket(plan.number)
         bucket.spent_s += result.seconds
         if result.k > 0:
             late_s = max(0.0, result.seconds - self.latency.seconds(number, result.k)) if result.catching_up else 0.0
             self._catch_up_s = 0.995 * self._catch_up_s + late_s
             self._drafting_s = 0.995 * self._drafting_s + result.seconds
         if not result.catching_up:
-            self._measure(number, bucket, result)
-        if bucket.trial is not None and bucket.trial.k == result.k:
-            self._account(bucket, bucket.trial, result)
+            self._measure(plan, bucket, result)
+        if plan.trial is not None and plan.trial is bucket.trial:
+            self._account(bucket, plan.trial, result)
 
     def new_draft(self) -> None:
         self.survival.doubt(0.05)
@@ -117,19 +125,20 @@ class AutoControl:
             self._buckets[number] = _Bucket(self.start if near is None else self._buckets[near].k)
         return self._buckets[number]
 
-    def _measure(self, number: int, bucket: _Bucket, result: RoundResult) -> None:
-        if self._mix is None:
-            self.latency.add(number, result.k, result.seconds)
+    def _measure(self, plan: _Plan, bucket: _Bucket, result: RoundResult) -> None:
+        if plan.mix is None:
+            self.latency.add(plan.number, result.k, result.seconds)
         else:
-            bucket.mix_error += 0.1 * (min(result.seconds / self._mix.seconds, 2.0) - bucket.mix_error)
+            bucket.mix_error += 0.1 * (min(result.seconds / plan.mix.seconds, 2.0) - bucket.mix_error)
 
     def _account(self, bucket: _Bucket, trial: _Trial, result: RoundResult) -> None:
         tokens = result.num_rows + sum(offer.accepted for offer in result.offers)
         lost_s = max(0.0, result.seconds - tokens / trial.rate)
         bucket.lost_s += lost_s
         trial.lost_s += lost_s
-        # A round that also catches up measures nothing, but a trial must end even where every round does.
-        trial.rounds_left -= 0.25 if result.catching_up else 1.0
+        # A round that also catches up measures nothing, nor does one whose rows may not draft so deep, but a trial must end even
+        # where every round is like that.
+        trial.rounds_left -= 0.25 if result.catching_up or result.k != trial.k else 1.0
         if trial.rounds_left <= 0:
             bucket.surprise_s += 0.3 * (max(0.0, trial.lost_s - trial.expected_s) - bucket.surprise_s)
             bucket.trial, bucket.due = None, 0

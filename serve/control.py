@@ -33,7 +33,15 @@ class Offer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """What was chosen for a round, and whatever its control needs to know again when the round is over."""
+
+    ks: list[int]  # of each row
+
+
+@dataclass(frozen=True, slots=True)
 class RoundResult:
+    plan: RoundPlan | None  # None: no row was decoding, so nothing was chosen
     num_tokens: int  # known tokens that went through the target
     num_rows: int  # rows that decided
     k: int  # the deepest draft, as planned
@@ -43,12 +51,12 @@ class RoundResult:
 
 
 class Control(Protocol):
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> list[int]:
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
         """The k of each row; `num_tokens` known tokens are expected in the pass."""
         ...
 
     def observe(self, result: RoundResult) -> None:
-        """The round that the last `choose` was for."""
+        """What became of a plan; a round that did not go by its plan is not told."""
         ...
 
     def new_draft(self) -> None:
@@ -59,8 +67,8 @@ class Control(Protocol):
 class FixedControl:
     """Every request drafts what it asked for."""
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> list[int]:
-        return [wish.most for wish in wishes]
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+        return RoundPlan([wish.most for wish in wishes])
 
     def observe(self, result: RoundResult) -> None:
         return
@@ -80,9 +88,9 @@ class ScheduledControl(FixedControl):
     def __init__(self, steps: Sequence[Step]):
         self.steps = steps
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> list[int]:
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
         k = next((step.k for step in reversed(self.steps) if step.batch <= len(wishes)), self.steps[0].k)
-        return [min(k, wish.most) for wish in wishes]
+        return RoundPlan([min(k, wish.most) for wish in wishes])
 
 
 def parse_schedule(text: str) -> list[Step]:

@@ -244,6 +244,7 @@ class Engine:
             for row, tokens in zip(schedule.drafting, emitted, strict=False)
         ]
         result = RoundResult(
+            plan=schedule.plan,
             num_tokens=num_tokens,
             num_rows=schedule.num_deciding,
             k=max((row.k for row in schedule.drafting), default=0),

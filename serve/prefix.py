@@ -60,6 +60,10 @@ class PrefixCache:
             if self.needs_taps:
                 request.taps = [tap for entry in entries[_num_ready(entries) :] for tap in entry.taps or ()]
 
+    def num_found(self, request: Request) -> int:
+        """How many of its tokens `attach` would find."""
+        return 0 if request.wants_prompt_logprobs else sum(1 for _ in self._usable(request)) * self.blocks.block_size
+
     def store(self, request: Request) -> None:
         """After a round: the request's full blocks may be found by others from now on."""
         size = self.blocks.block_size

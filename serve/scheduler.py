@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.errors import UserError
 from draftsmith.serve.blocks import BlockManager
-from draftsmith.serve.control import Control, FixedControl, Wish
+from draftsmith.serve.control import Control, FixedControl, RoundPlan, Wish
 from draftsmith.serve.fair_queue import FairQueue
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.request import Request
@@ -39,6 +39,7 @@ class Schedule:
     sampling: list[Row] = field(default_factory=list)
     filling: list[Row] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    plan: RoundPlan | None = None  # of the rows that were decoding
 
     @property
     def rows(self) -> list[Row]:
@@ -72,6 +73,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of arrival
         self.num_preemptions = 0
         self._slots = list(range(max_batch - 1, -1, -1))
+        self._blocked: Request | None = None  # found no room, and none was given back since
 
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_queue:
@@ -102,21 +104,28 @@ class Scheduler:
 
     def _decode(self, schedule: Schedule) -> None:
         deciding = [request for request in self.running if not request.prefilling]
-        for request, k in zip(deciding, self._draft_lengths(deciding), strict=True):
+        if not deciding:
+            return
+        schedule.plan = self._plan(deciding)
+        for request, k in zip(deciding, schedule.plan.ks, strict=True):
             if request not in self.running or not self._reserve(request, request.num_tokens + k, schedule):
                 continue
             row = Row(request, request.computed, request.num_tokens - request.computed, k)
             (schedule.drafting if k > 0 else schedule.sampling).append(row)
 
-    def _draft_lengths(self, deciding: list[Request]) -> list[int]:
-        if not deciding:
-            return []
+    def _plan(self, deciding: list[Request]) -> RoundPlan:
         # The bonus token comes on top of the drafted ones, so the last token is never worth drafting.
         wishes = [Wish(request.request_class, min(request.k, request.remaining - 1)) for request in deciding]
-        pending = sum(request.num_tokens - request.computed for request in self.running if request.prefilling)
-        if self.waiting and self._slots:
-            pending += self.waiting.head().num_tokens
-        return self.control.choose(wishes, len(deciding) + min(pending, self.max_round_tokens))
+        budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
+        return self.control.choose(wishes, len(deciding) + min(self._pending(), budget))
+
+    def _pending(self) -> int:
+        """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts take blocks first."""
+        pending = sum(_end(request) - request.computed for request in self.running if request.prefilling)
+        if self.waiting and self._slots and self.waiting.head() is not self._blocked:
+            head = self.waiting.head()
+            pending += _end(head) - (0 if self.prefix is None else self.prefix.num_found(head))
+        return pending
 
     def _reserve(self, request: Request, num_tokens: int, schedule: Schedule) -> bool:
         """Blocks for `num_tokens`, taken from later arrivals if need be; False when it had to make room itself."""
@@ -141,6 +150,7 @@ class Scheduler:
         self.blocks.release(request.blocks)
         self._slots.append(request.slot)
         request.slot = -1
+        self._blocked = None
 
     def _fill(self, schedule: Schedule, budget: int) -> int:
         for request in self.running:
@@ -149,10 +159,7 @@ class Scheduler:
         return budget
 
     def _piece(self, schedule: Schedule, request: Request, budget: int) -> int:
-        # A preempted request refills up to its newest token alone, which an ordinary round then takes. Were its successor decided
-        # here, without drafts, the rounds after would begin elsewhere and a seeded request would go on with other tokens.
-        end = request.num_tokens if request.num_output == 0 else request.num_tokens - 1
-        count = min(budget, end - request.computed)
+        count = min(budget, _end(request) - request.computed)
         row = Row(request, request.computed, count)
         (schedule.sampling if row.samples else schedule.filling).append(row)
         return count
@@ -161,6 +168,7 @@ class Scheduler:
         while self.waiting and budget > 0 and self._slots and not schedule.preempted:
             request = self.waiting.head()
             if not self._find_room(request):
+                self._blocked = request
                 return
             self.waiting.pop()
             request.slot = self._slots.pop()
@@ -179,3 +187,11 @@ class Scheduler:
             request.forget_caches()
             return False
         return True
+
+
+def _end(request: Request) -> int:
+    """Up to where a prompt is fed. A preempted request refills up to its newest token alone, which an ordinary round then takes.
+    Were its successor decided while it is fed, without drafts, the rounds after would begin elsewhere and a seeded request would
+    go on with other tokens.
+    """
+    return request.num_tokens if request.num_output == 0 else request.num_tokens - 1

@@ -11,7 +11,17 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.serve.auto_control import AutoControl
-from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, ScheduledControl, Step, Wish, parse_schedule
+from draftsmith.serve.control import (
+    Control,
+    FixedControl,
+    Offer,
+    RoundPlan,
+    RoundResult,
+    ScheduledControl,
+    Step,
+    Wish,
+    parse_schedule,
+)
 from draftsmith.serve.latency import LatencyTable, bucket_of
 from draftsmith.serve.survival import Survival
 
@@ -44,7 +54,8 @@ def play(control: Control, machine: Machine, classes: list[str], rounds: int, *,
     chance = random.Random(seed)
     tokens = seconds = 0.0
     for number in range(rounds):
-        ks = control.choose([Wish(name, MOST) for name in classes], len(classes))
+        plan = control.choose([Wish(name, MOST) for name in classes], len(classes))
+        ks = plan.ks
         round_s = machine.round_s(len(classes), ks)
         offers, expected = [], len(classes)
         for name, k in zip(classes, ks):
@@ -55,7 +66,7 @@ def play(control: Control, machine: Machine, classes: list[str], rounds: int, *,
             if k:
                 offers.append(Offer(name, k, accepted))
         noisy_s = round_s * (1.0 + machine.noise * abs(chance.gauss(0, 1))) * (4.0 if chance.random() < 0.005 else 1.0)
-        control.observe(RoundResult(len(classes), len(classes), max(ks), noisy_s, False, offers))
+        control.observe(RoundResult(plan, len(classes), len(classes), max(ks), noisy_s, False, offers))
         if number >= skip:
             # Expectations, so that luck with the drafts does not blur the comparison.
             tokens += expected
@@ -67,8 +78,8 @@ class Constant(FixedControl):
     def __init__(self, k: int):
         self.k = k
 
-    def choose(self, wishes: list[Wish], num_tokens: int) -> list[int]:
-        return [min(self.k, wish.most) for wish in wishes]
+    def choose(self, wishes: list[Wish], num_tokens: int) -> RoundPlan:
+        return RoundPlan([min(self.k, wish.most) for wish in wishes])
 
 
 def best_fixed(machine: Machine, classes: list[str], rounds: int, *, skip: int = 0) -> tuple[float, int]:
@@ -117,9 +128,10 @@ def test_a_draft_that_turns_good_or_bad_is_noticed() -> None:
     chosen = []
 
     class Watched(FixedControl):
-        def choose(self, wishes: list[Wish], num_tokens: int) -> list[int]:
-            chosen.append(control.choose(wishes, num_tokens))
-            return chosen[-1]
+        def choose(self, wishes: list[Wish], num_tokens: int) -> RoundPlan:
+            plan = control.choose(wishes, num_tokens)
+            chosen.append(plan.ks)
+            return plan
 
         def observe(self, result: RoundResult) -> None:
             control.observe(result)
@@ -138,8 +150,9 @@ def test_classes_of_requests_get_drafts_by_their_own_survival() -> None:
     play(control, machine, classes, 1500)
     last: list[list[int]] = []
     for _ in range(20):
-        last.append(control.choose([Wish(name, MOST) for name in classes], len(classes)))
-        control.observe(RoundResult(12, 12, max(last[-1]), machine.round_s(12, last[-1]), False, []))
+        plan = control.choose([Wish(name, MOST) for name in classes], len(classes))
+        last.append(plan.ks)
+        control.observe(RoundResult(plan, 12, 12, max(plan.ks), machine.round_s(12, plan.ks), False, []))
     easy, hard = sum(sum(ks[:6]) for ks in last), sum(sum(ks[6:]) for ks in last)
     assert easy >= 6 * 20 and hard < 0.25 * easy
     best, _ = best_fixed(machine, classes, 10)
@@ -148,17 +161,17 @@ def test_classes_of_requests_get_drafts_by_their_own_survival() -> None:
 
 def test_a_requests_own_k_is_a_cap_and_zero_means_zero() -> None:
     control = AutoControl(start=5)
-    assert control.choose([Wish("", 2), Wish("", 8), Wish("", 0)], 3) == [2, 5, 0]
-    assert control.choose([Wish("", 0)], 1) == [0]
-    assert FixedControl().choose([Wish("", 2), Wish("", 8)], 2) == [2, 8]
+    assert control.choose([Wish("", 2), Wish("", 8), Wish("", 0)], 3).ks == [2, 5, 0]
+    assert control.choose([Wish("", 0)], 1).ks == [0]
+    assert FixedControl().choose([Wish("", 2), Wish("", 8)], 2).ks == [2, 8]
 
 
 def test_a_schedule_goes_by_batch_size() -> None:
     control = ScheduledControl(parse_schedule("1:5,8:3,32:0"))
     assert control.steps == [Step(1, 5), Step(8, 3), Step(32, 0)]
     for batch, k in ((1, 5), (7, 5), (8, 3), (31, 3), (32, 0), (300, 0)):
-        assert control.choose([Wish("", 9)] * batch, batch) == [k] * batch
-    assert control.choose([Wish("", 2)], 1) == [2]
+        assert control.choose([Wish("", 9)] * batch, batch).ks == [k] * batch
+    assert control.choose([Wish("", 2)], 1).ks == [2]
 
 
 def test_catching_up_is_charged_to_drafting() -> None:
@@ -172,15 +185,70 @@ def test_catching_up_is_charged_to_drafting() -> None:
     def usual() -> int:
         chosen = []
         for _ in range(60):
-            (k,) = control.choose([Wish("", 3)], 1)
-            control.observe(RoundResult(1, 1, k, 1.0, False, [Offer("", k, k // 2)] if k else []))
+            plan = control.choose([Wish("", 3)], 1)
+            (k,) = plan.ks
+            control.observe(RoundResult(plan, 1, 1, k, 1.0, False, [Offer("", k, k // 2)] if k else []))
             chosen.append(k)
         return sorted(chosen)[30]
 
     assert usual() == 3
     for _ in range(60):
-        control.observe(RoundResult(1, 1, 3, 9.0, True, []))
+        control.observe(RoundResult(None, 1, 1, 3, 9.0, True, []))
     assert usual() == 0
+
+
+def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:
+    """A prompt that is expected and never fed: the k of that load must be measured, and left, all the same."""
+    control = AutoControl()
+
+    def drafting(expected: int, fed: int, rounds: int, *, accepted: bool) -> float:
+        count = 0
+        for _ in range(rounds):
+            plan = control.choose([Wish("", MOST)] * 4, expected)
+            k = max(plan.ks)
+            offers = [Offer("", k, k if accepted else 0)] * 4 if k else []
+            control.observe(RoundResult(plan, fed, 4, k, 0.01 + 0.002 * k + 1e-5 * fed, False, offers))
+            count += k > 0
+        return count / rounds
+
+    drafting(4, 4, 300, accepted=True)
+    assert drafting(300, 300, 300, accepted=True) > 0.9
+    drafting(300, 4, 300, accepted=False)
+    assert drafting(300, 4, 1000, accepted=False) < 0.1
+    drafting(300, 4, 1500, accepted=True)
+    assert drafting(300, 4, 500, accepted=True) > 0.9
+
+
+def test_a_trial_ends_where_no_row_may_draft_so_deep() -> None:
+    control = AutoControl()
+
+    def play_(most: int, rounds: int) -> list[int]:
+        chosen = []
+        for _ in range(rounds):
+            plan = control.choose([Wish("", most)] * 4, 4)
+            (k, *_) = plan.ks
+            chosen.append(k)
+            control.observe(RoundResult(plan, 4, 4, k, 0.01 + 0.001 * k, False, [Offer("", k, k)] * 4 if k else []))
+            if most == MOST and control._bucket(4).trial is not None and control._bucket(4).trial.k > 2:
+                break
+        return chosen
+
+    play_(MOST, 2000)
+    trial = control._bucket(4).trial
+    assert trial is not None and trial.k > 2
+    play_(2, 20)
+    assert control._bucket(4).trial is not trial
+
+
+def test_a_round_that_nothing_was_chosen_for_is_no_news_about_a_mix() -> None:
+    machine = Machine(lambda name, number: 0.9 if name == "easy" else 0.05, token_s=6e-4)
+    control = AutoControl()
+    play(control, machine, ["easy"] * 6 + ["hard"] * 6, 1500)
+    assert control._bucket(12).mix is not None
+    control.choose([Wish("easy", MOST)] * 6 + [Wish("hard", MOST)] * 6, 12)
+    for _ in range(3):
+        control.observe(RoundResult(None, 64, 1, 0, 0.5, False, []))
+    assert control._bucket(64).mix_error == 1.0 and control.latency.seconds(64, 0) == 0.5
 
 
 def test_buckets_grow_by_at_most_half() -> None:

@@ -28,9 +28,9 @@ def run(engine: Engine, params: SamplingParams = GREEDY) -> tuple[list[list[int]
     choose = engine.scheduler.control.choose
 
     def watched(wishes, num_tokens):
-        ks = choose(wishes, num_tokens)
-        planned.append(max(ks))
-        return ks
+        plan = choose(wishes, num_tokens)
+        planned.append(max(plan.ks))
+        return plan
 
     engine.scheduler.control.choose = watched
     while engine.busy:
