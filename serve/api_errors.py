@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from draftsmith.errors import UserError
-from draftsmith.serve.loop import ShuttingDown
+from draftsmith.serve.loop import EngineDead, ShuttingDown
 from draftsmith.serve.request import FinishReason
 from draftsmith.serve.request import Request as EngineRequest
 from draftsmith.serve.scheduler import QueueFull
@@ -83,6 +83,8 @@ def shutting_down(message: str) -> Refusal:
 def as_refusal(error: UserError) -> Refusal:
     if isinstance(error, ShuttingDown):
         return shutting_down(str(error))
+    if isinstance(error, EngineDead):
+        return Refusal(503, str(error), kind="server_error", code="engine_dead")
     if isinstance(error, QueueFull):
         return overloaded(str(error))
     return Refusal(400, str(error), param=named_param(str(error)))

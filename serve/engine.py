@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +33,8 @@ from draftsmith.serve.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.stats import EngineStats
 from draftsmith.serve.swap import Swap, apply_swap, prepare_swap
 from draftsmith.serve.trees import move_kept, straighten, wanted_tree
+
+log = logging.getLogger(__name__)
 
 MOST_UNREAD = 1024  # tokens of an answer whose taps are kept for a draft that does not come
 
@@ -82,7 +86,7 @@ class Engine:
         k = config.k if tree is None else tree.nodes
         self.intake = Intake(target, k=k, has_drafter=drafter is not None, max_length=plan.max_length, seed=config.seed)
         self._tables = BlockTables(config.max_batch, max_blocks, target.device)
-        self._swap: Swap | None = None
+        self._swaps: deque[Swap] = deque()  # filled by any thread, emptied by the engine's
 
     def submit(
         self,
@@ -127,7 +131,7 @@ class Engine:
         except UserError:
             self.stats.num_swaps_refused += 1
             raise
-        self._swap = swap
+        self._swaps.append(swap)
         return swap
 
     @property
@@ -137,7 +141,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or self._swap is not None
+        return self.scheduler.busy or bool(self._swaps)
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, text: bool = True) -> list[Completion]:
         """Answers all prompts and returns when they are done."""
@@ -152,7 +156,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> bool:
         """One round for every request that can take part; False when there was nothing to do."""
-        self._apply_swap()
+        while self._swaps:
+            self._apply_swap(self._swaps.popleft())
         begun_s = time.perf_counter()
         with self.stats.phase("host"):
             schedule = self.scheduler.schedule()
@@ -313,17 +318,23 @@ class Engine:
             return None
         return RoundLaws(output.logits, drafts, [row.request.params.temperature for row in rows])
 
-    def _apply_swap(self) -> None:
-        swap, self._swap = self._swap, None
-        if swap is None:
+    def _apply_swap(self, swap: Swap) -> None:
+        if not swap.claim():
             return
-        pause_s = apply_swap(swap)
+        try:
+            pause_s = apply_swap(swap)
+        except RuntimeError as error:
+            # Whatever mixture of weights drafts now, answers keep the target's law.
+            log.exception("draft version %s could not be copied in", swap.version)
+            swap.error = f"version {swap.version} could not be copied in ({error}); publish it again or restart the server"
+            self.stats.num_swaps_refused += 1
+        else:
+            self.stats.draft_version = swap.version
+            self.stats.count_swap(pause_s)
         self.drafting.reset()
         self.scheduler.control.new_draft()
         self.draft_law.new_draft()
-        self.stats.draft_version = swap.version
-        self.stats.num_swaps += 1
-        self.stats.swap_pauses_s.append(pause_s)
+        swap.done.set()
 
     def _note_admissions(self, rows: list[Row]) -> None:
         now_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -10,6 +11,7 @@ from prometheus_client.registry import Collector
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import FinishReason
 from draftsmith.serve.sizes import draft_bytes, target_bytes
+from draftsmith.serve.stats import MAX_PAUSES
 
 
 class EngineCollector(Collector):
@@ -103,9 +105,14 @@ class EngineCollector(Collector):
         yield version
         yield self._counter("draftsmith_swaps", "Draft versions swapped in.", stats.num_swaps)
         yield self._counter("draftsmith_swaps_refused", "Draft versions refused.", stats.num_swaps_refused)
-        pauses = list(stats.swap_pauses_s)
-        yield self._gauge("draftsmith_swap_pause_seconds", "Pause of the latest swap.", pauses[-1] if pauses else 0.0)
-        yield self._gauge("draftsmith_swap_pause_seconds_max", "Longest pause of a swap.", max(pauses, default=0.0))
+        pauses = stats.swap_pauses_s or [0.0]
+        yield self._gauge("draftsmith_swap_pause_seconds", "Pause of the latest swap.", pauses[-1])
+        yield self._gauge(
+            "draftsmith_swap_pause_seconds_p99",
+            f"Pause that 99 of 100 of the latest {MAX_PAUSES} swaps stayed within.",
+            sorted(pauses)[math.ceil(0.99 * len(pauses)) - 1],
+        )
+        yield self._gauge("draftsmith_swap_pause_seconds_max", "Longest pause of a swap.", stats.longest_swap_pause_s)
 
     def _sizes(self) -> Iterator[Metric]:
         """What makes a step slow where memory bandwidth does: k draft steps read k times the draft for one read of the target."""

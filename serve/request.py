@@ -114,7 +114,7 @@ class SpeculationStats:
     """One request's target passes that emitted; the lists hold an entry for each that put at least one draft token before it."""
 
     offered: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)  # kept, and still there after stop and EOS trimming
     committed: list[int] = field(default_factory=list)  # after stop and EOS trimming
     num_passes: int = 0
     num_committed: int = 0
@@ -124,7 +124,7 @@ class SpeculationStats:
         self.num_committed += committed
         if offered > 0:
             self.offered.append(offered)
-            self.accepted.append(accepted)
+            self.accepted.append(min(accepted, committed))
             self.committed.append(committed)
 
 

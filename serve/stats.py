@@ -11,6 +11,7 @@ from time import perf_counter
 from draftsmith.kernels.acceptance import AcceptanceCounts
 
 MAX_VERSIONS = 16  # counted apart; a server that learns for months sees thousands
+MAX_PAUSES = 256  # of swaps, kept to tell what is usual
 PHASES = ("draft", "verify", "sample", "host")
 
 
@@ -32,7 +33,8 @@ class EngineStats:
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     fallbacks: Counter[str] = field(default_factory=Counter)  # rounds that fell back to k = 0, by cause
     num_swaps: int = 0
-    swap_pauses_s: list[float] = field(default_factory=list)  # one a swap, oldest first
+    swap_pauses_s: list[float] = field(default_factory=list)  # of the latest swaps, oldest first
+    longest_swap_pause_s: float = 0.0  # of all swaps
     num_swaps_refused: int = 0
     draft_version: str = ""
     by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)  # `acceptance` of the latest versions, oldest first
@@ -59,6 +61,12 @@ class EngineStats:
         self.acceptance.add([offered], [accepted], [committed])
         if not stand_in:
             self._of_version().add([offered], [accepted], [committed])
+
+    def count_swap(self, pause_s: float) -> None:
+        self.num_swaps += 1
+        # Replaced, not changed: a scrape may be walking through it.
+        self.swap_pauses_s = [*self.swap_pauses_s, pause_s][-MAX_PAUSES:]
+        self.longest_swap_pause_s = max(self.longest_swap_pause_s, pause_s)
 
     def _of_version(self) -> AcceptanceCounts:
         if self.draft_version not in self.by_version:

@@ -16,14 +16,31 @@ from draftsmith.drafters.text_first import TextFirst
 from draftsmith.errors import UserError
 
 
+class SwapLate(UserError):
+    """Nothing is wrong with the version; the engine did not come to it."""
+
+
 @dataclass
 class Swap:
-    """A checked set of weights on its way in. `done` is set once the engine serves with it."""
+    """A checked set of weights on its way in. `done` is set once the engine serves with it, or `error` says why it does not."""
 
     version: str
     pairs: list[tuple[torch.Tensor, torch.Tensor]]  # live tensor, new values
     done: threading.Event = field(default_factory=threading.Event)
     pause_s: float = 0.0
+    error: str = ""
+    _taken: threading.Lock = field(default_factory=threading.Lock)
+
+    def claim(self) -> bool:
+        """True for the first caller alone: the engine that copies it in, or `give_up`."""
+        return self._taken.acquire(blocking=False)
+
+    def give_up(self) -> bool:
+        """Whether it will not come; False once the engine has begun."""
+        if not self.claim():
+            return False
+        self.pairs.clear()
+        return True
 
 
 def prepare_swap(drafter: ServingDrafter | None, target: Target, folder: str, version: str) -> Swap:
@@ -60,5 +77,4 @@ def apply_swap(swap: Swap) -> float:
     if swap.pairs and swap.pairs[0][0].is_cuda:
         torch.cuda.synchronize(swap.pairs[0][0].device)
     swap.pause_s = perf_counter() - begun_s
-    swap.done.set()
     return swap.pause_s

@@ -9,6 +9,7 @@ from pathlib import Path
 from draftsmith.drafters.versions import latest, open_version
 from draftsmith.errors import UserError
 from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.swap import SwapLate
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class VersionWatcher:
             return self._refuse(None, error)
         try:
             swap = self.loop.swap(str(folder), str(wanted))
+        except SwapLate as error:
+            return self._refuse(None, error)  # the next look tries it again
         except UserError as error:
             return self._refuse(wanted, error)
         log.info("draft version %d swapped in, pause %.1f ms", wanted, 1000 * swap.pause_s)
