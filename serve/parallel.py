@@ -2,14 +2,19 @@
 
 Every pass of the target is the same call on every rank, so rank 0 tells the others what it is about to call. The draft is
 whole on rank 0 alone. What is told is a few small tensors a round, over gloo whatever the weights' own backend is.
+
+A rank that leaves such a call halfway leaves the others in a collective that nobody will complete, and the next call would meet
+them there. So whoever fails in one ends its process on the spot, and torchrun ends the others.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +25,10 @@ from draftsmith.drafters.target import Target, TargetOutput
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
 
+log = logging.getLogger(__name__)
+
 LEADER = 0
+FAILED = 70  # exit status: sysexits.h's EX_SOFTWARE
 # A server may rest for months between two requests; a collective that ends before then would end the server.
 PATIENCE = datetime.timedelta(days=3650)
 
@@ -72,6 +80,18 @@ class Channel:
         return _moved(message[0], device)
 
 
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Around a call that all ranks make; whatever it raises ends this process."""
+    try:
+        yield
+    except BaseException:
+        # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that wait for this one.
+        log.critical("rank %d failed in a call that all ranks make; the server ends", dist.get_rank(), exc_info=True)
+        logging.shutdown()
+        os._exit(FAILED)
+
+
 def _moved(value: Any, device: torch.device | str) -> Any:
     """Every tensor of a (nested) call on `device`."""
     if isinstance(value, torch.Tensor):
@@ -89,8 +109,9 @@ class LeadingPool(PagedPool):
         return self
 
     def move_slots(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
-        self._tell(Move(sources, slots))
-        super().move_slots(sources, slots)
+        with in_step():
+            self._tell(Move(sources, slots))
+            super().move_slots(sources, slots)
 
 
 class LeadingTarget(Target):
@@ -102,11 +123,21 @@ class LeadingTarget(Target):
         self._channel = channel
         return self
 
+    @contextmanager
+    def _together(self, call: Call) -> Iterator[None]:
+        if self._channel is None:
+            yield
+            return
+        with in_step():
+            self._channel.tell(call)
+            yield
+
     def _tell(self, call: Call) -> None:
         if self._channel is not None:
             self._channel.tell(call)
 
     def new_pool(self, num_blocks: int, block_size: int, device: Any = None, dtype: Any = None) -> PagedPool:
+        # A pool that does not fit is the user's to hear of: no rank waits for another here.
         self._tell(NewPool(num_blocks, block_size))
         pool = super().new_pool(num_blocks, block_size, device, dtype)
         return LeadingPool(pool.keys, pool.values, pool.block_size).attach(self._tell)
@@ -121,12 +152,14 @@ class LeadingTarget(Target):
     ) -> TargetOutput:
         assert isinstance(attention_context, PagedPass)
         layout = attention_context.layout
-        self._tell(Pass(input_ids, positions, layout.block_tables, layout.lengths, layout.tree, logit_rows, tuple(taps)))
-        return super().forward(input_ids, positions, attention_context, logit_rows, taps)
+        with self._together(
+            Pass(input_ids, positions, layout.block_tables, layout.lengths, layout.tree, logit_rows, tuple(taps))
+        ):
+            return super().forward(input_ids, positions, attention_context, logit_rows, taps)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        self._tell(Embed(ids))
-        return super().embed(ids)
+        with self._together(Embed(ids)):
+            return super().embed(ids)
 
     def stop(self) -> None:
         """The other ranks' `follow` returns."""
@@ -138,6 +171,11 @@ def follow(target: Target, channel: Channel) -> None:
     # torchrun signals every process at once; rank 0 drains and says when to stop.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    with in_step():
+        _follow(target, channel)
+
+
+def _follow(target: Target, channel: Channel) -> None:
     pool: PagedPool | None = None
     while True:
         call = channel.hear(target.device)

@@ -120,6 +120,55 @@ def test_two_processes_answer_as_one(family: str | None, target_folder: str, dra
     assert server.wait(timeout=30) is not None
 
 
+FAILING = """
+import sys
+from draftsmith.drafters.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.parallel import LEADER, Channel, LeadingTarget, follow, join
+from draftsmith.serve.request import SamplingParams
+import threading
+
+folder, failing = sys.argv[1], int(sys.argv[2])
+place = join(2, "cpu")
+target = (LeadingTarget if place.rank == LEADER else Target).load(folder, dtype="float32", device="cpu", shards=2)
+channel, passes = Channel(), [0]
+
+def fail(*_):
+    passes[0] += 1
+    if passes[0] == 8:
+        raise RuntimeError(f"rank {place.rank} is out of memory")
+
+if place.rank == failing:
+    target.layers[2].register_forward_pre_hook(fail)
+if place.rank != LEADER:
+    follow(target, channel)
+    sys.exit(0)
+loop = EngineLoop(Engine(target.lead(channel), None, EngineConfig(compile="off", prefix_cache=False))).start()
+for max_tokens in (4, 24):
+    done = threading.Event()
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    loop.submit([5, 6, 7], params, lambda request, update: update.finish_reason and done.set())
+    done.wait()
+    print("answered", max_tokens, flush=True)
+"""
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_rank_that_fails_in_a_pass_ends_all(failing: int, target_folder: str, tmp_path: Path) -> None:
+    """Left alone, the others would wait in that pass's sum for good."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command += [str(script), target_folder, str(failing)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert ended.returncode != 0
+    assert ended.stdout.split("\n")[:-1] == ["answered 4"]
+    assert f"rank {failing} is out of memory" in ended.stderr and "failed in a call that all ranks make" in ended.stderr
+
+
 def test_a_server_that_torchrun_did_not_start_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="1 process runs; start the server with `torchrun --nproc-per-node 2"):
