@@ -31,6 +31,10 @@ class ServerProcess:
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
+    def labelled(self, name: str, label: str) -> dict[str, float]:
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
+        return {sample.labels[label]: sample.value for family in families for sample in family.samples if sample.name == name}
+
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(timeout=60) == 0, self.log.read_text()
