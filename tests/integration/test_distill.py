@@ -34,7 +34,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import SamplingParams
 
-OPTIONS = DEFAULTS | {"draft-lm": DraftLmOptions(num_layers=1, hidden_size=32)}
+OPTIONS = {name: options() for name, options in DEFAULTS.items()} | {"draft-lm": DraftLmOptions(num_layers=1, hidden_size=32)}
 LEARN = LearnConfig(lr=3e-3, steps=20, fresh=16, unroll=3)
 GATE = GateConfig(every=1, held_out=0.3)
 # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
