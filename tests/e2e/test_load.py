@@ -30,7 +30,6 @@ LEAST = 10 * MINUTES  # of everything that must have happened
 NUM_CLIENTS = 64
 CLIENTS = Path(__file__).with_name("load_clients.py")
 DRAFTS = 4  # that take turns; each time round, the last one is published with a NaN, which a server must refuse
-SETTLED_MINUTES = 4  # oneDNN keeps up to 1024 compiled kernels, one for each number of rows: memory grows until it has them
 SHOWN = ["vllm:num_preemptions_total", "draftsmith_swaps_total", "draftsmith_swaps_refused_total", "vllm:generation_tokens_total"]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(60 * MINUTES + 600)]
@@ -139,6 +138,9 @@ def test_a_crowd_leaves_nothing_behind(start_server: Callable, drafts: tuple[Tar
     publisher.publish()
     # Few blocks, so that requests are put back again and again.
     small = ["--max-batch", "16", "--block-size", "8", "--num-blocks", "40", "--max-length", "128"]
+    # Recorded forwards multiply by oneDNN, which keeps kernels for every number of rows it has met, hundreds of MiB over many
+    # minutes; without them whatever grows is ours.
+    small += ["--compile", "off"]
     server = start_server("--versions", str(publisher.root), "--poll-s", "0.3", "--k", "auto", "--fallback", "ngram", *small)
     with publisher, MemoryLog(server.process.pid) as memory:
         seen = run_clients(alone.url, server.url, tmp_path)
@@ -147,7 +149,7 @@ def test_a_crowd_leaves_nothing_behind(start_server: Callable, drafts: tuple[Tar
     print({name: server.metric(name) for name in SHOWN}, memory.shown())
     check_answers(seen)
     check_counters(server, seen, publisher)
-    assert MINUTES / 2 < SETTLED_MINUTES or memory.growth() < 0.03
+    assert memory.growth() < 0.03
 
 
 def check_answers(seen: dict[str, Any]) -> None:
