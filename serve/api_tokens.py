@@ -49,11 +49,8 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize", responses={**documented(200, model=TokenizeBody), **documented(*STATUSES)})
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
-        if isinstance(body, TokenizeChat):
-            tokens = server.chat_prompt(body)
-        else:
-            tokens = encode(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
-        strings = server.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        tokens = await server.aside.run(lambda: _tokens(server, body))
+        strings = server.vocabulary.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {
             "count": len(tokens),
             "max_model_len": server.loop.engine.max_length,
@@ -67,11 +64,11 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
         size = server.loop.engine.target.vocab_size
         if (wrong := next((token for token in body.tokens if token >= size), None)) is not None:
             raise Refusal(400, f"tokens holds {wrong}; the ids of this model are 0..{size - 1}", param="tokens")
-        return {"prompt": server.tokenizer.decode(body.tokens)}
+        return {"prompt": server.vocabulary.decode(body.tokens)}
 
     @app.get("/tokenizer_info", responses={**documented(200, model=TokenizerInfo), **documented(401)})
     async def tokenizer_info() -> dict[str, Any]:
-        tokenizer = server.tokenizer
+        tokenizer = server.vocabulary
         return {
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": len(tokenizer),
@@ -82,3 +79,9 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
             "pad_token": tokenizer.pad_token,
             "chat_template": tokenizer.chat_template,
         }
+
+
+def _tokens(server: Server, body: TokenizeText | TokenizeChat) -> list[int]:
+    if isinstance(body, TokenizeChat):
+        return server.chat_prompt(body)
+    return encode(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
+from draftsmith.serve.aside import Aside
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.request import OnUpdate, Request, SamplingParams, Update
 
@@ -20,14 +21,14 @@ class Event(NamedTuple):
 class Exchange:
     """`timeout_s` bounds the time from here to the last update; `asyncio.TimeoutError` tells that it is over."""
 
-    def __init__(self, loop: EngineLoop, timeout_s: float | None = None):
-        self.loop = loop
+    def __init__(self, loop: EngineLoop, aside: Aside, timeout_s: float | None = None):
+        self.loop, self._aside = loop, aside
         self.requests: list[Request] = []
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._here = asyncio.get_running_loop()
 
-    def submit(
+    async def submit(
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
@@ -38,10 +39,15 @@ class Exchange:
     ) -> None:
         """One engine request a (prompt, params) pair; when one is refused none is taken."""
         intake = self.loop.engine.intake
-        requests = [
-            intake.request(prompt, choice, self._forwarder(index), request_class=request_class, tenant=tenant, learn=learn)
-            for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))
-        ]
+
+        def make() -> list[Request]:
+            return [
+                intake.request(prompt, choice, self._forwarder(index), request_class=request_class, tenant=tenant, learn=learn)
+                for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))
+            ]
+
+        requests = await self._aside.run(make)
+        # Back on the event loop's thread: whoever is cancelled while it waits has nothing in the engine yet.
         self.loop.enqueue(requests)
         self.requests = requests
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +19,7 @@ from draftsmith.serve.api_report import Level
 from draftsmith.serve.api_schema import ANSWER_STATUSES, ChatBody, CompletionBody, describe, documented, events_of
 from draftsmith.serve.api_service import add_service_endpoints
 from draftsmith.serve.api_tokens import add_token_endpoints
+from draftsmith.serve.aside import Aside
 from draftsmith.serve.exchange import Exchange
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.metrics import ServerMetrics
@@ -39,11 +41,18 @@ class Server:
     limits: Limits = field(default_factory=Limits)
     report: Level = "none"  # of every response's drafts; a request may ask for more
     load: Load = field(default_factory=Load)
+    aside: Aside = field(default_factory=Aside)
+    vocabulary: Any = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def tokenizer(self) -> Any:
+        """For use `aside` alone."""
         return self.loop.engine.target.tokenizer()
+
+    def __post_init__(self) -> None:
+        # A copy, for reading tokens on the event loop's thread while another text is encoded.
+        self.vocabulary = copy.deepcopy(self.tokenizer)
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self.model:
@@ -72,15 +81,17 @@ def create_app(server: Server) -> FastAPI:
     @app.post("/v1/completions", responses={**events_of(CompletionBody), **documented(*ANSWER_STATUSES)})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         server.check_model(body.model)
-        prompts = completion_prompts(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
-        responder = completion_responder(server.model, server.tokenizer, _extras(server, body), prompts, body.n or 1)
+        prompts = await server.aside.run(
+            lambda: completion_prompts(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
+        )
+        responder = completion_responder(server.model, server.vocabulary, _extras(server, body), prompts, body.n or 1)
         return await _answer(server, request, body, prompts, responder)
 
     @app.post("/v1/chat/completions", responses={**events_of(ChatBody), **documented(*ANSWER_STATUSES)})
     async def chat(body: ChatRequest, request: Request) -> Response:
         server.check_model(body.model)
-        prompt = Prompt(server.chat_prompt(body), None)
-        responder = chat_responder(server.model, server.tokenizer, _extras(server, body), prompt, body.n or 1)
+        prompt = Prompt(await server.aside.run(lambda: server.chat_prompt(body)), None)
+        responder = chat_responder(server.model, server.vocabulary, _extras(server, body), prompt, body.n or 1)
         return await _answer(server, request, body, [prompt], responder)
 
     describe(app, model=server.model, guarded=bool(server.limits.api_keys))
@@ -107,10 +118,10 @@ async def _answer(
 ) -> Response:
     num_choices = body.n or 1
     _check_count(server, len(prompts), num_choices)
-    bad_words = bad_word_tokens(body.bad_words or (), server.tokenizer)
+    bad_words = await server.aside.run(lambda: bad_word_tokens(body.bad_words or (), server.tokenizer))
     params = [body.sampling(index, bad_words) for index in range(num_choices)]
-    exchange = Exchange(server.loop, server.limits.timeout_s)
-    exchange.submit(
+    exchange = Exchange(server.loop, server.aside, server.limits.timeout_s)
+    await exchange.submit(
         [prompt.tokens for prompt in prompts for _ in range(num_choices)],
         params * len(prompts),
         request_class=body.request_class,
