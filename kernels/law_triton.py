@@ -1,7 +1,9 @@
 """Rows of processed logits as laws inside Triton kernels, without a buffer of their size: what verification is made of.
 
-`row_stats` keeps the maximum and the sum of exponentials of every block of a row, whose logsumexp is the row's normaliser; a
-race over a law leaves the winner of every block, and `emit` finds the winner of these and writes the output.
+`row_stats` keeps the maximum and the sum of exponentials of every block of a row. The row's normaliser is a pair, its maximum
+and the log of the sum relative to it: one float32 for both would round the small one away where logits are large, which low
+temperatures make them. A race over a law leaves the winner of every block, and `emit` finds the winner of these and writes the
+output.
 """
 
 from __future__ import annotations
@@ -35,34 +37,45 @@ def row_stats(
     columns = block * BLOCK + tl.arange(0, BLOCK)
     x = clean(tl.load(logits + row * stride + columns, mask=columns < num_tokens, other=MINUS_INF))
     top = tl.max(x, axis=0)
-    total = tl.sum(tl.exp(x - tl.where(top == MINUS_INF, 0.0, top)), axis=0)
+    total = tl.sum(tl.exp(x - finite(top)), axis=0)
     tl.store(maxima + row * num_blocks + block, top)
     tl.store(sums + row * num_blocks + block, total)
 
 
 @triton.jit
 def normaliser(maxima, sums, row, num_blocks, BLOCKS: tl.constexpr):
-    """logsumexp of a row from its blocks; -inf for a row without mass."""
+    """(maximum, log of the sum relative to it) of a row from its blocks; (-inf, 0) for a row without mass."""
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
     tops = tl.load(maxima + row * num_blocks + blocks, mask=inside, other=MINUS_INF)
     totals = tl.load(sums + row * num_blocks + blocks, mask=inside, other=0.0)
-    top = tl.max(tops, axis=0)
-    shift = tl.where(top == MINUS_INF, 0.0, top)
-    total = tl.sum(totals * tl.exp(tops - shift), axis=0)
-    return tl.where(top == MINUS_INF, MINUS_INF, shift + tl.log(tl.where(total > 0, total, 1.0)))
+    return log_total(tops, totals)
 
 
 @triton.jit
-def logprob(x, norm):
-    """-inf minus -inf is no number; a law without mass gives -inf everywhere."""
-    return tl.where(norm == MINUS_INF, MINUS_INF, x - tl.where(norm == MINUS_INF, 0.0, norm))
+def log_total(tops, totals):
+    """(maximum, log of the sum relative to it) of lanes that hold such a maximum and a sum; (-inf, 0) without mass."""
+    top = tl.max(tops, axis=0)
+    total = tl.sum(totals * tl.exp(tops - finite(top)), axis=0)
+    return top, tl.log(tl.where(total > 0, total, 1.0))
+
+
+@triton.jit
+def finite(top):
+    """-inf minus -inf is no number: what to subtract in place of a maximum of -inf."""
+    return tl.where(top == MINUS_INF, 0.0, top)
+
+
+@triton.jit
+def logprob(x, top, log_sum):
+    """A law without mass gives -inf everywhere."""
+    return tl.where(top == MINUS_INF, MINUS_INF, (x - finite(top)) - log_sum)
 
 
 @triton.jit
 def log_residual(log_p, log_q):
     """log max(p - q, 0) elementwise: log p + log(1 - exp(log q - log p))."""
-    gap = tl.where(log_q == MINUS_INF, MINUS_INF, log_q - tl.where(log_p == MINUS_INF, 0.0, log_p))
+    gap = tl.where(log_q == MINUS_INF, MINUS_INF, log_q - finite(log_p))
     small = -gap * (1.0 + gap * (0.5 + gap * (0.16666667 + gap * 0.041666668)))
     rest = tl.where(gap > -0.03125, small, 1.0 - tl.exp(tl.minimum(gap, 0.0)))
     positive = (gap < 0.0) & (log_p > MINUS_INF)
@@ -71,10 +84,14 @@ def log_residual(log_p, log_q):
 
 @triton.jit
 def keep_best(law, noise, scores, winners, b, block, num_blocks, slot: tl.constexpr, BLOCK: tl.constexpr):
-    """The best token of a block in the race of row b. Slot 0 is the law to draw from, slot 1 the one to fall back to."""
-    best, at = tl.max(law - noise, axis=0, return_indices=True)
+    """The best token of a block in the race of row b. Slot 0 is the law to draw from, slot 1 the one to fall back to.
+
+    Scores are float64 and formed below the block's maximum, so that large logits do not round the noise away.
+    """
+    top = finite(tl.max(law, axis=0))
+    best, at = tl.max((law - top) - noise, axis=0, return_indices=True)
     place = (b * num_blocks + block) * 2 + slot
-    tl.store(scores + place, best)
+    tl.store(scores + place, best.to(tl.float64) + top.to(tl.float64))
     tl.store(winners + place, block * BLOCK + at)
 
 

@@ -1,6 +1,6 @@
 """Block verification in Triton: six launches that read the laws twice, and the deciding rows once more.
 
-1. `row_stats`: maximum and sum of exponentials of every block of every row; their logsumexp is the row's normaliser.
+1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's normaliser.
 2. `_reach`: one program a request: the reach r_i of its path after each draft, and after how many drafts the block ends.
 3. `_mass`: one program a block of each draft law's row; its part of the mass of max(r_i p - q, 0).
 4. `_decide`: one program a request finds the latest i at which its uniform lets the path stand.
@@ -67,9 +67,9 @@ def _reach(
         alive = drawn & (q > MINUS_INF)
         if alive:
             p = clean(tl.load(p_logits + (first + depth) * p_stride + token))
-            log_p = logprob(p, normaliser(p_maxima, p_sums, first + depth, num_blocks, BLOCKS))
-            log_q = logprob(q, normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS))
-            reach = tl.minimum(reach + (log_p - log_q), 0.0)
+            p_top, p_log_sum = normaliser(p_maxima, p_sums, first + depth, num_blocks, BLOCKS)
+            q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
+            reach = tl.minimum(reach + (logprob(p, p_top, p_log_sum) - logprob(q, q_top, q_log_sum)), 0.0)
             last += 1
         tl.store(reaches + b * (num_draft + 1) + depth + 1, reach)
     tl.store(lasts + b, last)
@@ -97,9 +97,9 @@ def _left(
     inside = columns < num_tokens
     p = clean(tl.load(p_logits + p_row * p_stride + columns, mask=inside, other=MINUS_INF))
     q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
-    log_p = logprob(p, normaliser(p_maxima, p_sums, p_row, num_blocks, BLOCKS))
-    log_q = logprob(q, normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS))
-    return log_residual(log_p + reach, log_q)
+    p_top, p_log_sum = normaliser(p_maxima, p_sums, p_row, num_blocks, BLOCKS)
+    q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
+    return log_residual(logprob(p, p_top, p_log_sum) + reach, logprob(q, q_top, q_log_sum))
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def verify_block_triton(
     accepted, lasts = (torch.empty(num_requests, dtype=torch.int64, device=device) for _ in range(2))
     reaches = torch.empty(num_requests, num_draft + 1, dtype=torch.float32, device=device)
     masses = torch.empty(num_requests, num_draft, num_blocks, dtype=torch.float32, device=device)
-    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float32, device=device)
+    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float64, device=device)
     winners = torch.empty(num_requests, num_blocks, 2, dtype=torch.int32, device=device)
     tokens = torch.empty(num_requests, num_draft + 1, dtype=torch.int64, device=device)
     if num_requests == 0:

@@ -13,8 +13,8 @@ A = 0 and a = 1 for the first one, and from then on A grows by a: the residual o
 and the rejected x, no longer subtracted from then on, has nothing left there anyway. With m the mass of max(p - A q, 0) and r
 that of q without the rejected tokens, the next sibling's laws are max(p - A q, 0) / m and q / r, so a = m / r. One scalar
 A a node is all there is to keep; m and r are sums over the vocabulary, r in logs because the law of a last sibling may be tiny
-in q. A is held as log A minus the normaliser of q, and added to raw logits of q. The residual of deterministic children is p
-without them.
+in q. A is held as log A minus the normaliser of q, and added to logits of q, both relative to the largest logit of q: large
+logits would round it away. The residual of deterministic children is p without them.
 
 `verify_tree.verify_tree_torch` is the reference; it takes residuals of residuals, row by row.
 """
@@ -25,7 +25,17 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.law_triton import MINUS_INF, clean, contiguous_rows, emit, keep_best, log_residual, logprob
+from draftsmith.kernels.law_triton import (
+    MINUS_INF,
+    clean,
+    contiguous_rows,
+    emit,
+    finite,
+    keep_best,
+    log_residual,
+    log_total,
+    logprob,
+)
 from draftsmith.kernels.randomness_triton import ACCEPT, BONUS, RESIDUAL, log_noise, stream_key, uniform
 from draftsmith.kernels.trees import DraftTree
 from draftsmith.kernels.verify_tree import TreeVerdict
@@ -36,27 +46,17 @@ _STAGES = tl.constexpr(4)
 
 
 @triton.jit
-def _log_total(tops, totals):
-    """logsumexp of lanes that hold a maximum and a sum relative to it; -inf without mass."""
-    top = tl.max(tops, axis=0)
-    shift = tl.where(top == MINUS_INF, 0.0, top)
-    total = tl.sum(totals * tl.exp(tops - shift), axis=0)
-    return tl.where(top == MINUS_INF, MINUS_INF, shift + tl.log(tl.where(total > 0, total, 1.0)))
-
-
-@triton.jit
 def _log_mass(row, num_tokens, BLOCK: tl.constexpr):
-    """logsumexp of the logits at `row`. Each lane sums its own columns, so that nothing waits for a reduction in the loop."""
+    """(maximum, log of the sum relative to it) of the logits at `row`. Each lane sums its columns: the loop reduces nothing."""
     tops = tl.full([BLOCK], MINUS_INF, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, num_tokens, BLOCK, num_stages=_STAGES):
         columns = begin + tl.arange(0, BLOCK)
         x = clean(tl.load(row + columns, mask=columns < num_tokens, other=MINUS_INF))
         higher = tl.maximum(tops, x)
-        shift = tl.where(higher == MINUS_INF, 0.0, higher)
-        totals = totals * tl.exp(tops - shift) + tl.exp(x - shift)
+        totals = totals * tl.exp(tops - finite(higher)) + tl.exp(x - finite(higher))
         tops = higher
-    return _log_total(tops, totals)
+    return log_total(tops, totals)
 
 
 @triton.jit
@@ -70,9 +70,26 @@ def _tried(columns, tokens, parents, node, begin, end):
 
 @triton.jit
 def _left_over(
-    p_row, p_norm, q_row, told, log_scale, tokens, parents, node, begin, end, num_tokens, HAS_Q: tl.constexpr, BLOCK: tl.constexpr
+    p_row,
+    p_top,
+    p_log_sum,
+    q_row,
+    q_top,
+    told,
+    log_scale,
+    tokens,
+    parents,
+    node,
+    begin,
+    end,
+    num_tokens,
+    HAS_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """(mass left of p, log of the mass left of q before normalisation, 0 when q is not told) once some children are rejected."""
+    """(mass left of p, log of what is left of the sum of q, relative to `q_top`) once some children are rejected.
+
+    The second one is 0 when q is not told.
+    """
     mass = tl.zeros([BLOCK], tl.float32)
     tops = tl.full([BLOCK], MINUS_INF, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
@@ -81,19 +98,20 @@ def _left_over(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < num_tokens
         tried = _tried(columns, tokens, parents, node, begin, end)
-        log_p = logprob(clean(tl.load(p_row + columns, mask=inside, other=MINUS_INF)), p_norm)
+        log_p = logprob(clean(tl.load(p_row + columns, mask=inside, other=MINUS_INF)), p_top, p_log_sum)
         if HAS_Q:
-            q = clean(tl.load(q_row + columns, mask=columns < num_told, other=MINUS_INF))
+            q = clean(tl.load(q_row + columns, mask=columns < num_told, other=MINUS_INF)) - finite(q_top)
             left = tl.where(told, log_residual(log_p, q + log_scale), tl.where(tried, MINUS_INF, log_p))
             q = tl.where(tried, MINUS_INF, q)
             higher = tl.maximum(tops, q)
-            shift = tl.where(higher == MINUS_INF, 0.0, higher)
-            totals = totals * tl.exp(tops - shift) + tl.exp(q - shift)
+            totals = totals * tl.exp(tops - finite(higher)) + tl.exp(q - finite(higher))
             tops = higher
         else:
             left = tl.where(tried, MINUS_INF, log_p)
         mass += tl.exp(left)
-    return tl.sum(mass, axis=0).to(tl.float64), tl.where(told, _log_total(tops, totals), 0.0).to(tl.float64)
+    top, log_sum = log_total(tops, totals)
+    log_rest = top.to(tl.float64) + log_sum.to(tl.float64)
+    return tl.sum(mass, axis=0).to(tl.float64), tl.where(told, log_rest, 0.0)
 
 
 @triton.jit
@@ -144,7 +162,9 @@ def _walk(
     pending = kept > 0
     log_step = tl.zeros((), tl.float64)
     log_scale = log_step + MINUS_INF
-    p_norm = tl.zeros((), tl.float32)
+    p_top = tl.zeros((), tl.float32)
+    p_log_sum = p_top
+    q_top = p_top
     for i in range(num_nodes):
         if (i < length) & (tl.load(parents + i) == node):
             token = tl.load(tokens + i)
@@ -157,19 +177,22 @@ def _walk(
                 q_row = q_logits + tl.maximum(law, 0) * q_stride
             if number == 0:
                 begin = number + i
-                p_norm = _log_mass(p_row, num_tokens, BLOCK)
+                p_top, p_log_sum = _log_mass(p_row, num_tokens, BLOCK)
                 if told:
-                    log_step = -_log_mass(q_row, num_tokens, BLOCK).to(tl.float64)
+                    q_top, q_log_sum = _log_mass(q_row, num_tokens, BLOCK)
+                    log_step = -q_log_sum.to(tl.float64)
             q = tl.zeros((), tl.float32)
             if told:
-                q = clean(tl.load(q_row + token, mask=token >= 0, other=MINUS_INF))
+                q = clean(tl.load(q_row + token, mask=token >= 0, other=MINUS_INF)) - finite(q_top)
             seen = _tried(token, tokens, parents, node, begin, i)
             if (token >= 0) & (q > MINUS_INF) & (seen == 0):
                 if pending:
                     mass, log_rest = _left_over(
                         p_row,
-                        p_norm,
+                        p_top,
+                        p_log_sum,
                         q_row,
+                        q_top,
                         told,
                         log_scale.to(tl.float32),
                         tokens,
@@ -184,7 +207,7 @@ def _walk(
                     # Without mass left, which only rounding can bring about, p starts anew.
                     log_scale = tl.where(mass > 0, log_scale, MINUS_INF)
                     log_step = tl.log(tl.where(mass > 0, mass, 1.0)) - log_rest
-                log_p = logprob(clean(tl.load(p_row + token)), p_norm)
+                log_p = logprob(clean(tl.load(p_row + token)), p_top, p_log_sum)
                 left = log_residual(log_p, q + log_scale.to(tl.float32)).to(tl.float64)
                 log_u = tl.log(uniform(stream_key(seed, position + kept, ACCEPT), number))
                 if log_u + q.to(tl.float64) + log_step < left:
@@ -206,8 +229,10 @@ def _walk(
     tl.store(drafts + b * num_nodes + columns, path_tokens, mask=columns < num_nodes)
     tl.store(stands + b * 2, node)
     tl.store(stands + b * 2 + 1, tl.where(number > 0, begin, -1))
-    tl.store(scales + b * 2, p_norm)
-    tl.store(scales + b * 2 + 1, log_scale.to(tl.float32))
+    tl.store(scales + b * 4, p_top)
+    tl.store(scales + b * 4 + 1, p_log_sum)
+    tl.store(scales + b * 4 + 2, q_top)
+    tl.store(scales + b * 4 + 3, log_scale.to(tl.float32))
 
 
 @triton.jit
@@ -238,7 +263,8 @@ def _race(
     b = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     node, begin = tl.load(stands + b * 2), tl.load(stands + b * 2 + 1)
-    p_norm, log_scale = tl.load(scales + b * 2), tl.load(scales + b * 2 + 1)
+    p_top, p_log_sum = tl.load(scales + b * 4), tl.load(scales + b * 4 + 1)
+    q_top, log_scale = tl.load(scales + b * 4 + 2), tl.load(scales + b * 4 + 3)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_tokens
     row = tl.load(first_rows + b) + node + 1
@@ -256,7 +282,7 @@ def _race(
             law = tl.where(tried, MINUS_INF, p)
         else:
             q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
-            law = log_residual(logprob(p, p_norm), q + log_scale)
+            law = log_residual(logprob(p, p_top, p_log_sum), (q - finite(q_top)) + log_scale)
     keep_best(law, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
     keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
 
@@ -290,8 +316,8 @@ def verify_tree_triton(
         torch.empty(num_requests, width, dtype=torch.int64, device=device) for width in (num_nodes, num_nodes, 2)
     )
     accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
-    scales = torch.empty(num_requests, 2, dtype=torch.float32, device=device)
-    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float32, device=device)
+    scales = torch.empty(num_requests, 4, dtype=torch.float32, device=device)
+    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float64, device=device)
     winners = torch.empty(num_requests, num_blocks, 2, dtype=torch.int32, device=device)
     output = torch.empty(num_requests, num_nodes + 1, dtype=torch.int64, device=device)
     if num_requests:

@@ -1,6 +1,6 @@
 """Chain verification in Triton: four launches that read the laws once, and the deciding rows twice.
 
-1. `row_stats`: maximum and sum of exponentials of every block of every row; their logsumexp is the row's normaliser.
+1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's normaliser.
 2. `_decide`: one program a request walks its drafted tokens and counts the kept ones.
 3. `_race`: one program a block of each deciding row; log of the residual max(p - q, 0), or of p for a bonus, minus log E.
 4. `emit`: the winner of the blocks, and the row of output tokens.
@@ -65,12 +65,14 @@ def _decide(
         if offered:
             row = first + depth
             p = clean(tl.load(p_logits + row * p_stride + token))
-            log_p = logprob(p, normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS))
+            p_top, p_log_sum = normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS)
+            log_p = logprob(p, p_top, p_log_sum)
             log_q = tl.zeros((), tl.float32)
             if HAS_Q:
                 q_row = b * num_draft + depth
                 q = clean(tl.load(q_logits + q_row * q_stride + token))
-                log_q = logprob(q, normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS))
+                q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
+                log_q = logprob(q, q_top, q_log_sum)
             log_u = tl.log(uniform(stream_key(seed, position + depth, ACCEPT), 0))
             keep = (log_u + log_q.to(tl.float64) < log_p.to(tl.float64)) & (log_q > MINUS_INF)
             kept += keep.to(tl.int64)
@@ -118,15 +120,16 @@ def _race(
     noise = log_noise(stream_key(tl.load(seeds + b), tl.load(positions + b) + kept, purpose), columns)
     law = p
     if rejected:
-        log_p = logprob(p, normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS))
+        p_top, p_log_sum = normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS)
+        log_p = logprob(p, p_top, p_log_sum)
         token = tl.load(draft_tokens + b * num_draft + kept)
         if HAS_Q:
             q_row = b * num_draft + kept
             # A token that q could not have drawn is no draft: as if q had no mass, p answers.
             drawn = clean(tl.load(q_logits + q_row * q_stride + token, mask=token >= 0, other=MINUS_INF)) > MINUS_INF
             q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
-            log_q = logprob(q, normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS))
-            log_q = tl.where(drawn, log_q, MINUS_INF)
+            q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
+            log_q = tl.where(drawn, logprob(q, q_top, q_log_sum), MINUS_INF)
         else:
             log_q = tl.where(columns == token, 0.0, MINUS_INF)
         law = log_residual(log_p, log_q)
@@ -159,7 +162,7 @@ def verify_chain_triton(
     q_rows = contiguous_rows(q_logits.flatten(0, 1)) if has_q else p_logits
     q_stats = block_stats(q_rows, lengths, num_draft, block, num_blocks) if has_q else p_stats
     accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
-    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float32, device=device)
+    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float64, device=device)
     winners = torch.empty(num_requests, num_blocks, 2, dtype=torch.int32, device=device)
     tokens = torch.empty(num_requests, num_draft + 1, dtype=torch.int64, device=device)
     blocks = triton.next_power_of_2(num_blocks)

@@ -16,7 +16,7 @@ F32, I64, I32 = "*fp32", "*i64", "i32"
 STATS = {"lengths": I64, "maxima": F32, "sums": F32}
 LAWS = {"p_maxima": F32, "p_sums": F32, "q_maxima": F32, "q_sums": F32}
 REQUESTS = {"draft_tokens": I64, "lengths": I64, "first_rows": I64, "seeds": I64, "positions": I64, "accepted": I64}
-CHAIN = {**LAWS, **REQUESTS, "p_logits": F32, "q_logits": F32, "scores": F32, "winners": "*i32"}
+CHAIN = {**LAWS, **REQUESTS, "p_logits": F32, "q_logits": F32, "scores": "*fp64", "winners": "*i32"}
 TREE = {"tokens": I64, "parents": I64, "nodes": I64, "drafts": I64, "stands": I64, "scales": F32, "q_rows": I64}
 
 
@@ -33,7 +33,7 @@ def main() -> int:
     done = 0
     for grouped in (True, False):
         done += check(law_triton.row_stats, {**STATS, "logits": "*bf16"}, {"GROUPED": grouped, "BLOCK": 4096})
-    emit = {"draft_tokens": I64, "accepted": I64, "scores": F32, "winners": "*i32", "tokens": I64}
+    emit = {"draft_tokens": I64, "accepted": I64, "scores": "*fp64", "winners": "*i32", "tokens": I64}
     done += check(law_triton.emit, emit, {"COLUMNS": 8, "BLOCKS": 32})
     return done + chain() + block() + tree()
 
