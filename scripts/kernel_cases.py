@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from kernel_divergences import divergence_cases
-from kernel_peers import installed, vllm_chain, vllm_filters
+from kernel_peers import installed, plain_filters, plain_sample, vllm_chain, vllm_filters
 
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
@@ -16,7 +16,7 @@ from draftsmith.kernels.randomness import Purpose, sample, sample_without_replac
 from draftsmith.kernels.trees import DraftTree
 from draftsmith.kernels.verify import verify_chain
 from draftsmith.kernels.verify_block import verify_block
-from draftsmith.kernels.verify_tree import verify_tree
+from draftsmith.kernels.verify_tree import TreeVerdict, verify_tree
 
 Call = Callable[[], Any]
 
@@ -31,6 +31,15 @@ class Sizes:
     width: int  # of its hidden states
     context: int  # of attention
     layers_kv: tuple[int, int, int]  # query heads, key heads, width of a head
+
+    @property
+    def middle(self) -> int:
+        """The vocabulary at which what does not differ between them is measured: narrow logits, compiled references."""
+        return self.vocabularies[len(self.vocabularies) // 2]
+
+    def compiled(self, vocab_size: int) -> list[str]:
+        """A compilation takes longer than all runs of a case together, so that one vocabulary must do."""
+        return ["reference"] if vocab_size == self.middle else []
 
 
 USUAL = (32_000, 128_256, 151_936)
@@ -56,10 +65,9 @@ def ours_and_reference(device: torch.device, call: Callable[[str], Any]) -> dict
 def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]]:
     """Makers, so that one case's tensors are gone before the next one's exist."""
     for vocab_size in sizes.vocabularies:
-        yield lambda v=vocab_size: chain_case(sizes, v, device)
-        yield lambda v=vocab_size: deterministic_case(sizes, v, device)
-        yield lambda v=vocab_size: block_case(sizes, v, device)
-        yield lambda v=vocab_size: tree_case(sizes, v, device)
+        for dtype in (torch.float32, torch.bfloat16) if vocab_size == sizes.middle else (torch.float32,):
+            for make in (chain_case, deterministic_case, block_case, tree_case):
+                yield lambda make=make, v=vocab_size, d=dtype: make(sizes, v, device, d)
         yield lambda v=vocab_size: filter_case(sizes, v, device)
         yield lambda v=vocab_size: sample_case(sizes, v, device)
     yield from divergence_cases(sizes, device, Case)
@@ -75,25 +83,42 @@ class Round:
     seeds: torch.Tensor
     positions: torch.Tensor
 
+    @property
+    def law_bytes(self) -> int:
+        return _num_bytes(self.p) + _num_bytes(self.q)
 
-def make_round(sizes: Sizes, vocab_size: int, device: torch.device) -> Round:
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def make_round(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Round:
     """Laws with a temperature of 1 and a draft that keeps about half of its tokens."""
     generator = torch.Generator(device).manual_seed(vocab_size)
     num_rows, depth = sizes.requests, sizes.depth
     p = 3 * torch.randn(num_rows, depth + 1, vocab_size, generator=generator, device=device)
     q = p[:, :depth] + 0.7 * torch.randn(num_rows, depth, vocab_size, generator=generator, device=device)
+    p, q = p.to(dtype), q.to(dtype)
     seeds, positions = torch.arange(num_rows, device=device), 100 + torch.arange(num_rows, device=device)
-    drafts = torch.stack([sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
+    drafts = torch.stack([sample(q[:, i].float(), seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
     lengths = torch.full((num_rows,), depth, dtype=torch.int64, device=device)
     return Round(p.flatten(0, 1), q, drafts, lengths, seeds, positions)
 
 
-def _shape(sizes: Sizes) -> str:
-    return f"{sizes.requests} x ({sizes.depth}+1) rows, float32"
+def _shape(sizes: Sizes, dtype: torch.dtype) -> str:
+    return f"{sizes.requests} x ({sizes.depth}+1) rows, {_named(dtype)}"
 
 
-def chain_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
-    one = make_round(sizes, vocab_size, device)
+def _name(what: str, vocab_size: int, dtype: torch.dtype) -> str:
+    return f"{what}, V {vocab_size}" + ("" if dtype == torch.float32 else f", {_named(dtype)}")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def chain_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
+    one = make_round(sizes, vocab_size, device, dtype)
 
     def call(impl: str) -> Any:
         return verify_chain(one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl)
@@ -101,27 +126,30 @@ def chain_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
     ways = ours_and_reference(device, call)
     if installed("vllm", device):
         ways["vllm"] = vllm_chain(one.p, one.drafts, one.q)
-    return Case(f"chain verification, V {vocab_size}", _shape(sizes), 4 * (one.p.numel() + one.q.numel()), ways, ["reference"])
+    name = _name("chain verification", vocab_size, dtype)
+    return Case(name, _shape(sizes, dtype), one.law_bytes, ways, sizes.compiled(vocab_size))
 
 
-def deterministic_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
-    one = make_round(sizes, vocab_size, device)
+def deterministic_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
+    one = make_round(sizes, vocab_size, device, dtype)
 
     def call(impl: str) -> Any:
         return verify_chain(one.p, one.drafts, one.lengths, None, one.seeds, one.positions, impl=impl)
 
     ways = ours_and_reference(device, call)
-    return Case(f"chain verification without q, V {vocab_size}", _shape(sizes), 4 * one.p.numel(), ways)
+    name = _name("chain verification without q", vocab_size, dtype)
+    return Case(name, _shape(sizes, dtype), _num_bytes(one.p), ways, sizes.compiled(vocab_size))
 
 
-def block_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
-    one = make_round(sizes, vocab_size, device)
+def block_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
+    one = make_round(sizes, vocab_size, device, dtype)
 
     def call(impl: str) -> Any:
         return verify_block(one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl)
 
     ways = ours_and_reference(device, call)
-    return Case(f"block verification, V {vocab_size}", _shape(sizes), 4 * (one.p.numel() + one.q.numel()), ways)
+    name = _name("block verification", vocab_size, dtype)
+    return Case(name, _shape(sizes, dtype), one.law_bytes, ways, sizes.compiled(vocab_size))
 
 
 # Two children of the root, two of its first child, one of its second: three laws a request.
@@ -129,14 +157,14 @@ PARENTS = (-1, -1, 0, 0, 1)
 LAW_SLOTS, CHILDREN = (0, 1, 2), (2, 2, 1)
 
 
-def tree_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
-    one = make_round(Sizes(**{**vars(sizes), "depth": len(PARENTS)}), vocab_size, device)
+def tree_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
+    one = make_round(Sizes(**{**vars(sizes), "depth": len(PARENTS)}), vocab_size, device, dtype)
     num_rows, laws = sizes.requests, len(LAW_SLOTS)
     # The law after the root and after nodes 0 and 1: rows 0, 1 and 2 of p, told with noise.
     q = one.q[:, :laws]
     tokens = torch.cat(
         [
-            sample_without_replacement(q[:, law], one.seeds, one.positions + int(law > 0), Purpose.DRAFT, count)
+            sample_without_replacement(q[:, law].float(), one.seeds, one.positions + int(law > 0), Purpose.DRAFT, count)
             for law, count in enumerate(CHILDREN)
         ],
         dim=1,
@@ -150,18 +178,27 @@ def tree_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
         return verify_tree(one.p, tree, told, q_rows, one.seeds, one.positions, impl=impl)
 
     ways = ours_and_reference(device, call)
-    shape = f"{num_rows} x {len(PARENTS)} nodes, {laws} laws, float32"
-    return Case(f"tree verification, V {vocab_size}", shape, 4 * (one.p.numel() + told.numel()), ways)
+    floor = visited_rows(call("torch"), q_rows) * vocab_size * dtype.itemsize
+    shape = f"{num_rows} x {len(PARENTS)} nodes, {laws} laws, {_named(dtype)}"
+    return Case(_name("tree verification", vocab_size, dtype), shape, floor, ways, sizes.compiled(vocab_size))
+
+
+def visited_rows(verdict: TreeVerdict, q_rows: torch.Tensor) -> int:
+    """Rows of p and q that the walks of these verdicts stood at; those of other nodes can be left unread."""
+    slots = torch.nn.functional.pad(verdict.nodes + 1, (1, 0))
+    visited = torch.arange(slots.shape[1], device=slots.device) <= verdict.accepted[:, None]
+    told = q_rows.gather(1, slots) >= 0
+    return int(visited.sum() + (visited & told).sum())
 
 
 def filter_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
     logits = make_round(sizes, vocab_size, device).p
     rows = SamplingRows.of([0.8] * len(logits), top_k=[50] * len(logits), top_p=[0.95] * len(logits), device=device)
-    ways: dict[str, Call] = {"ours": lambda: process(logits, rows)}
+    ways: dict[str, Call] = {"ours": lambda: process(logits, rows), "reference": lambda: plain_filters(logits, 0.8, 50, 0.95)}
     if installed("vllm", device):
         ways["vllm"] = vllm_filters(logits, 50, 0.95)
     shape = f"{len(logits)} rows, temperature, top-k 50, top-p 0.95"
-    return Case(f"filters, V {vocab_size}", shape, 8 * logits.numel(), ways)
+    return Case(f"filters, V {vocab_size}", shape, 8 * logits.numel(), ways, sizes.compiled(vocab_size))
 
 
 def sample_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
@@ -169,9 +206,11 @@ def sample_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
     logits = one.p[: sizes.requests]
     ways: dict[str, Call] = {
         "ours": lambda: sample(logits, one.seeds, one.positions, Purpose.BONUS),
+        "reference": lambda: plain_sample(logits),
         "torch.multinomial": lambda: torch.multinomial(logits.softmax(-1), 1),
     }
-    return Case(f"sampling, V {vocab_size}", f"{len(logits)} rows, float32", 4 * logits.numel(), ways, ["ours"])
+    compiled = ["ours", *sizes.compiled(vocab_size)]
+    return Case(f"sampling, V {vocab_size}", f"{len(logits)} rows, float32", 4 * logits.numel(), ways, compiled)
 
 
 def attention_case(sizes: Sizes, device: torch.device) -> Case:
@@ -200,4 +239,4 @@ def attention_case(sizes: Sizes, device: torch.device) -> Case:
 
     floor = 2 * sizes.requests * (sizes.context + new) * kv_heads * width * dtype.itemsize
     shape = f"{sizes.requests} rows of {new} over {sizes.context}, {heads} heads on {kv_heads} of {width}"
-    return Case("paged attention", shape, floor, ours_and_reference(device, call))
+    return Case("paged attention", shape, floor, ours_and_reference(device, call), ["reference"])

@@ -9,12 +9,12 @@ import torch
 from kernel_peers import installed, liger_forward_kl, liger_jsd
 
 from draftsmith.kernels.divergence import HeadLogits, default_chunk_size, divergence
-from draftsmith.kernels.divergence_kind import kind_of
+from draftsmith.kernels.divergence_kind import Kind, kind_of
 
 if TYPE_CHECKING:
     from kernel_cases import Case, Sizes
 
-KINDS = ("jsd", "tv", "lk-alpha", "reverse-kl")
+KINDS = ("jsd", "tv", "tvd++", "lk-alpha", "lk-hybrid", "reverse-kl", "ce")
 
 
 class Pair(NamedTuple):
@@ -23,6 +23,7 @@ class Pair(NamedTuple):
     target_hidden: torch.Tensor  # [T, H]
     target_head: torch.Tensor  # [V, H]
     weights: torch.Tensor  # [T]
+    tokens: torch.Tensor  # [T] the text's, for ce
 
 
 def make_pair(sizes: Sizes, vocab_size: int, device: torch.device) -> Pair:
@@ -37,12 +38,16 @@ def make_pair(sizes: Sizes, vocab_size: int, device: torch.device) -> Pair:
     target_head = normal(vocab_size, sizes.width, scale=2 * sizes.width**-0.5)
     hidden = (target_hidden + normal(sizes.tokens, sizes.width, scale=0.3)).requires_grad_()
     head = (target_head + normal(vocab_size, sizes.width, scale=0.3 * sizes.width**-0.5)).requires_grad_()
-    return Pair(hidden, head, target_hidden, target_head, torch.ones(sizes.tokens, device=device))
+    tokens = torch.randint(vocab_size, (sizes.tokens,), generator=generator, device=device)
+    return Pair(hidden, head, target_hidden, target_head, torch.ones(sizes.tokens, device=device), tokens)
 
 
-def eager_rows(name: str, draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
-    """[T] as one writes it without thinking of memory."""
-    log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
+def eager_rows(kind: Kind, draft_logits: torch.Tensor, target_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[T] as one writes it without thinking of memory; of tvd++, what its gradient is the gradient of."""
+    log_q, name = draft_logits.float().log_softmax(-1), kind.name
+    if name == "ce":
+        return -log_q.gather(-1, tokens[:, None])[:, 0]
+    log_p = target_logits.float().log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
     if name == "forward-kl":
         return (p * (log_p - log_q)).sum(-1)
@@ -51,7 +56,15 @@ def eager_rows(name: str, draft_logits: torch.Tensor, target_logits: torch.Tenso
     if name == "jsd":
         log_m = (0.5 * (p + q)).log()
         return 0.5 * (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1)
+    if name == "tvd++":
+        reward, law = (p > q).float(), q.detach()
+        centred = reward - (law * reward).sum(-1, keepdim=True)
+        deviation = (law * centred**2).sum(-1, keepdim=True).sqrt()
+        return -(law * centred / deviation * log_q).sum(-1)
     alpha = torch.minimum(p, q).sum(-1)
+    if name == "lk-hybrid":
+        share = (-kind.parameter * alpha).exp().detach()
+        return share * (p * (log_p - log_q)).sum(-1) + (1 - share) * (1 - alpha)
     return 1 - alpha if name == "tv" else -alpha.log()
 
 
@@ -80,11 +93,16 @@ def products(pair: Pair, *, with_target: bool) -> Callable[[], None]:
 
 
 def divergence_cases(sizes: Sizes, device: torch.device, case: type[Case]) -> Iterator[Callable[[], Case]]:
-    vocabularies = sizes.divergence_vocabularies
-    for vocab_size in vocabularies:
+    for vocab_size in sizes.divergence_vocabularies:
         yield lambda v=vocab_size: given_logits_case(sizes, v, device, case)
-    for name in KINDS:
-        yield lambda n=name: both_heads_case(n, sizes, vocabularies[len(vocabularies) // 2], device, case)
+        for name in KINDS:
+            yield lambda n=name, v=vocab_size: both_heads_case(n, sizes, v, device, case)
+
+
+def compiled(sizes: Sizes, vocab_size: int) -> list[str]:
+    """As `Sizes.compiled`, at the vocabularies that divergences are measured at."""
+    middle = sizes.divergence_vocabularies[len(sizes.divergence_vocabularies) // 2]
+    return ["reference"] if vocab_size == middle else []
 
 
 def _shape(sizes: Sizes) -> str:
@@ -100,28 +118,28 @@ def given_logits_case(sizes: Sizes, vocab_size: int, device: torch.device, case:
         return backward(divergence(kind, pair.hidden, pair.head, lambda rows: target[rows], pair.weights).loss, pair)
 
     def eager() -> Any:
-        return backward((eager_rows("forward-kl", pair.hidden @ pair.head.T, target) * pair.weights).sum(), pair)
+        return backward((eager_rows(kind, pair.hidden @ pair.head.T, target, pair.tokens) * pair.weights).sum(), pair)
 
     ways: dict[str, Callable[[], Any]] = {"ours": ours, "reference": eager, "products": products(pair, with_target=False)}
     if installed("liger_kernel", device):
         ways["liger"] = liger_forward_kl(pair.hidden, pair.head, target, None)
         ways["liger float32 sums"] = liger_forward_kl(pair.hidden, pair.head, target, torch.float32)
-    return case(f"forward-kl, target logits given, V {vocab_size}", _shape(sizes), 0, ways, ["reference"])
+    return case(f"forward-kl, target logits given, V {vocab_size}", _shape(sizes), 0, ways, compiled(sizes, vocab_size))
 
 
 def both_heads_case(name: str, sizes: Sizes, vocab_size: int, device: torch.device, case: type[Case]) -> Case:
     pair, kind = make_pair(sizes, vocab_size, device), kind_of(name)
-    target = HeadLogits(pair.target_hidden, pair.target_head)
+    target, tokens = HeadLogits(pair.target_hidden, pair.target_head), pair.tokens if name == "ce" else None
 
     def ours() -> Any:
-        return backward(divergence(kind, pair.hidden, pair.head, target, pair.weights).loss, pair)
+        return backward(divergence(kind, pair.hidden, pair.head, target, pair.weights, tokens=tokens).loss, pair)
 
     def eager() -> Any:
         with torch.no_grad():
             target_logits = pair.target_hidden @ pair.target_head.T
-        return backward((eager_rows(name, pair.hidden @ pair.head.T, target_logits) * pair.weights).sum(), pair)
+        return backward((eager_rows(kind, pair.hidden @ pair.head.T, target_logits, pair.tokens) * pair.weights).sum(), pair)
 
     ways: dict[str, Callable[[], Any]] = {"ours": ours, "reference": eager, "products": products(pair, with_target=True)}
     if name == "jsd" and installed("liger_kernel", device):
         ways["liger"] = liger_jsd(pair.hidden, pair.head, pair.target_hidden, pair.target_head)
-    return case(f"{name}, from both hidden states, V {vocab_size}", _shape(sizes), 0, ways)
+    return case(f"{name}, from both hidden states, V {vocab_size}", _shape(sizes), 0, ways, compiled(sizes, vocab_size))

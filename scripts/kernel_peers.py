@@ -1,4 +1,7 @@
-"""What others ship for the same work, where it is installed; each call takes and returns what its own interface wants."""
+"""What others ship for the same work, where it is installed; each call takes and returns what its own interface wants.
+
+Filters and sampling have no kernel of ours beside a reference, so that theirs is what one would write in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,21 @@ def missing(device: torch.device) -> dict[str, str]:
         elif not installed(package, device):
             reasons[name] = "not installed"
     return reasons
+
+
+def plain_filters(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """Top-k, then the shortest head of it whose mass reaches top-p, of logits [N, V] at one temperature."""
+    order = (logits / temperature).sort(dim=-1, descending=True)
+    kept = order.values.clone()
+    kept[:, top_k:] = -torch.inf
+    probs = kept.softmax(-1)
+    kept = kept.masked_fill(probs.cumsum(-1) - probs >= top_p, -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, order.indices, kept)
+
+
+def plain_sample(logits: torch.Tensor) -> torch.Tensor:
+    """The race of `randomness.sample` with torch's generator in place of counted noise."""
+    return (logits.softmax(-1) / torch.empty_like(logits).exponential_()).argmax(-1)
 
 
 def liger_forward_kl(
