@@ -138,9 +138,6 @@ def test_a_crowd_leaves_nothing_behind(start_server: Callable, drafts: tuple[Tar
     publisher.publish()
     # Few blocks, so that requests are put back again and again.
     small = ["--max-batch", "16", "--block-size", "8", "--num-blocks", "40", "--max-length", "128"]
-    # Recorded forwards multiply by oneDNN, which keeps kernels for every number of rows it has met, hundreds of MiB over many
-    # minutes; without them whatever grows is ours.
-    small += ["--compile", "off"]
     server = start_server("--versions", str(publisher.root), "--poll-s", "0.3", "--k", "auto", "--fallback", "ngram", *small)
     with publisher, MemoryLog(server.process.pid) as memory:
         seen = run_clients(alone.url, server.url, tmp_path)
