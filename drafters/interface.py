@@ -58,6 +58,9 @@ class Proposal:
     logits: torch.Tensor | None  # [B, K, V] float32, processed (filtered, tempered) as sampled; None = deterministic, one-hot q
     parents: torch.Tensor | None = None  # [B, K] int64, as in `kernels/trees.py: DraftTree`; `logits` is then [Q, V]
     q_rows: torch.Tensor | None = None  # [B, K + 1] int64: the row of `logits` that the children of each slot were drawn from
+    copied: frozenset[int] = (
+        frozenset()
+    )  # rows that were copied from text whatever `logits` are: no temperature had a part in them
 
 
 class ServingDrafter(Protocol):

@@ -64,4 +64,4 @@ def joined(modelled: Proposal, texts: dict[int, Draft], width: int) -> Proposal:
         if logits is not None:
             logits[row] = -torch.inf
             logits[row, torch.arange(len(draft.tokens)), draft.tokens] = 0.0
-    return Proposal(tokens=tokens, lengths=lengths, logits=logits)
+    return Proposal(tokens=tokens, lengths=lengths, logits=logits, copied=frozenset(texts))

@@ -34,12 +34,18 @@ class Drafts:
     logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
     tree: RoundTree | None = None  # how the tokens hang together when they are no chains
     stand_in: bool = False  # the fallback's, which say nothing about the served draft
+    sampled: bool = True  # False: deterministic, no law was drawn from
+    copied: frozenset[int] = frozenset()  # rows copied from text
 
     def offered(self, index: int) -> int:
         """How deep the row's drafts go: a round keeps at most so many of them."""
         if index >= len(self.chains):
             return 0
         return len(self.chains[index]) if self.tree is None else self.tree.height(index)
+
+    def drawn(self, index: int) -> bool:
+        """Whether the row was drafted by drawing from the draft's law, at the temperature chosen for it."""
+        return self.sampled and index not in self.copied and self.offered(index) > 0
 
 
 class BadProposal(ValueError):
@@ -173,7 +179,8 @@ class Drafting:
             if isinstance(checked, str):
                 raise BadProposal(f"drafted {checked}")
             tree, sound = checked
-            return Drafts(chains, sound, proposal.tokens, proposal.lengths, proposal.logits, tree)
+            drawn = proposal.q_rows is not None
+            return Drafts(chains, sound, proposal.tokens, proposal.lengths, proposal.logits, tree, sampled=drawn)
         usable = lengths
         if proposal.logits is not None and proposal.tokens.shape[1] > 0:
             # A law that gives no mass to its own draw is no law: NaN weights end here. What was drafted before it is verified
@@ -184,7 +191,8 @@ class Drafting:
         sound = [kept == length for kept, length in zip(usable, lengths)]
         chains = [chain[:kept] for chain, kept in zip(chains, usable)]
         used = proposal.lengths if all(sound) else torch.tensor(usable, device=proposal.lengths.device)
-        return Drafts(chains, sound, proposal.tokens, used, proposal.logits)
+        sampled = proposal.logits is not None
+        return Drafts(chains, sound, proposal.tokens, used, proposal.logits, sampled=sampled, copied=proposal.copied)
 
     def _failed(self, cause: str, error: object) -> None:
         self._failures += 1

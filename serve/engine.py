@@ -119,6 +119,8 @@ class Engine:
         if k > 0 and unread and request in self.scheduler.running:
             # Taps were not kept while nobody wanted them: its text is read again, after which the draft can follow.
             self.scheduler.preempt(request)
+        if k == 0:
+            request.taps.clear()
         request.k = k
 
     def swap(self, folder: str, version: str) -> Swap:
@@ -192,6 +194,8 @@ class Engine:
             self.stats.rounds_by_k[max((row.k for row in schedule.drafting), default=0)] += 1
         if schedule.num_deciding and as_planned:
             self._observe(schedule, decision.emitted, reading, time.perf_counter() - begun_s)
+            if drafts is not None:
+                self._observe_law(schedule.drafting, drafts, decision.emitted)
         self.stats.num_rounds += 1
         return True
 
@@ -258,21 +262,25 @@ class Engine:
             offers=offers,
         )
         self.scheduler.control.observe(result)
-        drafted = [(row, len(tokens) - 1) for row, tokens in zip(schedule.drafting, emitted, strict=False)]
-        self.draft_law.observe([row.request.params for row, _ in drafted], [accepted for _, accepted in drafted])
+
+    def _observe_law(self, rows: list[Row], drafts: Drafts, emitted: list[list[int]]) -> None:
+        """Tells the draft's law what was kept of the drafts that it had a part in."""
+        drawn = [index for index in range(len(rows)) if drafts.drawn(index)]
+        self.draft_law.observe([rows[index].request.params for index in drawn], [len(emitted[index]) - 1 for index in drawn])
 
     def _advance(self, row: Row, index: int, drafted: int, accepted: int, drafts: Drafts | None, output: PassOutput) -> None:
         """Both caches now hold the row's known tokens and the accepted drafts."""
         request = row.request
         request.computed += row.count + accepted
-        if request.k > 0 and output.taps is not None:
+        if request.k > 0 and output.taps is not None and not request.lost_taps:
             keep_taps(request, output.taps, output.begins[index], row.count + accepted)
-            if request.computed - max(request.draft_cached, request.num_prompt) > MOST_UNREAD:
-                # Nobody has drafted it for so long that keeping what a draft would have to read costs more than it may bring.
-                request.k = 0
-                request.taps.clear()
         if drafts is not None and index < len(drafts.chains):
             self.drafting.advance(row, drafted, accepted, sound=drafts.sound[index])
+        unread = request.computed - max(request.draft_cached, request.num_prompt, request.num_forgotten)
+        if request.taps and unread > MOST_UNREAD:
+            # Nobody has drafted it for so long that keeping what a draft would have to read costs more than it may bring.
+            request.lost_taps = True
+            request.taps.clear()
 
     def _extend(self, request: Request, committed: list[int], text: str, now_s: float) -> None:
         if request.first_token_s is None:

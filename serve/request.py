@@ -160,6 +160,8 @@ class Request:
     computed: int = 0
     draft_cached: int = 0
     taps: list[torch.Tensor] = field(default_factory=list)  # of positions draft_cached .. computed-1, in order
+    lost_taps: bool = False  # the draft did not come for too long: the text must be read again before it can be drafted
+    num_forgotten: int = 0  # tokens it had when its caches were last taken: these are read at once, with or without drafts
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as the prefix cache knows them
     num_stored: int = 0  # leading blocks that were offered to the prefix cache
     num_ready: int = 0  # of these, leading ones that the draft had read as well
@@ -214,6 +216,8 @@ class Request:
         """Its blocks were taken: both models start again from the first token."""
         self.computed = self.draft_cached = self.num_stored = self.num_ready = 0
         self.taps.clear()
+        self.lost_taps = False
+        self.num_forgotten = self.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

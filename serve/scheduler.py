@@ -11,6 +11,8 @@ from draftsmith.serve.fair_queue import FairQueue
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.request import Request
 
+READS_A_WRITE = 8  # tokens of known text that are read in the time that one is written in, about
+
 
 class QueueFull(UserError):
     """The server holds as many waiting requests as it may; the client should come back later."""
@@ -107,15 +109,30 @@ class Scheduler:
         if not deciding:
             return
         schedule.plan = self._plan(deciding)
+        reading = any(request.prefilling and request.num_output > 0 for request in self.running)
+        behind: list[Request] = []
         for request, k in zip(deciding, schedule.plan.ks, strict=True):
+            if k > 0 and request.lost_taps:
+                behind.append(request)
+                k = 0
             if request not in self.running or not self._reserve(request, request.num_tokens + k, schedule):
                 continue
             row = Row(request, request.computed, request.num_tokens - request.computed, k)
             (schedule.drafting if k > 0 else schedule.sampling).append(row)
+        if behind and not reading:
+            self._read_again(schedule, behind[0])
+
+    def _read_again(self, schedule: Schedule, request: Request) -> None:
+        """Puts a request that wants drafts, but has lost its taps, back to be admitted at once; one at a time, for it pauses."""
+        # As `_find_room` will count; a request that runs does not give up its place for the sake of speed.
+        if schedule.preempted or len(self.running) > self.blocks.num_free:
+            return
+        schedule.sampling = [row for row in schedule.sampling if row.request is not request]
+        self.preempt(request)
 
     def _plan(self, deciding: list[Request]) -> RoundPlan:
         # The bonus token comes on top of the drafted ones, so the last token is never worth drafting.
-        wishes = [Wish(request.request_class, min(request.k, request.remaining - 1)) for request in deciding]
+        wishes = [Wish(request.request_class, _most_drafted(request)) for request in deciding]
         budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
         return self.control.choose(wishes, len(deciding) + min(self._pending(), budget))
 
@@ -187,6 +204,13 @@ class Scheduler:
             request.forget_caches()
             return False
         return True
+
+
+def _most_drafted(request: Request) -> int:
+    # A token that is read costs a fraction of one that is written, but there must be enough to write to win it back.
+    if request.lost_taps and READS_A_WRITE * request.remaining < request.num_tokens:
+        return 0
+    return min(request.k, request.remaining - 1)
 
 
 def _end(request: Request) -> int:

@@ -56,7 +56,7 @@ def test_text_drafts_where_it_is_sure_and_the_model_elsewhere():
     proposal = propose(TextFirst(model, Suffix()), [REPEATED, NEW, REPEATED], [3, 2, 0])
     assert model.asked == [[0, 2, 0]], "every row is read by the model; it drafts those that text does not"
     assert proposal.tokens.tolist() == [[5, 1, 2], [9, 9, -1], [-1, -1, -1]]
-    assert proposal.lengths.tolist() == [3, 2, 0]
+    assert proposal.lengths.tolist() == [3, 2, 0] and proposal.copied == {0}
     one_hot = torch.full((3, VOCAB), -torch.inf)
     one_hot[torch.arange(3), torch.tensor([5, 1, 2])] = 0.0
     assert torch.equal(proposal.logits[0], one_hot)

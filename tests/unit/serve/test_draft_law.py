@@ -10,7 +10,9 @@ import torch
 
 from draftsmith.drafters.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
@@ -147,6 +149,26 @@ def test_the_temperature_with_the_best_acceptance_is_found() -> None:
         kept.append(alpha)
     assert law.factor == 0.6
     assert sum(kept[1500:]) / 1500 > 0.95 * 0.75
+
+
+def test_only_rows_that_the_drafts_law_drafted_say_how_good_it_is(target: Target, drafter: DraftLm) -> None:
+    """A row at k = 0 drafts nothing, and a row copied from text has no temperature."""
+    engine = make_engine(target, TextFirst(drafter, Suffix()), tune_draft_temperature=True)
+    seen: list[int] = []
+    observe = engine.draft_law.observe
+
+    def watched(params: list[SamplingParams], accepted: list[int]) -> None:
+        seen.append(len(params))
+        observe(params, accepted)
+
+    engine.draft_law.observe = watched
+    fresh = list(range(60, 70))
+    engine.submit([46] * 12, SamplingParams(max_tokens=3, k=1, ignore_eos=True, allowed_token_ids=(46,)))
+    for k in (1, 0):
+        engine.submit(fresh, SamplingParams(max_tokens=3, k=k, seed=1, ignore_eos=True))
+    engine.step()
+    engine.step()
+    assert seen == [1]
 
 
 def test_equal_temperatures_are_left_alone() -> None:

@@ -129,3 +129,50 @@ def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
         kept.append(sum(len(tap) for tap in request.taps))
     assert max(kept) <= len(PROMPT) + 11 and kept[-2] == 0
     assert request.output == greedy_text(PROMPT, 60)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
+    prefix_cache: bool, target: Target, head: Eagle3, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "MOST_UNREAD", 10)
+    engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:3,3:0", compile="off", prefix_cache=prefix_cache))
+    prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
+    first, second, _ = (
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+        for prompt, n in zip(prompts, (60, 60, 20), strict=True)
+    )
+    readings = set()
+    while engine.busy:
+        engine.step()
+        readings.add(first.num_preemptions + second.num_preemptions)
+    for request in (first, second):
+        assert request.k == 3 and request.num_preemptions == 1 and sum(request.speculation.offered) > 30
+    assert readings == {0, 1, 2}, "one at a time"
+    assert [request.output for request in (first, second)] == [greedy_text(prompt, 60) for prompt in prompts[:2]]
+    assert not engine.stats.fallbacks
+
+
+def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_risk(
+    target: Target, head: Eagle3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "MOST_UNREAD", 10)
+    for most, num_blocks in ((23, None), (60, 22)):
+        config = EngineConfig(k=3, k_schedule="1:3,2:0", compile="off", block_size=4, num_blocks=num_blocks, max_length=84)
+        engine = Engine(target, head, config)
+        long = engine.submit(PROMPT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
+        short = engine.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        while not short.finished:
+            engine.step()
+        assert long.lost_taps
+        if num_blocks is not None:
+            # Nothing is free but what it holds itself.
+            assert engine.scheduler.blocks.grow(long.blocks, long.num_tokens + 12)
+            engine.scheduler.blocks.grow([], 4 * engine.scheduler.blocks.num_free)
+            for _ in range(3):
+                engine.step()
+            assert long in engine.scheduler.running and long.num_preemptions == 0
+            continue
+        while engine.busy:
+            engine.step()
+        assert long.num_preemptions == 0 and long.speculation.offered == []
