@@ -23,7 +23,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve.parallel import join
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(20, 60)), [9]]
-REQUEST = {"prompt": PROMPTS, "temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+REQUEST = {"prompt": PROMPTS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def answers(url: str) -> list[list[int]]:
+def answers(url: str, max_tokens: int = 24) -> list[list[int]]:
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    body = httpx.post(f"{url}/v1/completions", json=REQUEST | {"model": model}, timeout=60).raise_for_status().json()
+    body = (
+        httpx.post(f"{url}/v1/completions", json=REQUEST | {"model": model, "max_tokens": max_tokens}, timeout=60)
+        .raise_for_status()
+        .json()
+    )
     return [choice["token_ids"] for choice in body["choices"]]
 
 
@@ -113,7 +117,7 @@ def test_two_processes_answer_as_one(family: str | None, target_folder: str, dra
     assert (drafted(url) > 0) == (family is not None)
     # A signal reaches all processes at once; the answer under way is finished all the same.
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(answers, url)
+        late = pool.submit(answers, url, 180)  # so many that it is seen running
         wait_until_running(url)
         server.send_signal(signal.SIGTERM)
         assert len(late.result()) == len(PROMPTS)
