@@ -34,7 +34,9 @@ class EngineConfig:
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
     block_size: int = option(16, "positions of a block of keys and values")
     num_blocks: int | None = option(None, "blocks of the paged pool; default: what `memory_gib` or the batch needs")
-    memory_gib: float = option(2.0, "most memory for keys and values of the target when `num_blocks` is not given")
+    memory_gib: float | None = option(
+        None, "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has free, 2 GiB on a CPU"
+    )
     max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
@@ -93,7 +95,9 @@ class ServeConfig:
     max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
     block_size: int = option(16, "positions of a block of keys and values")
     num_blocks: int | None = option(None, "blocks of the paged pool; default: what memory_gib or the batch needs")
-    memory_gib: float = option(2.0, "most memory for keys and values of the target when num_blocks is not given")
+    memory_gib: float | None = option(
+        None, "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has free, 2 GiB on a CPU"
+    )
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     dtype: str = option(
         "auto", "weights' type; auto: the checkpoint's own, float32 on a CPU", choices=("auto", "float32", "bfloat16", "float16")

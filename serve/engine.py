@@ -52,7 +52,7 @@ class Engine:
         draft_version: str = "",
         fallback: ServingDrafter | None = None,
     ):
-        plan = plan_blocks(target, config)
+        plan = plan_blocks(target, drafter, config)
         self.target, self.drafter, self.config, self.max_length = target, drafter, config, plan.max_length
         if config.compile == "auto":
             record_forwards(target, drafter)

@@ -1,14 +1,20 @@
-"""How many blocks the paged pool gets, and how long a request may therefore be."""
+"""How many blocks the paged pools get, and how long a request may therefore be."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 
 GIB = 2**30
+CPU_BYTES = 2 * GIB
+# Of what a GPU has left when the weights are there: the rest is for activations, taps and graphs.
+GPU_SHARE = 0.8
 
 
 class BlockPlan(NamedTuple):
@@ -16,8 +22,8 @@ class BlockPlan(NamedTuple):
     max_length: int  # most tokens of prompt and answer together
 
 
-def plan_blocks(target: Target, config: EngineConfig) -> BlockPlan:
-    """`num_blocks` if given; else enough for a full batch of full contexts, within `memory_gib`."""
+def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineConfig) -> BlockPlan:
+    """`num_blocks` if given; else enough for a full batch of full contexts, target's and draft's, within `memory_gib`."""
     if config.max_batch < 1:
         raise UserError(f"max_batch is {config.max_batch}; it must be at least 1")
     if config.k < 0:
@@ -37,8 +43,20 @@ def plan_blocks(target: Target, config: EngineConfig) -> BlockPlan:
     num_blocks = config.num_blocks
     if num_blocks is None:
         wanted = config.max_batch * -(-max_length // config.block_size) + 1
-        block_bytes = target.new_pool(1, config.block_size).num_bytes
-        num_blocks = min(wanted, int(config.memory_gib * GIB / block_bytes))
+        allowed = allowed_bytes(target.device) if config.memory_gib is None else int(config.memory_gib * GIB)
+        num_blocks = min(wanted, allowed // block_bytes(target, drafter, config.block_size))
     if num_blocks < 2:
-        raise UserError(f"memory_gib is {config.memory_gib:g}, too little for two blocks of keys and values; give more")
+        given = f"num_blocks is {num_blocks}" if config.memory_gib is None else f"memory_gib is {config.memory_gib:g}"
+        raise UserError(f"{given}, too little for two blocks of keys and values; give more")
     return BlockPlan(num_blocks, min(max_length, (num_blocks - 1) * config.block_size))
+
+
+def block_bytes(target: Target, drafter: ServingDrafter | None, block_size: int) -> int:
+    """Of one block in both pools: target and draft share block ids."""
+    own = None if drafter is None else drafter.new_pool(1, block_size, target.device, target.dtype)
+    return target.new_pool(1, block_size).num_bytes + (0 if own is None else own.num_bytes)
+
+
+def allowed_bytes(device: torch.device) -> int:
+    """What the pools may take where nobody said."""
+    return CPU_BYTES if device.type != "cuda" else int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])

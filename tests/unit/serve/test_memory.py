@@ -1,0 +1,32 @@
+"""The pools of target and draft share one allowance of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target import Target
+from draftsmith.serve import memory
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+
+
+def test_both_pools_fit_what_is_allowed(target: Target) -> None:
+    head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    config = EngineConfig(memory_gib=2**20 / memory.GIB, max_batch=64, compile="off")
+    sizes = {}
+    for drafter in (None, head):
+        engine = Engine(target, drafter, config)
+        own = engine.drafting.pool
+        used = engine.runner.pool.num_bytes + (0 if own is None else own.num_bytes)
+        assert 0.9 * 2**20 < used <= 2**20
+        sizes[drafter] = engine.scheduler.blocks.num_blocks
+    assert sizes[head] < sizes[None]
+
+
+def test_a_gpu_gives_a_share_of_what_it_has_free(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    assert memory.allowed_bytes(torch.device("cuda", 0)) == 800
+    assert memory.allowed_bytes(torch.device("cpu")) == 2 * memory.GIB
