@@ -294,6 +294,23 @@ def test_u_of_zero_keeps_nothing_impossible() -> None:
     assert accepts(nothing, some, some)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only interpreted kernels can be given another uniform")
+@pytest.mark.parametrize("way", WAYS)
+def test_u_of_zero_keeps_nothing_impossible_in_triton(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows: token without mass in p, in q, in neither; the last one is kept, as u = 0 keeps whatever is possible."""
+    from triton.language import float64
+
+    from draftsmith.kernels import verify_block_triton, verify_tree_triton, verify_triton
+
+    for module in (verify_triton, verify_block_triton, verify_tree_triton):
+        monkeypatch.setattr(module, "uniform", lambda key, number: (key - key).to(float64))
+    p, q = torch.zeros(6, 9), torch.zeros(3, 1, 9)
+    p[0, 4], q[1, 0, 4] = -math.inf, -math.inf
+    everyone = torch.arange(3)
+    verdict = WAYS[way](p, ids([4], [4], [4]), ids(1, 1, 1), q, everyone, everyone, impl="triton")
+    assert verdict.accepted.tolist() == [0, 0, 1]
+
+
 def test_all_but_one_masked(verify: Verify) -> None:
     """V = 4099 is no multiple of any block."""
     size = 4099

@@ -21,7 +21,8 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize("size", [32_000, 128_256, 151_936])
 @pytest.mark.parametrize("true_q", [True, False])
-def test_verification_equals_the_reference(size: int, true_q: bool, poisoned_empty: None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_verification_equals_the_reference(size: int, true_q: bool, dtype: torch.dtype, poisoned_empty: None) -> None:
     generator = torch.Generator(CUDA).manual_seed(size)
     rows, depth = 64, 5
     lengths = torch.randint(0, depth + 1, (rows,), generator=generator, device=CUDA)
@@ -29,8 +30,9 @@ def test_verification_equals_the_reference(size: int, true_q: bool, poisoned_emp
     q = 3 * torch.randn(rows, depth, size, generator=generator, device=CUDA)
     first = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     q[:, 0] = 0.3 * q[:, 0] + p[first]  # so that a good part of the drafts is kept
+    p, q = p.to(dtype), q.to(dtype)
     seeds, positions = torch.arange(rows, device=CUDA) * 77, torch.arange(rows, device=CUDA)
-    drafts = torch.stack([sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
+    drafts = torch.stack([sample(q[:, i].float(), seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
     arguments = p, drafts, lengths, q if true_q else None, seeds, positions
     ours, reference = verify_chain(*arguments, impl="triton"), verify_chain(*arguments, impl="torch")
     # A draw within float32 rounding of its rival may fall either way: about one row in a thousand.
@@ -55,8 +57,10 @@ def test_divergences_equal_the_reference(name: str, dtype: torch.dtype, poisoned
     for field in ("loss", "alpha", "keep", "outside"):
         torch.testing.assert_close(getattr(ours, field), getattr(exact, field).float(), rtol=1e-4, atol=1e-5)
     # Where q = p up to rounding a token may fall on either side of the sets that the acceptance-based ones sum over.
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-3
-    torch.testing.assert_close(ours.grad.float(), exact.grad.float(), rtol=1e-2, atol=tolerance)
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-2
+    # Most entries are far below any one tolerance, so that the rows as a whole are compared.
+    errors = (ours.grad.double() - exact.grad).norm(dim=1)
+    assert (errors <= tolerance * exact.grad.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("size", [32_000, 128_256, 151_936])

@@ -18,6 +18,7 @@ from draftsmith.kernels.verify import Verdict, log_law, residual_law, verify_cha
 from draftsmith.kernels.verify_block import block_law, verify_block, verify_block_torch
 
 Verify = Callable[..., Verdict]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture
 FALSE_ALARM = 1e-6  # seeds are fixed, so that a test passes or fails for good
 
 
@@ -240,13 +241,14 @@ def test_rows_without_drafts_among_others(verify: Verify) -> None:
     assert verify(torch.zeros(0, 9), nothing.view(0, 3), nothing, torch.zeros(0, 3, 9), nothing, nothing).tokens.shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype) -> None:
-    p, drafts, lengths, q, seeds, positions = random_rounds(28, 3, 2, 45)
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)])
+def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype, size: int) -> None:
+    p, drafts, lengths, q, seeds, positions = random_rounds(28, 3, 2, size)
     p, q = p.to(dtype), q.to(dtype)
-    wide_p, wide_q = torch.zeros(len(p), 60, dtype=dtype), torch.zeros(3, 4, 60, dtype=dtype)
-    wide_p[:, 3:48], wide_q[:, 1:3, 3:48] = p, q
-    narrow = verify(wide_p[:, 3:48], drafts, lengths, wide_q[:, 1:3, 3:48], seeds, positions)
+    wide_p, wide_q = torch.zeros(len(p), size + 15, dtype=dtype), torch.zeros(3, 4, size + 15, dtype=dtype)
+    own = slice(3, size + 3)
+    wide_p[:, own], wide_q[:, 1:3, own] = p, q
+    narrow = verify(wide_p[:, own], drafts, lengths, wide_q[:, 1:3, own], seeds, positions)
     assert torch.equal(narrow.tokens, verify(p.float(), drafts, lengths, q.float(), seeds, positions).tokens)
 
 
@@ -262,9 +264,10 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         begin += length + 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_invariants(data: st.DataObject) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_invariants(impl: str, data: st.DataObject) -> None:
     """Length, prefix, mask, range and determinism, for any logits hypothesis can think of."""
     size, depth, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
     number = st.one_of(st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf]))
@@ -277,8 +280,8 @@ def test_invariants(data: st.DataObject) -> None:
     p, q = law(int((lengths + 1).sum()), size), law(rows, depth, size)
     drafts = ids(*(data.draw(st.integers(-1, size - 1)) for _ in range(rows * depth))).view(rows, depth)
     seeds = ids(*(data.draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(rows)))
-    arguments = p, drafts, lengths, q, seeds, torch.arange(rows)
-    verdict, again = verify_block(*arguments), verify_block(*arguments)
+    arguments = [tensor.to(DEVICE) for tensor in (p, drafts, lengths, q, seeds, torch.arange(rows))]
+    verdict, again = (verify_block(*arguments, impl=impl) for _ in range(2))
     assert torch.equal(verdict.tokens, again.tokens) and torch.equal(verdict.accepted, again.accepted)
     first = 0
     for row in range(rows):

@@ -18,6 +18,7 @@ from draftsmith.kernels.verify_block import verify_block
 from draftsmith.kernels.verify_tree import verify_tree
 
 DEPTH, WIDTH = 3, 2
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture
 
 
 class Round(NamedTuple):
@@ -53,7 +54,7 @@ def draw_round(seed: int, rows: int, size: int, scale: float) -> Round:
 
 
 def ragged(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    return rows[torch.arange(rows.shape[1]) <= lengths[:, None]]
+    return rows[torch.arange(rows.shape[1], device=rows.device) <= lengths[:, None]]
 
 
 def outcome(way: str, given: Round, impl: str = "torch", *, factor: float | None = None) -> torch.Tensor:
@@ -61,17 +62,18 @@ def outcome(way: str, given: Round, impl: str = "torch", *, factor: float | None
     p, q = given.p, given.q
     if factor is not None:
         p, q = p.double() * factor, q.double() * factor
-    tree, streams = given.tree, (given.seeds, given.positions)
+    tree = DraftTree(*(tensor.to(DEVICE) for tensor in given.tree))
+    p, q, *streams = (tensor.to(DEVICE) for tensor in (p, q, given.seeds, given.positions))
     if way == "chain" or way == "block":
         verify: Callable[..., Verdict] = verify_chain if way == "chain" else verify_block
         arguments = ragged(p, tree.lengths), tree.tokens, tree.lengths, q[:, :-1], *streams
-        return verify(*arguments, impl=impl).tokens
+        return verify(*arguments, impl=impl).tokens.cpu()
     if way == "chain of nodes":
         tree = chain_tree(tree.tokens, tree.lengths)
-    laws = torch.arange(q.shape[0] * q.shape[1]).view(q.shape[:2])
+    laws = torch.arange(q.shape[0] * q.shape[1], device=DEVICE).view(q.shape[:2])
     told = (None, None) if way == "deterministic tree" else (q.flatten(0, 1), laws)
     verdict = verify_tree(ragged(p, tree.lengths), tree, *told, *streams, impl=impl)
-    return torch.cat([verdict.tokens, verdict.nodes], dim=1)
+    return torch.cat([verdict.tokens, verdict.nodes], dim=1).cpu()
 
 
 WAYS = ["chain", "block", "tree", "deterministic tree", "chain of nodes"]

@@ -18,6 +18,7 @@ from draftsmith.kernels.verify import one_hot_logits, verify_chain_torch
 from draftsmith.kernels.verify_tree import TreeVerdict, sibling_law, verify_tree, verify_tree_torch
 
 Verify = Callable[..., TreeVerdict]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture
 FALSE_ALARM = 1e-6  # seeds are fixed, so that a test passes or fails for good
 
 
@@ -350,13 +351,14 @@ def test_an_empty_batch_and_rows_without_nodes(verify: Verify) -> None:
         assert verdict.nodes.tolist() == [[-1] * width] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype) -> None:
-    p, tree, q, *others = random_trees(39, 3, 5, 45)
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)])
+def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype, size: int) -> None:
+    p, tree, q, *others = random_trees(39, 3, 5, size)
     p, q = p.to(dtype), q.to(dtype)
-    wide_p, wide_q = torch.zeros(len(p), 60, dtype=dtype), torch.zeros(len(q), 60, dtype=dtype)
-    wide_p[:, 3:48], wide_q[:, 3:48] = p, q
-    same(verify(wide_p[:, 3:48], tree, wide_q[:, 3:48], *others), verify(p.float(), tree, q.float(), *others))
+    wide_p, wide_q = torch.zeros(len(p), size + 15, dtype=dtype), torch.zeros(len(q), size + 15, dtype=dtype)
+    own = slice(3, size + 3)
+    wide_p[:, own], wide_q[:, own] = p, q
+    same(verify(wide_p[:, own], tree, wide_q[:, own], *others), verify(p.float(), tree, q.float(), *others))
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -373,9 +375,10 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         begin += length + 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_invariants(data: st.DataObject) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_invariants(impl: str, data: st.DataObject) -> None:
     """Length, path, mask, range and determinism, for any tree and any logits hypothesis can think of."""
     size, width, rows = data.draw(st.integers(1, 7)), data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
     number = st.one_of(st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf]))
@@ -391,9 +394,11 @@ def test_invariants(data: st.DataObject) -> None:
     p, q = law(int((tree.lengths + 1).sum())), law(3)
     q_rows = drawn(-1, lambda i: 2, width + 1)
     seeds = drawn(-(2**63), lambda i: 2**63 - 1, 1)[:, 0]
-    arguments = p, tree, q, q_rows, seeds, torch.arange(rows)
-    verdict = verify_tree(*arguments)
-    same(verdict, verify_tree(*arguments))
+    there = DraftTree(*(tensor.to(DEVICE) for tensor in tree))
+    p_there, *others = (tensor.to(DEVICE) for tensor in (p, q, q_rows, seeds, torch.arange(rows)))
+    arguments = p_there, there, *others
+    verdict = verify_tree(*arguments, impl=impl)
+    same(verdict, verify_tree(*arguments, impl=impl))
     first = 0
     for row in range(rows):
         kept, tokens, nodes = int(verdict.accepted[row]), verdict.tokens[row].tolist(), verdict.nodes[row].tolist()
