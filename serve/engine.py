@@ -22,7 +22,7 @@ from draftsmith.serve.draft_law import DraftLaw
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
 from draftsmith.serve.intake import Intake
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
-from draftsmith.serve.memory import plan_blocks
+from draftsmith.serve.memory import BlockPlan, most_tapped, plan_blocks
 from draftsmith.serve.outcome import complaint, outcome
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.record import Sink
@@ -58,7 +58,7 @@ class Engine:
             record_forwards(target, drafter)
         self.stats = EngineStats(draft_version=draft_version)
         blocks = BlockManager(plan.num_blocks, config.block_size)
-        self.prefix = prefix_cache(target, drafter, blocks) if config.prefix_cache else None
+        self.prefix = prefix_cache(target, drafter, blocks, plan) if config.prefix_cache else None
         self.scheduler = Scheduler(
             blocks,
             max_batch=config.max_batch,
@@ -362,12 +362,13 @@ def control_of(config: EngineConfig) -> Control:
     return AutoControl(min(3, config.k)) if config.adaptive else FixedControl()
 
 
-def prefix_cache(target: Target, drafter: ServingDrafter | None, blocks: BlockManager) -> PrefixCache:
+def prefix_cache(target: Target, drafter: ServingDrafter | None, blocks: BlockManager, plan: BlockPlan) -> PrefixCache:
     if drafter is None:
         return PrefixCache(blocks, root=target.revision)
     # A drafter that cannot hold the newest position before it knows the next token keeps there what depends on that token.
     ahead = max(0, 2 - drafter.cached_after(1, 0, 0))
-    return PrefixCache(blocks, root=target.revision, ahead=ahead, needs_taps=bool(drafter.taps))
+    most = most_tapped(target, drafter, plan, blocks.block_size)
+    return PrefixCache(blocks, root=target.revision, ahead=ahead, needs_taps=bool(drafter.taps), max_tapped=most)
 
 
 def completion(request: Request) -> Completion:

@@ -57,6 +57,12 @@ def block_bytes(target: Target, drafter: ServingDrafter | None, block_size: int)
     return target.new_pool(1, block_size).num_bytes + (0 if own is None else own.num_bytes)
 
 
+def most_tapped(target: Target, drafter: ServingDrafter, plan: BlockPlan, block_size: int) -> int:
+    """Cached blocks that may carry taps: these take an eighth of what the pools do at most."""
+    tap_bytes = len(drafter.taps) * target.hidden_size * target.dtype.itemsize * block_size
+    return plan.num_blocks * block_bytes(target, drafter, block_size) // (8 * max(tap_bytes, 1))
+
+
 def allowed_bytes(device: torch.device) -> int:
     """What the pools may take where nobody said."""
     return CPU_BYTES if device.type != "cuda" else int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])

@@ -36,13 +36,17 @@ class PrefixCache:
         root: what the cached values depend on besides the text.
         ahead: how many tokens after a position the draft's values there depend on.
         needs_taps: the drafter cannot read a text again from its tokens alone.
+        max_tapped: blocks that may carry taps at the same time; those that got them first lose them first.
     """
 
-    def __init__(self, blocks: BlockManager, *, root: str, ahead: int = 0, needs_taps: bool = False):
-        self.blocks, self.ahead, self.needs_taps = blocks, ahead, needs_taps
+    def __init__(
+        self, blocks: BlockManager, *, root: str, ahead: int = 0, needs_taps: bool = False, max_tapped: int | None = None
+    ):
+        self.blocks, self.ahead, self.needs_taps, self.max_tapped = blocks, ahead, needs_taps, max_tapped
         self._root = blake2b(f"{root} {blocks.block_size} {ahead}".encode(), digest_size=16).digest()
         self._entries: dict[bytes, _Entry] = {}
         self._keys: dict[int, bytes] = {}  # of the blocks in `_entries`
+        self._tapped: dict[bytes, None] = {}  # keys of those with taps, in order
         blocks.on_evict = self._evicted
 
     def attach(self, request: Request) -> None:
@@ -91,8 +95,12 @@ class PrefixCache:
         entry.draft_ready = ready
         if ready or not self.needs_taps:
             entry.taps = None
+            self._tapped.pop(key, None)
         elif entry.taps is None and request.k > 0:
             entry.taps = self._taps(request, index)
+            if entry.taps is not None:
+                self._tapped[key] = None
+                self._drop_taps()
 
     def _usable(self, request: Request) -> Iterator[_Entry]:
         """Cached blocks from the text's beginning that this request can go on from, drafts included."""
@@ -132,6 +140,12 @@ class PrefixCache:
             position += len(tap)
         return found if position >= end else None
 
+    def _drop_taps(self) -> None:
+        while self.max_tapped is not None and len(self._tapped) > self.max_tapped:
+            first = next(iter(self._tapped))
+            del self._tapped[first]
+            self._entries[first].taps = None
+
     def _remember(self, block: int, key: bytes) -> None:
         self._keys[block] = key
         self.blocks.keep(block)
@@ -141,7 +155,9 @@ class PrefixCache:
         self.blocks.unkeep(block)
 
     def _evicted(self, block: int) -> None:
-        del self._entries[self._keys.pop(block)]
+        key = self._keys.pop(block)
+        del self._entries[key]
+        self._tapped.pop(key, None)
 
 
 def _num_ready(entries: list[_Entry]) -> int:

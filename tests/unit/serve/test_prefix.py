@@ -36,10 +36,19 @@ def make_request(name: str, prompt: list[int], max_tokens: int, k: int) -> Reque
 class Engine:
     """What both models would write at a position is the text it depends on, so that a read shows whether it is right."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, ahead: int, needs_taps: bool, cache: type[PrefixCache] = PrefixCache):
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        ahead: int,
+        needs_taps: bool,
+        cache: type[PrefixCache] = PrefixCache,
+        max_tapped: int | None = None,
+    ):
         self.size, self.ahead, self.needs_taps = block_size, ahead, needs_taps
         blocks = BlockManager(num_blocks, block_size)
-        self.prefix = cache(blocks, root="target", ahead=ahead, needs_taps=needs_taps)
+        self.prefix = cache(blocks, root="target", ahead=ahead, needs_taps=needs_taps, max_tapped=max_tapped)
         self.scheduler = Scheduler(blocks, max_batch=4, max_round_tokens=9, max_queue=1000, prefix=self.prefix)
         self.target_pool: dict[int, tuple[int, ...]] = {}
         self.draft_pool: dict[int, tuple[int, ...]] = {}
@@ -122,6 +131,9 @@ class Engine:
         for block in range(1, blocks.num_blocks):
             assert blocks.references(block) == held[block]
         assert blocks.num_free + len(held) == blocks.num_usable
+        tapped = {key for key, entry in self.prefix._entries.items() if entry.taps is not None}
+        assert tapped == set(self.prefix._tapped)
+        assert self.prefix.max_tapped is None or len(tapped) <= self.prefix.max_tapped
         for request in self.scheduler.waiting:
             assert request.blocks == [] and request.computed == request.draft_cached == 0 and not request.taps
 
@@ -133,10 +145,13 @@ class AnyOrder(RuleBasedStateMachine):
         ahead=st.integers(0, 1),
         taps=st.booleans(),
         seed=st.integers(),
+        max_tapped=st.none() | st.integers(0, 6),
     )
-    def start(self, num_blocks: int, block_size: int, ahead: int, taps: bool, seed: int) -> None:
+    def start(self, num_blocks: int, block_size: int, ahead: int, taps: bool, seed: int, max_tapped: int | None) -> None:
         # Taps without reading ahead do not occur: who reads the state at t beside the token at t + 1 needs both.
-        self.engine = Engine(num_blocks=num_blocks, block_size=block_size, ahead=ahead, needs_taps=taps and ahead == 1)
+        self.engine = Engine(
+            num_blocks=num_blocks, block_size=block_size, ahead=ahead, needs_taps=taps and ahead == 1, max_tapped=max_tapped
+        )
         self.room = (num_blocks - 1) * block_size
         self.chance, self.requests = random.Random(seed), []
 
