@@ -185,7 +185,9 @@ class Drafting:
         if proposal.logits is not None and proposal.tokens.shape[1] > 0:
             # A law that gives no mass to its own draw is no law: NaN weights end here. What was drafted before it is verified
             # all the same: to drop a token for what came of it later would be to choose among the draws (law 4).
-            drawn = proposal.logits.gather(2, proposal.tokens.clamp(min=0)[:, :, None])[:, :, 0]
+            # What lies beyond a row's length may be anything.
+            real = torch.arange(proposal.tokens.shape[1], device=proposal.tokens.device) < proposal.lengths[:, None]
+            drawn = proposal.logits.gather(2, torch.where(real, proposal.tokens, 0)[:, :, None])[:, :, 0]
             finite = torch.isfinite(drawn).long().cumprod(dim=1).sum(dim=1).tolist()
             usable = [min(pair) for pair in zip(lengths, finite)]
         sound = [kept == length for kept, length in zip(usable, lengths)]

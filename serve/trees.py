@@ -100,9 +100,10 @@ def check_tree(proposal: Proposal, lengths: Sequence[int]) -> tuple[RoundTree, l
         return tree, [True] * len(parents)
     if proposal.q_rows is None or int(proposal.q_rows.max()) >= len(proposal.logits):
         return "laws without telling whose they are"
-    laws = proposal.q_rows.gather(1, (proposal.parents + 1).clamp(min=0))
-    real = torch.arange(laws.shape[1], device=laws.device) < proposal.lengths[:, None]
-    drawn = proposal.logits[laws.clamp(min=0), proposal.tokens.clamp(min=0)]
+    # What lies beyond a row's length may be anything.
+    real = torch.arange(proposal.tokens.shape[1], device=proposal.tokens.device) < proposal.lengths[:, None]
+    laws = proposal.q_rows.gather(1, torch.where(real, proposal.parents + 1, 0))
+    drawn = proposal.logits[laws.clamp(min=0), torch.where(real, proposal.tokens, 0)]
     return tree, (torch.isfinite(drawn) | (laws < 0) | ~real).all(dim=1).tolist()
 
 

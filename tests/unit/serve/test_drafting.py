@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.kernels.filters import SamplingRows
-from draftsmith.serve.drafting import Drafting
+from draftsmith.serve.drafting import Drafting, Drafts
 from draftsmith.serve.stats import EngineStats
 
 
@@ -25,12 +25,35 @@ class BrokenLater:
         return Proposal(tokens=torch.tensor([[1, 2], [3, 4], [5, 6]]), lengths=torch.tensor([2, 2, 2]), logits=logits)
 
 
-def test_tokens_before_a_broken_law_are_still_verified() -> None:
-    request = SimpleNamespace(id="a", tokens=[1, 2, 3], draft_cached=0, num_tokens=3, taps=[])
+class Padded:
+    """Row 0 drafted nothing and row 1 one token; what follows is no id."""
+
+    family = "padded"
+    taps: tuple[int, ...] = ()
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        tokens = torch.tensor([[10**6, -(10**6)], [3, 10**6], [5, 6]])
+        logits = torch.zeros(3, 2, 8)
+        logits[0], logits[1, 1] = torch.nan, torch.nan
+        return Proposal(tokens=tokens, lengths=torch.tensor([0, 1, 2]), logits=logits)
+
+
+def proposed(drafter: BrokenLater | Padded) -> Drafts:
+    request = SimpleNamespace(id="a", tokens=[1, 2, 3], draft_cached=0, num_tokens=3, taps=[], shares=True)
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
-    drafting = Drafting(BrokenLater(), None, EngineStats(), vocab_size=8)
+    drafting = Drafting(drafter, None, EngineStats(), vocab_size=8)
     drafts = drafting.propose(rows, torch.zeros(3, 1, dtype=torch.int64), SamplingRows.of([1.0] * 3), torch.arange(3))
     assert drafts is not None
+    return drafts
+
+
+def test_what_lies_beyond_a_length_is_no_failure() -> None:
+    drafts = proposed(Padded())
+    assert drafts.chains == [[], [3], [5, 6]] and drafts.lengths.tolist() == [0, 1, 2] and all(drafts.sound)
+
+
+def test_tokens_before_a_broken_law_are_still_verified() -> None:
+    drafts = proposed(BrokenLater())
     assert drafts.chains == [[1, 2], [3], []]
     assert drafts.lengths.tolist() == [2, 1, 0]
     assert drafts.sound == [True, False, False]

@@ -185,3 +185,16 @@ def test_laws_must_say_whose_they_are_and_have_mass() -> None:
     # Deterministic children have no law to fail.
     checked = check_tree(Proposal(**common, q_rows=torch.full((3, 4), -1)), [3] * 3)
     assert not isinstance(checked, str) and checked[1] == [True] * 3
+
+
+def test_what_lies_beyond_a_trees_length_is_no_failure() -> None:
+    """Row 0 has no node, row 1 one of a sound law."""
+    proposal = Proposal(
+        tokens=torch.tensor([[10**6, 10**6], [2, -(10**6)]]),
+        lengths=torch.tensor([0, 1]),
+        logits=torch.zeros(1, 5),
+        parents=torch.tensor([[10**6, -7], [-1, 10**6]]),
+        q_rows=torch.tensor([[-1, -1, -1], [0, -1, -1]]),
+    )
+    checked = check_tree(proposal, [0, 1])
+    assert not isinstance(checked, str) and checked[1] == [True, True]
