@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -72,8 +73,13 @@ class Served:
     extra: dict[str, Any] = field(default_factory=dict)
     seeded: bool = True
     biased_when_sampled: bool = False
+    group: int | None = None  # its process group, if it does not leave the cores alone while it has nothing to do
 
     def run(self, load: Load, work: Workload) -> Pass:
+        with awake(self.group):
+            return self._pass(load, work)
+
+    def _pass(self, load: Load, work: Workload) -> Pass:
         body = {"max_tokens": load.max_tokens, "temperature": work.temperature, "ignore_eos": True, **self.extra}
         if self.seeded:
             body["seed"] = work.repeat
@@ -92,6 +98,19 @@ class Served:
     def counters(self) -> tuple[float, float]:
         text = httpx.get(f"{self.url}/metrics").text
         return total(text, "vllm:spec_decode_num_drafts_total"), total(text, "vllm:spec_decode_num_accepted_tokens_total")
+
+
+@contextmanager
+def awake(group: int | None) -> Iterator[None]:
+    """A stopped process group runs for as long as this lasts."""
+    if group is None:
+        yield
+        return
+    os.killpg(group, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(group, signal.SIGSTOP)
 
 
 def total(metrics: str, name: str) -> float:
@@ -139,8 +158,9 @@ def generator(target: Path, draft: Path) -> Iterator[subprocess.Popen]:
 
 
 @contextmanager
-def vllm_server(python: str, target: Path, speculative: dict[str, Any] | None) -> Iterator[str]:
-    """vLLM's server as its users start it, compiled, with room for the longest prompt and answer."""
+def vllm_server(python: str, target: Path, speculative: dict[str, Any] | None) -> Iterator[tuple[str, int]]:
+    """vLLM's server as its users start it, compiled; its URL and process group, which is stopped once it is up: idle vLLM workers
+    were seen to take a quarter of a core each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -150,14 +170,15 @@ def vllm_server(python: str, target: Path, speculative: dict[str, Any] | None) -
         command += ["--speculative-config", json.dumps(speculative)]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, subprocess.Popen(
-        command, stdout=log, stderr=log, env=environment
+        command, stdout=log, stderr=log, env=environment, start_new_session=True
     ) as server:  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
             wait(url, server, Path(log.name))
-            yield url
+            os.killpg(server.pid, signal.SIGSTOP)
+            yield url, server.pid
         finally:
-            server.terminate()
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def wait(url: str, server: subprocess.Popen, log: Path) -> None:
@@ -204,9 +225,9 @@ def vllm_systems(stack: ExitStack, python: str, run: Path, k: int) -> Iterator[S
         ("draft-lm", {"method": "draft_model", "model": draft_lm}),
     ):
         options = None if speculative is None else speculative | {"num_speculative_tokens": k}
-        url = stack.enter_context(vllm_server(python, run / "target", options))
+        url, group = stack.enter_context(vllm_server(python, run / "target", options))
         # vllm-cpu 0.32 ends with an error on seeded requests while it speculates, and what it samples then is biased.
-        yield Served(f"vllm-cpu, {name}", url, seeded=False, biased_when_sampled=speculative is not None)
+        yield Served(f"vllm-cpu, {name}", url, seeded=False, biased_when_sampled=speculative is not None, group=group)
 
 
 def measure(systems: Sequence[System], load: Load, works: Sequence[tuple[float, int]], repeats: int) -> list[dict[str, Any]]:
