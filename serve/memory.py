@@ -29,7 +29,7 @@ def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineCo
     if config.k < 0:
         raise UserError(f"k is {config.k}; it must be at least 0")
     if config.adaptive and config.tree is not None:
-        raise UserError("k is auto, which chooses the length of chains; leave tree out or give k a number")
+        raise UserError("k is auto, which chooses the length of chains, together with a tree; leave tree out or give k a number")
     if config.verification == "typical" and config.tree is not None:
         raise UserError("verification is 'typical', which judges chains; leave tree out")
     if config.synthetic_acceptance is not None:
