@@ -43,7 +43,9 @@ def test_recipe_is_read_and_resolved(recipe, tmp_path):
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
 def test_a_recipe_of_another_family_is_refused_where_it_speaks_of_it(recipe):
-    speaks = any(section in read_yaml(recipe) for section in ("eagle3", "mtp", "draft_lm", "eagle1", "medusa", "mlp", "dflash", "dspark"))
+    speaks = any(
+        section in read_yaml(recipe) for section in ("eagle3", "mtp", "draft_lm", "eagle1", "medusa", "mlp", "dflash", "dspark")
+    )
     other = "mtp" if family_of(recipe) != "mtp" else "eagle3"
     config = config_of(recipe, family=other)
     if not speaks:
