@@ -16,4 +16,15 @@ def run(config: TrainConfig) -> int:
     from draftsmith.train.session import train
 
     train(config)
+    leave_group()
     return 0
+
+
+def leave_group() -> None:
+    """Ends the process group while every rank is there. Left to the interpreter's exit, its threads abort now and then a rank
+    that had finished ("terminate called without an active exception"), and torchrun calls the run failed."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
