@@ -1,7 +1,6 @@
 """Linear layers that read the same input, as one multiplication with weights laid out for a CPU.
 
-oneDNN multiplies a few rows with weights that it has laid out beforehand two to four times faster than torch's default does
-(float32 on a Zen 5 core: 4096 x 4096 with 4 rows 2.0 against 5.7 ms, with one row 1.5 against 2.8).
+oneDNN multiplies a few rows with weights that it has laid out beforehand faster than torch's default does (`scripts/bench_step`).
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 _TYPICAL_ROWS = 8
 
 
-# oneDNN keeps kernels for every number of rows it has met: 780 MiB after all of 1 to 512 with the quickstart's target, 63 MiB
-# with the 29 numbers below. Decoding's few rows stay as they are, more are padded.
+# oneDNN keeps kernels for every number of rows it has met, so memory would grow with every length of prompt
+# (tests/e2e/test_load.py watches it). Decoding's few rows stay as they are, more are padded.
 _EXACT_ROWS, _STEP, _WIDE_ROWS, _WIDE_STEP = 16, 8, 64, 64
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -83,9 +84,9 @@ class Generation(Wire):
             raise ValueError("max_tokens is 0; ask for at least 1, or for the echo of a completion's prompt")
         return self
 
+    @abstractmethod
     def alternatives(self) -> int | None:
         """How many logprobs beside each emitted token; None for no logprobs."""
-        raise NotImplementedError
 
     def most_tokens(self) -> int | None:
         return self.max_tokens

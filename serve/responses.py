@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +36,7 @@ class Extras(NamedTuple):
 
 
 @dataclass
-class Responder:
+class Responder(ABC):
     """Shared by both endpoints: identity of the response, usage, the optional report. Choices of one prompt are neighbours."""
 
     model: str
@@ -118,15 +119,17 @@ class Responder:
     def token(self, token: int) -> str:
         return f"token_id:{token}" if self.extras.name_by_id else self.vocabulary.decode([token])
 
+    @abstractmethod
     def choice(self, index: int, request: Request) -> Body:
-        raise NotImplementedError
+        """The whole answer `index` of a request that has finished."""
 
     def opening(self, index: int) -> Body | None:
         """What is sent of a choice before its first token."""
         return None
 
+    @abstractmethod
     def delta(self, index: int, request: Request, update: Update) -> Body:
-        raise NotImplementedError
+        """What a chunk of a stream adds to answer `index`."""
 
 
 class CompletionResponder(Responder):
