@@ -20,8 +20,10 @@ from draftsmith.distill.traffic import Role, ServedText, branches
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence_kind import kind_of
-from draftsmith.train.objective import UnrolledLoss, WeightedText, unrolled_loss
+from draftsmith.train.objective import UnrolledLoss, unrolled_loss
 from draftsmith.train.place import fast_at_bf16
+from draftsmith.train.teacher import LiveTeacher
+from draftsmith.train.weighted_text import WeightedText
 
 ROLES = {"accepted": Role.ACCEPTED, "first-rejected": Role.FIRST_REJECTED, "bonus": Role.BONUS}
 # So many steps in a row without a finite gradient mean that the candidate is lost.
@@ -138,7 +140,7 @@ class Learner:
         text = WeightedText(input_ids=ids, attention_mask=mask, weights=weights)
         unrolled = unrolled_loss(
             self.drafter,
-            self.target,
+            LiveTeacher(self.target),
             text,
             num_steps=self.config.unroll,
             decay=self.config.step_decay,

@@ -18,8 +18,9 @@ from draftsmith.kernels.acceptance import bootstrap_ratio, expected_counts, expe
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.train.batches import collate
 from draftsmith.train.data import TokenSequence
-from draftsmith.train.objective import Predicted, Unrollable, WeightedText, scatter, select
+from draftsmith.train.objective import Predicted, Unrollable, scatter, select
 from draftsmith.train.walk import answers, deepen
+from draftsmith.train.weighted_text import WeightedText
 
 CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per law
 
@@ -139,15 +140,18 @@ def kept_text(drafter: Unrollable, target: Target, text: WeightedText, *, temper
     batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=k)
     keeps, unlikely = [], torch.zeros_like(text.weights, dtype=torch.bool)
     for step in drafter.unroll(batch):
-        predicted = select(step, text, target_hidden)
-        keep, impossible = _keep(drafter, target, predicted, temperature)
+        predicted = select(step, text)
+        before = target_hidden[predicted.row, predicted.position - 1]
+        keep, impossible = _keep(drafter, target, before, predicted, temperature)
         keeps.append(scatter(keep, predicted, text.weights))
         unlikely |= scatter(impossible, predicted, unlikely)
     return KeptText(deepen(torch.stack(keeps, dim=-1), k), unlikely)
 
 
-def _keep(drafter: Unrollable, target: Target, predicted: Predicted, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep probability [R], the target cannot emit the token [R])."""
+def _keep(
+    drafter: Unrollable, target: Target, before: torch.Tensor, predicted: Predicted, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`before` [R, H]: the target's states in front of the tokens -> (keep probability [R], the target cannot emit them [R])."""
     head = drafter.head_weight()
     size = max(1, CHUNK_ELEMENTS // target.vocab_size)
     keeps, impossible = [predicted.weights.new_zeros(0)], [torch.zeros(0, dtype=torch.bool, device=head.device)]
@@ -155,7 +159,7 @@ def _keep(drafter: Unrollable, target: Target, predicted: Predicted, temperature
         part = slice(begin, begin + size)
         tokens = predicted.tokens[part]
         rows = SamplingRows.of([temperature] * len(tokens), device=tokens.device)
-        p_logits = process(target.head(predicted.target_hidden[part]), rows)
+        p_logits = process(target.head(before[part]), rows)
         draft_logits = predicted.hidden[part] @ head.T.to(predicted.hidden.dtype)
         q_logits = process(over_target_vocabulary(draft_logits, drafter.vocab_map, target.vocab_size), rows)
         keeps.append(keep_probability(p_logits, q_logits, tokens))

@@ -1,4 +1,4 @@
-"""A divergence of the draft's law from the live target's, over every unrolled depth. Shared by offline and online training.
+"""A divergence of the draft's law from the target's, over every unrolled depth. Shared by offline and online training.
 
 B rows, L tokens a row, S unrolled steps, H hidden width.
 """
@@ -6,15 +6,15 @@ B rows, L tokens a row, S unrolled steps, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
-from draftsmith.drafters.target import Target
 from draftsmith.kernels.divergence import Divergence, divergence
 from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
+from draftsmith.train.teacher import Taught, Teacher
+from draftsmith.train.weighted_text import WeightedText
 
 
 class Unrollable(Protocol):
@@ -30,20 +30,10 @@ class Unrollable(Protocol):
     def unroll(self, batch: UnrollBatch): ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightedText:
-    """Teacher-forced text, right padded. `weights[:, j]` says how much the draft of the token at j counts; 0 is not trained."""
-
-    input_ids: torch.Tensor  # [B, L] int64
-    attention_mask: torch.Tensor  # [B, L] 1 for real tokens
-    weights: torch.Tensor  # [B, L] float32
-
-
 class Predicted(NamedTuple):
     """One unrolled step on the positions that count. R rows."""
 
     hidden: torch.Tensor  # [R, H] draft states, what the draft head multiplies
-    target_hidden: torch.Tensor  # [R, H] target states whose law they should match
     tokens: torch.Tensor  # [R] the tokens of the text there
     weights: torch.Tensor  # [R]
     row: torch.Tensor  # [R] batch row
@@ -67,16 +57,16 @@ class UnrolledLoss(NamedTuple):
 
 
 def unrolled_loss(
-    drafter: Unrollable, target: Target, text: WeightedText, *, num_steps: int, decay: float, kind: Kind = FORWARD_KL
+    drafter: Unrollable, teacher: Teacher, text: WeightedText, *, num_steps: int, decay: float, kind: Kind = FORWARD_KL
 ) -> UnrolledLoss:
-    """One target pass, one draft pass a step. Gradients reach the draft only."""
+    """The teacher reads the text once, the draft once a step. Gradients reach the draft only."""
     with torch.no_grad():
-        taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
-    batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=num_steps)
+        taught = teacher.read(text, drafter.taps)
+    batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taught.taps, num_steps=num_steps)
     steps = list(drafter.unroll(batch))
-    predicted = [select(step, text, target_hidden) for step in steps]
+    predicted = [select(step, text) for step in steps]
     factors = [decay**depth for depth in range(len(steps))]
-    result = _divergence(drafter, target, predicted, factors, kind)
+    result = _divergence(drafter, taught, predicted, factors, kind)
     # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
     total = result.loss + 0.0 * sum(step.hidden.sum() for step in steps)
     sizes = [len(one.weights) for one in predicted]
@@ -84,7 +74,7 @@ def unrolled_loss(
     return UnrolledLoss(total, sum(factors), _sums(result, predicted, sizes), torch.stack(keep, dim=-1))
 
 
-def select(step: UnrolledStep, text: WeightedText, target_hidden: torch.Tensor) -> Predicted:
+def select(step: UnrolledStep, text: WeightedText) -> Predicted:
     """The positions of this step that are valid and have weight."""
     weights = text.weights[:, step.offset :]
     wanted = step.valid[:, : weights.shape[1]] & (weights > 0)
@@ -92,7 +82,6 @@ def select(step: UnrolledStep, text: WeightedText, target_hidden: torch.Tensor) 
     position = column + step.offset
     return Predicted(
         hidden=step.hidden[row, column],
-        target_hidden=target_hidden[row, position - 1],
         tokens=text.input_ids[row, position],
         weights=text.weights[row, position],
         row=row,
@@ -108,15 +97,14 @@ def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> t
 
 
 def _divergence(
-    drafter: Unrollable, target: Target, predicted: Sequence[Predicted], factors: Sequence[float], kind: Kind
+    drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], factors: Sequence[float], kind: Kind
 ) -> Divergence:
     """Of all steps at once: a call holds a gradient as large as the draft head until backward."""
-    target_hidden = torch.cat([one.target_hidden for one in predicted])
     return divergence(
         kind,
         torch.cat([one.hidden for one in predicted]),
         drafter.head_weight(),
-        lambda rows: target.head(target_hidden[rows]),
+        taught.laws(torch.cat([one.row for one in predicted]), torch.cat([one.position for one in predicted])),
         torch.cat([factor * one.weights for factor, one in zip(factors, predicted, strict=True)]),
         vocab_map=drafter.vocab_map,
         tokens=torch.cat([one.tokens for one in predicted]),

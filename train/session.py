@@ -23,6 +23,7 @@ from draftsmith.train.evaluation import Evaluation, evaluate_draft, temperature_
 from draftsmith.train.place import Place, find_place
 from draftsmith.train.reporting import Reporter
 from draftsmith.train.schedule import Clock
+from draftsmith.train.teacher import LiveTeacher
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 
@@ -36,8 +37,8 @@ def train(config: TrainConfig) -> None:
         tell_what_is_missing(config, corpus)
     drafter = new_drafter(config, place, target, corpus)
     spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
-    trainee = Trainee(drafter, target, config.unroll, kind=kind_of(config.divergence), mean=config.mean)
-    trainer = make_trainer(config, place, trainee, corpus, spare)
+    trainee = Trainee(drafter, LiveTeacher(target), config.unroll, kind=kind_of(config.divergence), mean=config.mean)
+    trainer = make_trainer(config, place, trainee, target, corpus, spare)
     trainer.train(resume_from_checkpoint=open_folder(config, place, trainer))
     finish(config, trainer, target, corpus)
 
@@ -65,7 +66,7 @@ def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
 
 
 def make_trainer(
-    config: TrainConfig, place: Place, trainee: Trainee, corpus: Corpus, spare: torch.nn.Module | None
+    config: TrainConfig, place: Place, trainee: Trainee, target: Target, corpus: Corpus, spare: torch.nn.Module | None
 ) -> DraftTrainer:
     folder = RunFolder(config.out)
     per_epoch = batches_per_epoch(len(corpus.train), config.batch_size)
@@ -77,7 +78,7 @@ def make_trainer(
         sequences=corpus.train,
         optim=config.optim,
         clock=clock,
-        evaluate_held_out=partial(evaluate_held_out, config, trainee.target, corpus),
+        evaluate_held_out=partial(evaluate_held_out, config, target, corpus),
         spare=spare,
     )
     trainer.add_callback(

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from draftsmith.drafters.target import Target
 from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
 from draftsmith.kernels.divergence_weights import per_sample
 from draftsmith.train.batches import BatchPlan, collate
@@ -20,8 +19,10 @@ from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data import Sequences, TokenSequence
 from draftsmith.train.evaluation import Evaluation
 from draftsmith.train.metrics import MetricWindow
-from draftsmith.train.objective import Unrollable, UnrolledLoss, WeightedText, unrolled_loss
+from draftsmith.train.objective import Unrollable, UnrolledLoss, unrolled_loss
 from draftsmith.train.schedule import Clock, lr_factor
+from draftsmith.train.teacher import Teacher
+from draftsmith.train.weighted_text import WeightedText
 
 
 class Trainee(torch.nn.Module):
@@ -36,7 +37,7 @@ class Trainee(torch.nn.Module):
     def __init__(
         self,
         drafter: torch.nn.Module,
-        target: Target,
+        teacher: Teacher,
         unroll: UnrollConfig,
         *,
         kind: Kind = FORWARD_KL,
@@ -48,12 +49,7 @@ class Trainee(torch.nn.Module):
         self.unroll = unroll
         self.kind = kind
         self.mean = mean
-        # In a tuple, lest nn.Module register it.
-        self._target = (target,)
-
-    @property
-    def target(self) -> Target:
-        return self._target[0]
+        self.teacher = teacher
 
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor
@@ -64,7 +60,9 @@ class Trainee(torch.nn.Module):
             weights = per_sample(weights)
         text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=weights)
         drafter: Unrollable = self.drafter
-        unrolled = unrolled_loss(drafter, self.target, text, num_steps=self.unroll.steps, decay=self.unroll.decay, kind=self.kind)
+        unrolled = unrolled_loss(
+            drafter, self.teacher, text, num_steps=self.unroll.steps, decay=self.unroll.decay, kind=self.kind
+        )
         return {"loss": unrolled.total / (unrolled.scale * num_items_in_batch), "unrolled": unrolled}
 
 

@@ -21,6 +21,7 @@ from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train import session, trainer
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 from draftsmith.train.run import run
+from draftsmith.train.teacher import LiveTeacher
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FAST = OptimConfig(lr=1e-2)
@@ -115,7 +116,7 @@ def test_a_sample_mean_counts_a_short_text_like_a_long_one(tiny_target, table_dr
     labels = torch.stack([long[0], short[1]])
 
     def loss(rows: slice, num_items: int, mean: str) -> float:
-        trainee = trainer.Trainee(table_drafter(288), target, UnrollConfig(steps=1), mean=mean)
+        trainee = trainer.Trainee(table_drafter(288), LiveTeacher(target), UnrollConfig(steps=1), mean=mean)
         return trainee(ids[rows], mask[rows], labels[rows], torch.tensor(num_items))["loss"].item()
 
     apart = [loss(slice(0, 1), 9, "token"), loss(slice(1, 2), 2, "token")]
@@ -204,7 +205,7 @@ def test_weights_of_the_target_are_not_trained(configure):
     target = Target.load(config.target)
     corpus = session.load_corpus(config, target)
     place = session.find_place("float32")
-    trainee = trainer.Trainee(session.new_drafter(config, place, target, corpus), target, config.unroll)
+    trainee = trainer.Trainee(session.new_drafter(config, place, target, corpus), LiveTeacher(target), config.unroll)
     owned = {parameter.data_ptr() for parameter in trainee.parameters()}
     assert owned and not owned & {parameter.data_ptr() for parameter in target.model.parameters()}
 

@@ -1,0 +1,49 @@
+"""Where a draft's inputs and the laws it should match come from: the running target, or what was stored of it.
+
+The objective sees a `Taught` and cannot tell which. B rows of L tokens, R drafted tokens, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.divergence import TargetLogits
+from draftsmith.kernels.laws import TopLaw
+from draftsmith.train.weighted_text import WeightedText
+
+# (row [R], position [R]) -> the target's laws of the tokens at these positions, given the text before them, as `divergence`
+# takes them.
+LawsAt = Callable[[torch.Tensor, torch.Tensor], TargetLogits | TopLaw]
+
+
+class Taught(NamedTuple):
+    """What is known of the target's behaviour on one batch of text."""
+
+    taps: torch.Tensor | None  # [B, L, n * H]; None when none were asked for
+    laws: LawsAt
+
+
+class Teacher(Protocol):
+    def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
+        """`taps` as in `drafters/taps.py`."""
+        ...
+
+
+class LiveTeacher:
+    """The target itself, in one pass over the text."""
+
+    def __init__(self, target: Target):
+        self.target = target
+
+    def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
+        tapped, hidden = self.target.states(text.input_ids, text.attention_mask, taps)
+
+        def laws(row: torch.Tensor, position: torch.Tensor) -> TargetLogits:
+            before = hidden[row, position - 1]
+            return lambda rows: self.target.head(before[rows])
+
+        return Taught(tapped, laws)
