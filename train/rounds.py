@@ -1,7 +1,7 @@
 """Rounds of a draft and its target over a batch of prompts, outside any server: what tau is measured by while a draft trains,
 and where on-policy text comes from.
 
-The laws, streams and caches are those of serving (tested equal); what a server adds, that requests come, wait and go, is not here.
+Laws, streams and caches are those of serving (tested equal); what a server adds, that requests come, wait and go, is not here.
 Legend: B rows, T ragged tokens, n position of a row's newest token, which the target has not read yet.
 """
 
@@ -17,7 +17,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.target import Target, TargetOutput
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.kernels.paged_attention import PagedPass, PagedPool
+from draftsmith.kernels.paged_attention import PagedPass
 from draftsmith.kernels.verify import verify_chain
 
 BLOCK_SIZE = 16
