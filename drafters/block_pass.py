@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from draftsmith.drafters.segments import Sight, Sights
+
 # Columns whose blocks attend at once; they skip the context that none of them may see.
 CHUNK = 64
 # Longer texts recompute their attention weights in the backward pass.
@@ -19,10 +21,19 @@ LONG = 512
 
 
 class BlockPass:
-    """An `AttentionContext`. `keys` and `values`: of every layer, the context's [B, kv_heads, L, D]."""
+    """An `AttentionContext`. `context`: of every layer, keys and values [B, kv_heads, L, D] of the context; None where the first
+    slot of each block is the context of those after it. Where a row holds several texts, a block sees its own only."""
 
-    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, slots: int, causal: bool):
-        self.keys, self.values, self.slots, self.causal = keys, values, slots, causal
+    def __init__(
+        self,
+        context: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
+        *,
+        slots: int,
+        causal: bool,
+        segments: torch.Tensor | None = None,
+    ):
+        self.context, self.slots, self.causal = context, slots, causal
+        self.sights = Sights(segments, CHUNK)
 
     def attend(
         self,
@@ -40,14 +51,17 @@ class BlockPass:
         if sliding_window is not None or softcap is not None or sinks is not None:
             raise ValueError("a block drafter with a sliding window, soft cap or sinks cannot be trained; use plain attention")
         # Under autocast the rotated queries and keys come wider than the values.
-        context_value = self.values[layer].to(value.dtype)
-        context_key, key = self.keys[layer].to(value.dtype), key.to(value.dtype)
-        query, key, value = (states.unflatten(2, (-1, self.slots)) for states in (query.to(value.dtype) * scaling, key, value))
+        blocks = (states.to(value.dtype).unflatten(2, (-1, self.slots)) for states in (query * scaling, key, value))
+        query, key, value = blocks
+        pair = (key[:, :, :, 0], value[:, :, :, 0]) if self.context is None else self.context[layer]
+        context_key, context_value = (states.to(value.dtype) for states in pair)
         length, outputs = query.shape[2], []
         for begin in range(0, length, CHUNK):
             end = min(begin + CHUNK, length)
             chunk = (states[:, :, begin:end] for states in (query, key, value))
-            inputs = (*chunk, context_key[:, :, : end - 1], context_value[:, :, : end - 1], begin, self.causal)
+            sight = self.sights.of(begin)
+            context = (states[:, :, sight.first : end - 1] for states in (context_key, context_value))
+            inputs = (*chunk, *context, begin, sight, self.causal)
             outputs.append(_attend(*inputs) if length <= LONG else checkpoint(_attend, *inputs, use_reentrant=False))
         return torch.cat(outputs, dim=2).flatten(2, 3).transpose(1, 2)
 
@@ -59,16 +73,22 @@ def _attend(
     context_key: torch.Tensor,
     context_value: torch.Tensor,
     begin: int,
+    sight: Sight,
     causal: bool,
 ) -> torch.Tensor:
-    """Scaled queries [B, heads, C, S, D] of the columns from `begin`; key and value [B, kv_heads, C, S, D]."""
+    """Scaled queries [B, heads, C, S, D] of the columns from `begin`; key and value [B, kv_heads, C, S, D]; the context's from
+    the column `sight.first` on."""
     heads, size, slots = query.shape[1:4]
     kv_heads, visible = key.shape[1], context_key.shape[2]
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))  # [B, kv_heads, G, C, S, D]
 
     seen = (grouped.flatten(2, 4) @ context_key.transpose(-1, -2)).unflatten(2, (-1, size, slots))
     columns = torch.arange(begin, begin + size, device=query.device)[:, None, None]
-    seen = seen.masked_fill(torch.arange(visible, device=query.device) >= columns, -torch.inf)
+    context_columns = torch.arange(sight.first, sight.first + visible, device=query.device)
+    hidden = context_columns >= columns
+    if sight.begins is not None:
+        hidden = hidden | (context_columns < sight.begins[:, None, None, :, None, None])
+    seen = seen.masked_fill(hidden, -torch.inf)
     own = torch.einsum("bkgcsd,bkctd->bkgcst", grouped, key)
     if causal:
         own = own.masked_fill(torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1), -torch.inf)

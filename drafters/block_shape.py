@@ -28,6 +28,13 @@ def unused_token(target: Target) -> int:
     return tokenizer.pad_token_id
 
 
+def checked_mask_token(target: Target, wanted: int | None) -> int:
+    mask_token = unused_token(target) if wanted is None else wanted
+    if not 0 <= mask_token < target.vocab_size:
+        raise UserError(f"option 'mask_token' is {mask_token}; {target.name!r} has the ids 0 to {target.vocab_size - 1}")
+    return mask_token
+
+
 def shape_in(values: Mapping[str, Any]) -> BlockShape:
     return BlockShape(values["block_size"], values["mask_token_id"], bool(values.get("causal")), values.get("markov_rank") or 0)
 

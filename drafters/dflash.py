@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.block_pass import BlockPass
-from draftsmith.drafters.block_shape import BlockShape, check_block, shape_in, unused_token
+from draftsmith.drafters.block_shape import BlockShape, check_block, checked_mask_token, shape_in
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.head_init import fitted_norm, output_table
 from draftsmith.drafters.head_shape import config_dict, layer_config, shape_of
@@ -87,10 +87,7 @@ class Dflash(nn.Module):
 
     @classmethod
     def shape_from(cls, options: DflashOptions, target: Target) -> BlockShape:
-        mask_token = unused_token(target) if options.mask_token is None else options.mask_token
-        if not 0 <= mask_token < target.vocab_size:
-            raise UserError(f"option 'mask_token' is {mask_token}; {target.name!r} has the ids 0 to {target.vocab_size - 1}")
-        return BlockShape(options.block_size, mask_token, options.causal)
+        return BlockShape(options.block_size, checked_mask_token(target, options.mask_token), options.causal)
 
     @property
     def max_depth(self) -> int:
@@ -126,24 +123,22 @@ class Dflash(nn.Module):
         depths = min(batch.num_steps, self.max_depth)
         skipped = 0 if self.from_anchor else 1
         slots, device = depths + skipped, ids.device
-        columns = torch.arange(length, device=device)
-        keys, values = zip(*self.context_keys(self.context(batch.taps), columns[None]), strict=True)
+        places, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
+        context = list(self.context_keys(self.context(batch.taps), places))
         blocks = torch.full((rows, length, slots), self.shape.mask_token, device=device)
         blocks[:, :, 0] = ids
-        positions = (columns[:, None] + torch.arange(slots, device=device)).flatten()[None]
-        states = self.body(blocks.flatten(1), positions, BlockPass(keys, values, slots=slots, causal=self.shape.causal))
-        states = states.unflatten(1, (length, slots))
-        # Column t reads the token at t + 1, which must be real.
-        real = nn.functional.pad(batch.attention_mask[:, 1:], (0, 1)).bool()
+        positions = (places[..., None] + torch.arange(slots, device=device)).flatten(1)
+        attention = BlockPass(context, slots=slots, causal=self.shape.causal, segments=batch.segments)
+        states = self.body(blocks.flatten(1), positions, attention).unflatten(1, (length, slots))
         previous = torch.roll(ids, -1, dims=1)
         for depth in range(batch.num_steps):
             if depth < depths:
                 # The block that drafts the token at t + 2 at this depth stands at t + 1 - depth.
                 hidden = nn.functional.pad(states[:, :, depth + skipped], (0, 0, depth, 1))[:, 1 : length + 1]
-                yield UnrolledStep(hidden=self.head_input(hidden, previous), valid=real & (columns >= depth), offset=2)
+                yield UnrolledStep(hidden=self.head_input(hidden, previous), valid=has_next & (places >= depth), offset=2)
             else:
                 hidden = self.head_input(torch.zeros_like(states[:, :, 0]), previous)
-                yield UnrolledStep(hidden=hidden, valid=torch.zeros_like(real), offset=2)
+                yield UnrolledStep(hidden=hidden, valid=torch.zeros_like(has_next), offset=2)
 
     def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
         return PagedPool.empty(

@@ -32,9 +32,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
 from draftsmith.errors import UserError
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
-# Variants that other trainers can switch on; a draft that uses one is refused, not served wrongly.
-UNSUPPORTED = ("parallel_drafting",)
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 
 
 class Eagle3(FeatureHead):
@@ -190,7 +188,7 @@ class Eagle3(FeatureHead):
 
 
 def chosen_shape(options: Eagle3Options) -> dict[str, int]:
-    keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    keys = ("num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {key: value for key, value in asdict(options).items() if key in keys and value is not None}
 
 
@@ -206,6 +204,10 @@ def start_from_target(drafter: Eagle3, target: Target) -> None:
     layer = drafter.midlayer
     norms = [("input_layernorm", layer.hidden_norm), ("post_attention_layernorm", layer.post_attention_layernorm)]
     adopt_last_layer(target, layer.self_attn, layer.mlp, norms)
+    for later in drafter.layers.values():
+        # Further layers begin by adding nothing.
+        later.self_attn.o_proj.weight.zero_()
+        later.mlp.down_proj.weight.zero_()
     size = drafter.config.hidden_size
     average = torch.eye(size, device=target.device).repeat(1, len(drafter.taps)) / len(drafter.taps)
     drafter.fc.weight.mul_(0.1).add_(average)
@@ -227,11 +229,6 @@ def portable_name(name: str) -> str:
 
 
 def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> None:
-    for key in UNSUPPORTED:
-        if values.get(key):
-            raise UserError(
-                f"draft {str(folder)!r} has {key}={values[key]!r}, which draftsmith does not serve; train one without it"
-            )
     expected = {
         "hidden_act": "silu",
         "vocab_size": target.vocab_size,

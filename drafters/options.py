@@ -25,6 +25,14 @@ class Eagle3Options:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeagleOptions(Eagle3Options):
+    """EAGLE-3 that drafts all positions in one pass."""
+
+    num_hidden_layers: int = option(4, "decoder layers; those after the first are plain")
+    mask_token: int | None = option(None, "id in the slots to be drafted, best one that no text holds [default: found]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MtpOptions:
     """One decoder layer of the target's shape over its final state. Another width of the MLP cannot be stitched for engines."""
 
@@ -98,10 +106,19 @@ class DsparkOptions(DflashOptions):
 
 
 DrafterOptions = (
-    Eagle3Options | MtpOptions | DraftLmOptions | Eagle1Options | MedusaOptions | MlpOptions | DflashOptions | DsparkOptions
+    Eagle3Options
+    | PeagleOptions
+    | MtpOptions
+    | DraftLmOptions
+    | Eagle1Options
+    | MedusaOptions
+    | MlpOptions
+    | DflashOptions
+    | DsparkOptions
 )
 OPTIONS: dict[str, type[DrafterOptions]] = {
     "eagle3": Eagle3Options,
+    "p-eagle": PeagleOptions,
     "mtp": MtpOptions,
     "draft-lm": DraftLmOptions,
     "eagle1": Eagle1Options,

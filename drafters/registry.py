@@ -16,9 +16,12 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.medusa import Medusa
 from draftsmith.drafters.mlp import Mlp
 from draftsmith.drafters.mtp import Mtp
+from draftsmith.drafters.peagle import ARCHITECTURES as PEAGLE_ARCHITECTURES
+from draftsmith.drafters.peagle import Peagle, drafts_in_parallel
 
 FAMILIES: dict[str, type[TrainedDrafter]] = {
     "eagle3": Eagle3,
+    "p-eagle": Peagle,
     "mtp": Mtp,
     "draft-lm": DraftLm,
     "eagle1": Eagle1,
@@ -28,6 +31,7 @@ FAMILIES: dict[str, type[TrainedDrafter]] = {
     "dspark": Dspark,
 }
 BY_ARCHITECTURE = dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3") | dict.fromkeys(EAGLE1_ARCHITECTURES, "eagle1")
+BY_ARCHITECTURE |= dict.fromkeys(PEAGLE_ARCHITECTURES, "p-eagle")
 BY_ARCHITECTURE |= {Dflash.architecture: Dflash.family, Dspark.architecture: Dspark.family}
 BY_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp"}
 
@@ -37,4 +41,6 @@ def family_of(config: Mapping[str, Any]) -> str:
     if "medusa_num_heads" in config:  # the original layout names nothing else
         return "medusa"
     architecture = (config.get("architectures") or ["unknown"])[0]
+    if architecture in EAGLE3_ARCHITECTURES and drafts_in_parallel(config):
+        return "p-eagle"
     return BY_ARCHITECTURE.get(architecture) or BY_MODEL_TYPE.get(config.get("model_type", ""), "draft-lm")

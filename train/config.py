@@ -14,11 +14,13 @@ from draftsmith.drafters.options import (
     MedusaOptions,
     MlpOptions,
     MtpOptions,
+    PeagleOptions,
 )
 from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
 
+WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
 DTYPES = ("auto", "float32", "bfloat16")
-FAMILIES = ("eagle3", "mtp", "draft-lm", "eagle1", "medusa", "mlp", "dflash", "dspark")
+FAMILIES = ("eagle3", "p-eagle", "mtp", "draft-lm", "eagle1", "medusa", "mlp", "dflash", "dspark")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,13 @@ class UnrollConfig:
     """Training-time unrolling: the draft is fed its own states, as it will be when it drafts."""
 
     steps: int = option(4, "draft positions unrolled in training")
-    decay: float = option(0.8, "weight of a step relative to the one before it")
+    weights: str = option(
+        "exponential",
+        "what a step counts: alike; by `decay`; d-pace or expected-prefix by what the draft would do with the text now, at the "
+        "price of one more pass through both heads",
+        choices=WEIGHTS,
+    )
+    decay: float = option(0.8, "weight of a step relative to the one before it (exponential)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +78,7 @@ class TrainConfig:
     mean: str = option("token", "what counts alike in the loss: every token, or every sample (text)", choices=("token", "sample"))
     unroll: UnrollConfig = option(help="training-time unrolling", factory=UnrollConfig)
     eagle3: Eagle3Options | None = option(None, "shape of the draft when the family is eagle3")
+    p_eagle: PeagleOptions | None = option(None, "shape of the draft when the family is p-eagle")
     mtp: MtpOptions | None = option(None, "shape of the draft when the family is mtp")
     draft_lm: DraftLmOptions | None = option(None, "shape of the draft when the family is draft-lm")
     eagle1: Eagle1Options | None = option(None, "shape of the draft when the family is eagle1")

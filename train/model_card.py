@@ -13,6 +13,7 @@ from draftsmith.version import __version__
 
 METHODS = {
     "eagle3": "an EAGLE-3 head: one decoder layer over three tapped hidden states of the target",
+    "p-eagle": "a P-EAGLE head: decoder layers over three tapped hidden states of the target that draft all tokens in one pass",
     "draft-lm": "a small causal LM with the target's vocabulary",
     "mtp": "a multi-token-prediction module, stitched into the target's checkpoint",
     "eagle1": "an EAGLE-1 head: one decoder layer over the target's final state",
@@ -116,6 +117,9 @@ def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[
     if family == "medusa":
         speculative = json.dumps({"method": "medusa", "model": draft, "num_speculative_tokens": k})
         return [("vLLM up to 0.32", f"vllm serve {target} --speculative-config '{speculative}'")]
+    if family == "p-eagle":
+        speculative = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": k, "parallel_drafting": True})
+        return [("vLLM", f"vllm serve {target} --speculative-config '{speculative}'")]
     method, algorithm = {
         "eagle3": ("eagle3", "EAGLE3"),
         "eagle1": ("eagle", "EAGLE"),

@@ -20,6 +20,7 @@ def drafter_options(config: TrainConfig) -> DrafterOptions:
     """The options of the chosen family; options given for another one are an error, not ignored."""
     given: dict[str, DrafterOptions | None] = {
         "eagle3": config.eagle3,
+        "p-eagle": config.p_eagle,
         "mtp": config.mtp,
         "draft-lm": config.draft_lm,
         "eagle1": config.eagle1,

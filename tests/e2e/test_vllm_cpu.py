@@ -35,6 +35,7 @@ PROBE = Path(__file__).with_name("vllm_probe.py")
 # Heads of 32: vLLM's attention for CPUs has no smaller ones.
 FAMILIES = {
     "eagle3": ("eagle3.taps=[1,2,3]", "eagle3.draft_vocab_size=250"),
+    "p-eagle": ("p_eagle.taps=[1,2,3]", "p_eagle.num_hidden_layers=2"),
     "mtp": (),
     "eagle1": (),
     "medusa": ("medusa.num_heads=3", "unroll.steps=3"),
@@ -171,6 +172,15 @@ def test_eagle3_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]
 
 def test_eagle3_in_the_speculators_layout_finds_its_target_itself(workshop: Path, plain: dict[str, Any]) -> None:
     check(workshop, "eagle3", vllm(workshop, exported(workshop, "eagle3", "speculators"), None), plain)
+
+
+def test_p_eagle_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
+    parallel = {**speculation(workshop, "eagle3", exported(workshop, "p-eagle", "vllm")), "parallel_drafting": True}
+    check(workshop, "p-eagle", vllm(workshop, "target", parallel), plain)
+
+
+def test_p_eagle_in_the_speculators_layout_finds_its_target_itself(workshop: Path, plain: dict[str, Any]) -> None:
+    check(workshop, "p-eagle", vllm(workshop, exported(workshop, "p-eagle", "speculators"), None), plain)
 
 
 def test_draft_lm_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from draftsmith.serve.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
 FAMILIES = ["ngram", "suffix", "eagle3", "mtp", "draft-lm"]
-HEADS = ["eagle1", "medusa", "mlp", "dflash", "dspark"]
+HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 # The largest gap of the two best logits that rounding in another batch shape could turn round.
 NOISE = 1e-4

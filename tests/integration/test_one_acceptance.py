@@ -36,7 +36,7 @@ def some_prompts(count: int, seed: int) -> list[list[int]]:
     return [torch.randint(3, 288, (3 + number % 6,), generator=generator).tolist() for number in range(count)]
 
 
-LATER = [pytest.param(family, marks=pytest.mark.long) for family in ("eagle1", "medusa", "mlp", "dflash", "dspark")]
+LATER = [pytest.param(family, marks=pytest.mark.long) for family in ("p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark")]
 
 
 @pytest.fixture(scope="module", params=["eagle3", "mtp", "draft-lm", *LATER])

@@ -23,7 +23,7 @@ from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
 
-HEADS = ["eagle1", "medusa", "mlp", "dflash", "dspark"]
+HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 1536
 LENGTH = 3

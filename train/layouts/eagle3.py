@@ -42,6 +42,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "midlayer.hidden_norm.weight": (hidden,),
         "midlayer.post_attention_layernorm.weight": (hidden,),
     }
+    for layer in range(1, config["num_hidden_layers"]):
+        shapes |= plain_layer_shapes(f"layers.{layer}.", config)
     if config.get("norm_before_fc"):
         shapes["input_norm.weight"] = (config["num_aux_hidden_states"] * config["target_hidden_size"],)
     if config.get("fc_norm"):
@@ -52,6 +54,23 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if config["hidden_size"] != config["target_hidden_size"]:
         shapes["embed_tokens.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def plain_layer_shapes(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    return {
+        prefix + "self_attn.q_proj.weight": (queries, hidden),
+        prefix + "self_attn.k_proj.weight": (keys, hidden),
+        prefix + "self_attn.v_proj.weight": (keys, hidden),
+        prefix + "self_attn.o_proj.weight": (hidden, queries),
+        prefix + "mlp.gate_proj.weight": (inner, hidden),
+        prefix + "mlp.up_proj.weight": (inner, hidden),
+        prefix + "mlp.down_proj.weight": (hidden, inner),
+        prefix + "input_layernorm.weight": (hidden,),
+        prefix + "post_attention_layernorm.weight": (hidden,),
+    }
 
 
 def optional_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -74,10 +93,11 @@ def write_vllm(source: Source, out: Path) -> None:
 def write_speculators(source: Source, out: Path) -> None:
     """Started as `vllm serve OUT`: the target is named inside."""
     check(source)
-    tensors = read_weights(source.draft)
-    write_weights(
-        out, speculators_config(source), {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    )
+    write_weights(out, speculators_config(source), speculators_tensors(source.draft))
+
+
+def speculators_tensors(draft: Path) -> dict[str, torch.Tensor]:
+    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_weights(draft).items()}
 
 
 def speculators_config(source: Source) -> dict[str, Any]:
@@ -108,14 +128,13 @@ def speculators_config(source: Source) -> dict[str, Any]:
     }
 
 
-def check(source: Source) -> None:
-    """Everything that would make an engine load the draft wrongly or not at all."""
+def check(source: Source, *, more: dict[str, tuple[int, ...]] | None = None) -> None:
+    """Everything that would make an engine load the draft wrongly or not at all; `more` weights belong to the layout too."""
     config = source.config
     check_config(config)
     check_taps(config, source.target_config)
     check_target(source)
-    shapes = tensor_shapes(source.draft)
-    check_names(config, shapes)
+    check_names(config, tensor_shapes(source.draft), more or {})
     tensors = read_weights(source.draft)
     if "d2t" in tensors:
         check_vocab_map(config, tensors["d2t"])
@@ -133,7 +152,7 @@ def check_config(config: dict[str, Any]) -> None:
             raise UserError(f"config.json of the draft lacks {key!r}, which an engine reads; train or save the draft again")
     if config["architectures"][0] not in ARCHITECTURES or config["model_type"] != "llama":
         raise UserError(f"architecture {config['architectures'][0]!r} is not the portable EAGLE-3 one ({ARCHITECTURES[0]})")
-    fixed = {"num_hidden_layers": 1, "hidden_act": "silu", "tie_word_embeddings": False}
+    fixed = {"hidden_act": "silu", "tie_word_embeddings": False}
     for key, value in fixed.items():
         if config[key] != value:
             raise UserError(f"the draft has {key}={config[key]!r}, which the EAGLE-3 layout cannot express; it must be {value!r}")
@@ -181,9 +200,9 @@ def scales_its_embeddings(target_config: dict[str, Any]) -> bool:
     return type(embedding) is not torch.nn.Embedding
 
 
-def check_names(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+def check_names(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], more: dict[str, tuple[int, ...]]) -> None:
     named = {portable_name(name): shape for name, shape in shapes.items()}
-    expected, allowed = expected_shapes(config), optional_shapes(config)
+    expected, allowed = expected_shapes(config) | more, optional_shapes(config)
     for name, shape in expected.items():
         if name not in named:
             raise UserError(f"weight {name!r} is missing from the draft; engines would serve random numbers in its place")
@@ -209,6 +228,11 @@ def check_vocab_map(config: dict[str, Any], offsets: torch.Tensor) -> None:
 
 
 def check_sglang(config: dict[str, Any]) -> None:
+    if config["num_hidden_layers"] != 1:
+        raise UserError(
+            f"the draft has num_hidden_layers={config['num_hidden_layers']}, and SGLang norms later layers in its own way; "
+            "export it --to vllm"
+        )
     for key in NORMS:
         if config.get(key):
             raise UserError(f"the draft has {key}=true, which SGLang cannot express or was not seen to read; export it --to vllm")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.layouts import block, draft_lm, eagle1, eagle3, medusa, mimo, mlp
+from draftsmith.train.layouts import block, draft_lm, eagle1, eagle3, medusa, mimo, mlp, peagle
 from draftsmith.train.layouts.source import Source
 
 Writer = Callable[[Source, Path], None]
@@ -18,6 +18,7 @@ NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
 
 WRITERS: dict[str, dict[str, Writer]] = {
     "eagle3": {"vllm": eagle3.write_vllm, "sglang": eagle3.write_portable, "speculators": eagle3.write_speculators},
+    "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
     "draft-lm": {"vllm": draft_lm.write_plain, "sglang": draft_lm.write_plain, "hf": draft_lm.write_plain},
     "mtp": {"vllm": mimo.write_stitched},
     "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
@@ -28,6 +29,8 @@ WRITERS: dict[str, dict[str, Writer]] = {
 }
 REFUSALS: dict[tuple[str, str], str] = {
     ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
+    ("p-eagle", "sglang"): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
+    ("p-eagle", "hf"): "transformers cannot draft with P-EAGLE",
     ("draft-lm", "speculators"): "the speculators layout has no plain draft LMs",
     ("mtp", "sglang"): "SGLang feeds an MTP module the normed hidden state, this one was trained on the un-normed one",
     ("mtp", "speculators"): "vLLM does not read MTP modules in the speculators layout",

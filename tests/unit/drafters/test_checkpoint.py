@@ -18,6 +18,7 @@ from draftsmith.drafters.options import (
     MedusaOptions,
     MlpOptions,
     MtpOptions,
+    PeagleOptions,
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
@@ -25,6 +26,7 @@ from draftsmith.errors import UserError
 
 KINDS = {
     "eagle3": Eagle3Options(draft_vocab_size=100),
+    "p-eagle": PeagleOptions(num_hidden_layers=2, draft_vocab_size=100, mask_token=5),
     "mtp": MtpOptions(),
     "draft-lm": DraftLmOptions(num_layers=1),
     "eagle1": Eagle1Options(),
@@ -175,7 +177,7 @@ def test_unknown_family(saved, target):
     path = folder / "draftsmith.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"family": "hydra"}))
     with pytest.raises(
-        UserError, match="family 'hydra'; known ones are eagle3, mtp, draft-lm, eagle1, medusa, mlp, dflash, dspark"
+        UserError, match="family 'hydra'; known ones are eagle3, p-eagle, mtp, draft-lm, eagle1, medusa, mlp, dflash, dspark"
     ):
         checkpoint.load(folder, target)
 

@@ -136,7 +136,6 @@ def test_scaled_embeddings_are_kept_with_their_scale(tiny_target):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"parallel_drafting": True}, "parallel_drafting=True"),
         ({"fc_norm": True}, "'fc_norm.0.weight' is missing"),
         ({"attention_bias": True}, "'midlayer.self_attn.q_proj.bias' is missing"),
         ({"num_hidden_layers": 2}, "'layers.1.self_attn.q_proj.weight' is missing"),

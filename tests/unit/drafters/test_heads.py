@@ -19,6 +19,7 @@ from draftsmith.drafters.options import (
     MedusaOptions,
     MlpOptions,
     MtpOptions,
+    PeagleOptions,
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
@@ -31,6 +32,7 @@ KINDS = {
     "eagle3": ("eagle3", Eagle3Options()),
     "eagle3 subset": ("eagle3", Eagle3Options(draft_vocab_size=120, num_key_value_heads=4)),
     "eagle3.1": ("eagle3", Eagle3Options(norm_before_residual=True, fc_norm=True, norm_output=True)),
+    "p-eagle": ("p-eagle", PeagleOptions(num_hidden_layers=2, draft_vocab_size=200)),
     "mtp": ("mtp", MtpOptions()),
     "eagle1": ("eagle1", Eagle1Options()),
     "medusa": ("medusa", MedusaOptions(num_heads=5, num_layers=2)),

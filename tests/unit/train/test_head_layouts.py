@@ -20,7 +20,9 @@ from draftsmith.train.export import run
 from draftsmith.train.export_config import ExportConfig
 from draftsmith.train.layouts.table import WRITERS
 
-ENGINES = [(family, engine) for family in ("eagle1", "medusa", "mlp", "dflash", "dspark") for engine in WRITERS[family]]
+ENGINES = [
+    (family, engine) for family in ("p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark") for engine in WRITERS[family]
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def make(target: Target, tmp_path: Path):
 
 def export(draft: Path, engine: str) -> Path:
     out = draft.with_name(f"{draft.name}-{engine}")
-    run(ExportConfig(draft=str(draft), to=engine, out=str(out)))
+    run(ExportConfig(draft=str(draft), to=engine, out=str(out), prove=False))
     return out
 
 
@@ -131,6 +133,24 @@ def test_medusa_carries_the_targets_table(make, target, tiny_target):
     tied = Target.load(tiny_target("qwen3"), dtype=torch.float32)
     again = make("medusa", tied)
     assert torch.equal(load_file(export(again, "vllm") / "model.safetensors")["lm_head.weight"], output_table(tied).detach())
+
+
+def test_p_eagle_layers_are_named_as_vllm_names_them(make):
+    draft = make("p-eagle")
+    written = {engine: export(draft, engine) for engine in ("vllm", "speculators")}
+    tensors = {engine: load_file(folder / "model.safetensors") for engine, folder in written.items()}
+    assert {name.split(".")[0] for name in tensors["vllm"]} == {"midlayer", "layers", "fc", "norm", "lm_head", "mask_hidden"}
+    assert not any(name.startswith("midlayer") for name in tensors["speculators"])
+    config = {engine: read_json(folder / "config.json") for engine, folder in written.items()}
+    assert config["vllm"]["architectures"] == ["LlamaForCausalLMEagle3"] and config["vllm"]["num_hidden_layers"] == 4
+    assert config["speculators"]["speculators_model_type"] == "peagle"
+    assert config["speculators"]["mask_token_id"] == config["vllm"]["mask_token_id"] is not None
+    with pytest.raises(UserError, match="does not read P-EAGLE's mask_hidden"):
+        export(draft, "sglang")
+    tensors["vllm"].pop("mask_hidden")
+    save_file(tensors["vllm"], draft / "model.safetensors")
+    with pytest.raises(UserError, match="'mask_hidden' is missing"):
+        export(draft, "vllm")
 
 
 def test_mlp_repeats_its_tied_weights_at_every_depth(make):

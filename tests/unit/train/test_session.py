@@ -14,7 +14,7 @@ import torch
 from draftsmith import cli
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import UnrollBatch
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptions
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptions, PeagleOptions
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence_kind import kind_of
@@ -56,6 +56,7 @@ def metrics(config: TrainConfig) -> list[dict]:
     ("family", "options"),
     [
         ("eagle3", {"eagle3": Eagle3Options(draft_vocab_size=200)}),
+        ("p-eagle", {"p_eagle": PeagleOptions(num_hidden_layers=2)}),
         ("mtp", {}),
         ("draft-lm", {}),
         ("eagle1", {}),
