@@ -22,6 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train.objective import UnrolledLoss, unrolled_loss
 from draftsmith.train.place import fast_at_bf16
+from draftsmith.train.position_weights import Exponential
 from draftsmith.train.teacher import LiveTeacher
 from draftsmith.train.weighted_text import WeightedText
 
@@ -143,7 +144,7 @@ class Learner:
             LiveTeacher(self.target),
             text,
             num_steps=self.config.unroll,
-            decay=self.config.step_decay,
+            weighting=Exponential(self.config.step_decay),
             kind=kind_of(self.config.divergence),
         )
         self.optimizer.zero_grad(set_to_none=True)

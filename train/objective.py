@@ -13,8 +13,12 @@ import torch
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.kernels.divergence import Divergence, divergence
 from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
+from draftsmith.train.position_weights import Judged, StepWeighting, folded
 from draftsmith.train.teacher import Taught, Teacher
+from draftsmith.train.walk import deepen
 from draftsmith.train.weighted_text import WeightedText
+
+TOKENS_ONLY = Kind("ce")
 
 
 class Unrollable(Protocol):
@@ -50,14 +54,20 @@ class StepSums(NamedTuple):
 
 
 class UnrolledLoss(NamedTuple):
-    total: torch.Tensor  # scalar: sum over steps s and positions of decay**s * weight * divergence
-    scale: float  # sum over steps of decay**s; total / (scale * weights.sum()) is the token mean
+    total: torch.Tensor  # scalar: sum over steps and positions of factor * weight * divergence, factors as in `StepWeighting`
+    scale: float  # total / (scale * weights.sum()) is the token mean
     sums: StepSums
     keep: torch.Tensor  # [B, L, S] chance that the text's token at this position is kept when drafted at depth s; 0 elsewhere
 
 
 def unrolled_loss(
-    drafter: Unrollable, teacher: Teacher, text: WeightedText, *, num_steps: int, decay: float, kind: Kind = FORWARD_KL
+    drafter: Unrollable,
+    teacher: Teacher,
+    text: WeightedText,
+    *,
+    num_steps: int,
+    weighting: StepWeighting,
+    kind: Kind = FORWARD_KL,
 ) -> UnrolledLoss:
     """The teacher reads the text once, the draft once a step. Gradients reach the draft only."""
     with torch.no_grad():
@@ -65,13 +75,14 @@ def unrolled_loss(
     batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taught.taps, num_steps=num_steps)
     steps = list(drafter.unroll(batch))
     predicted = [select(step, text) for step in steps]
-    factors = [decay**depth for depth in range(len(steps))]
-    result = _divergence(drafter, taught, predicted, factors, kind)
+    factors = weighting.factors(text.weights, num_steps, lambda: judge(drafter, taught, predicted, text, num_steps))
+    weights = step_weights(predicted, folded(factors, len(steps)), text)
+    result = _divergence(drafter, taught, predicted, weights, kind)
     # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
     total = result.loss + 0.0 * sum(step.hidden.sum() for step in steps)
     sizes = [len(one.weights) for one in predicted]
     keep = [scatter(kept, one, text.weights) for kept, one in zip(result.keep.split(sizes), predicted, strict=True)]
-    return UnrolledLoss(total, sum(factors), _sums(result, predicted, sizes), torch.stack(keep, dim=-1))
+    return UnrolledLoss(total, weighting.scale(num_steps), _sums(result, predicted, sizes), torch.stack(keep, dim=-1))
 
 
 def select(step: UnrolledStep, text: WeightedText) -> Predicted:
@@ -96,16 +107,40 @@ def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> t
     return spread
 
 
+def step_weights(predicted: Sequence[Predicted], factors: torch.Tensor, text: WeightedText) -> torch.Tensor:
+    """[sum of R] the weight of every row of every step; `factors` as in `StepWeighting`, an entry a step."""
+    factors = factors.expand(*text.weights.shape, len(predicted))
+    return torch.cat([factors[one.row, one.position, depth] * one.weights for depth, one in enumerate(predicted)])
+
+
+@torch.no_grad()
+def judge(drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], text: WeightedText, num_steps: int) -> Judged:
+    """What the draft would do with the text: a pass through both heads that the loss then repeats, its weights being known."""
+    result = _divergence(drafter, taught, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY)
+    # Cross entropy is 0, not infinite, outside the draft vocabulary, where nothing is kept.
+    confidence = torch.where(result.keep > 0, torch.exp(-result.rows), 0.0)
+    sizes = [len(one.weights) for one in predicted]
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        parts = zip(values.split(sizes), predicted, strict=True)
+        return deepen(torch.stack([scatter(part, one, text.weights) for part, one in parts], dim=-1), num_steps)
+
+    return Judged(spread(result.keep), spread(confidence), spread(torch.ones_like(result.keep)) > 0)
+
+
 def _divergence(
-    drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], factors: Sequence[float], kind: Kind
+    drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], weights: torch.Tensor, kind: Kind
 ) -> Divergence:
-    """Of all steps at once: a call holds a gradient as large as the draft head until backward."""
+    """Of all steps at once: a call holds a gradient as large as the draft head until backward, where one is wanted."""
+    hidden, head = torch.cat([one.hidden for one in predicted]), drafter.head_weight()
+    if not torch.is_grad_enabled():
+        hidden, head = hidden.detach(), head.detach()
     return divergence(
         kind,
-        torch.cat([one.hidden for one in predicted]),
-        drafter.head_weight(),
+        hidden,
+        head,
         taught.laws(torch.cat([one.row for one in predicted]), torch.cat([one.position for one in predicted])),
-        torch.cat([factor * one.weights for factor, one in zip(factors, predicted, strict=True)]),
+        weights,
         vocab_map=drafter.vocab_map,
         tokens=torch.cat([one.tokens for one in predicted]),
     )

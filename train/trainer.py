@@ -20,6 +20,7 @@ from draftsmith.train.data import Sequences, TokenSequence
 from draftsmith.train.evaluation import Evaluation
 from draftsmith.train.metrics import MetricWindow
 from draftsmith.train.objective import Unrollable, UnrolledLoss, unrolled_loss
+from draftsmith.train.position_weights import step_weighting
 from draftsmith.train.schedule import Clock, lr_factor
 from draftsmith.train.teacher import Teacher
 from draftsmith.train.weighted_text import WeightedText
@@ -47,6 +48,7 @@ class Trainee(torch.nn.Module):
         super().__init__()
         self.drafter = drafter
         self.unroll = unroll
+        self.weighting = step_weighting(unroll.weights, unroll.decay)
         self.kind = kind
         self.mean = mean
         self.teacher = teacher
@@ -61,7 +63,7 @@ class Trainee(torch.nn.Module):
         text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=weights)
         drafter: Unrollable = self.drafter
         unrolled = unrolled_loss(
-            drafter, self.teacher, text, num_steps=self.unroll.steps, decay=self.unroll.decay, kind=self.kind
+            drafter, self.teacher, text, num_steps=self.unroll.steps, weighting=self.weighting, kind=self.kind
         )
         return {"loss": unrolled.total / (unrolled.scale * num_items_in_batch), "unrolled": unrolled}
 

@@ -13,7 +13,7 @@ def answers(keep: torch.Tensor, loss_mask: torch.Tensor) -> list[torch.Tensor]:
     `keep[j, s]` [L, S] is for the token at position j drafted at depth s. Entry [i, s] of the answer that begins at j0 is
     `keep[j0 + i + s, s]`: the round that decides its token i drafts the token at i + s at depth s. 0 past the answer's end.
     """
-    return [_anchored(keep[begin:end]) for begin, end in stretches(loss_mask)]
+    return [by_round(keep[begin:end]) for begin, end in stretches(loss_mask)]
 
 
 def stretches(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
@@ -25,10 +25,18 @@ def stretches(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(begins, ends, strict=True))
 
 
-def _anchored(keep: torch.Tensor) -> torch.Tensor:
-    size, depths = keep.shape
-    padded = torch.nn.functional.pad(keep, (0, 0, 0, depths))
-    return torch.stack([padded[depth : depth + size, depth] for depth in range(depths)], dim=-1)
+def by_round(values: torch.Tensor) -> torch.Tensor:
+    """[..., L, S] by the position of the drafted token -> by the round's first: [i, s] of it is [i + s, s], 0 past the end."""
+    size, depths = values.shape[-2:]
+    padded = torch.nn.functional.pad(values, (0, 0, 0, depths))
+    return torch.stack([padded[..., depth : depth + size, depth] for depth in range(depths)], dim=-1)
+
+
+def by_position(values: torch.Tensor) -> torch.Tensor:
+    """The way back: [j, s] is [j - s, s], 0 where the round would have begun before the text."""
+    size, depths = values.shape[-2:]
+    padded = torch.nn.functional.pad(values, (0, 0, depths, 0))
+    return torch.stack([padded[..., depths - depth : depths - depth + size, depth] for depth in range(depths)], dim=-1)
 
 
 def deepen(keep: torch.Tensor, depths: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train import objective
 from draftsmith.train.objective import unrolled_loss
+from draftsmith.train.position_weights import Exponential
 from draftsmith.train.teacher import LiveTeacher
 from draftsmith.train.weighted_text import WeightedText
 
@@ -60,7 +61,7 @@ def by_hand(drafter, target, batch: WeightedText, num_steps: int, decay: float):
 def test_loss_metrics_and_gradients_equal_the_plain_computation(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=3, decay=0.7)
+    unrolled = unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=3, weighting=Exponential(0.7))
     expected, keep, alphas = by_hand(drafter, target, batch, 3, 0.7)
     assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-10)
     assert unrolled.scale == pytest.approx(1 + 0.7 + 0.49)
@@ -76,7 +77,7 @@ def test_another_divergence_is_weighted_alike(target, table_drafter):
     """Total variation is 1 - alpha, so its total follows from the plain alphas."""
     drafter = table_drafter(288).double()
     batch = text()
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=3, decay=0.7, kind=kind_of("tv"))
+    unrolled = unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=3, weighting=Exponential(0.7), kind=kind_of("tv"))
     _, _, alphas = by_hand(drafter, target, batch, 3, 0.7)
     expected = sum(0.7**depth * (unrolled.sums.weight[depth] - alphas[depth]) for depth in range(3))
     assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-10)
@@ -87,7 +88,7 @@ def test_the_heads_gradient_is_held_once_for_all_steps(target, table_drafter, mo
     calls = []
     honest = objective.divergence
     monkeypatch.setattr(objective, "divergence", lambda *args, **options: calls.append(1) or honest(*args, **options))
-    unrolled_loss(table_drafter(288).double(), LiveTeacher(target), text(), num_steps=4, decay=0.7)
+    unrolled_loss(table_drafter(288).double(), LiveTeacher(target), text(), num_steps=4, weighting=Exponential(0.7))
     assert calls == [1]
 
 
@@ -96,7 +97,7 @@ def test_a_shift_by_one_would_be_seen(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
     shifted = WeightedText(input_ids=batch.input_ids, attention_mask=batch.attention_mask, weights=batch.weights.roll(1, dims=1))
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), shifted, num_steps=3, decay=0.7)
+    unrolled = unrolled_loss(drafter, LiveTeacher(target), shifted, num_steps=3, weighting=Exponential(0.7))
     expected, _, _ = by_hand(drafter, target, batch, 3, 0.7)
     assert abs(unrolled.total.item() - expected.item()) > 1e-3
 
@@ -107,13 +108,13 @@ def test_padding_changes_nothing(target, table_drafter):
     row = WeightedText(
         input_ids=batch.input_ids[1:, :6], attention_mask=batch.attention_mask[1:, :6], weights=batch.weights[1:, :6]
     )
-    alone = unrolled_loss(drafter, LiveTeacher(target), row, num_steps=2, decay=1.0)
+    alone = unrolled_loss(drafter, LiveTeacher(target), row, num_steps=2, weighting=Exponential(1.0))
     padded = unrolled_loss(
         drafter,
         LiveTeacher(target),
         WeightedText(input_ids=batch.input_ids[1:], attention_mask=batch.attention_mask[1:], weights=batch.weights[1:]),
         num_steps=2,
-        decay=1.0,
+        weighting=Exponential(1.0),
     )
     assert alone.total.item() == pytest.approx(padded.total.item(), rel=1e-10)
 
@@ -122,7 +123,7 @@ def test_no_gradient_reaches_the_target_and_unweighted_text_gives_zero(target, t
     drafter = table_drafter(288).double()
     batch = text()
     nothing = WeightedText(input_ids=batch.input_ids, attention_mask=batch.attention_mask, weights=torch.zeros(2, 9).double())
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), nothing, num_steps=2, decay=1.0)
+    unrolled = unrolled_loss(drafter, LiveTeacher(target), nothing, num_steps=2, weighting=Exponential(1.0))
     unrolled.total.backward()
     assert unrolled.total.item() == 0.0
     # A rank without a trained token must still take part in the reduction of gradients.
