@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.drafters.drawing import adjusted
 from draftsmith.drafters.interface import DraftInputs
-from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.kernels.filters import process
 from draftsmith.kernels.randomness import Purpose, sample_without_replacement
 
 
@@ -27,7 +27,7 @@ class TreeLaws:
         self.sampling = inputs.sampling.select(rows)
         self.greedy = self.sampling.temperature == 0
         self.seeds = inputs.seeds[rows]
-        self._ranking = _ranking(self.sampling)
+        self._ranking = self.sampling.ranking()
 
     @property
     def adjusts(self) -> bool:
@@ -70,14 +70,3 @@ class TreeLaws:
         whole = torch.full((len(law), self.vocab_size), -torch.inf, dtype=law.dtype, device=law.device)
         whole[:, self.vocab_map] = law
         return whole
-
-
-def _ranking(sampling: SamplingRows) -> SamplingRows:
-    """A greedy row is ranked by the draft's law at temperature 1: its own says nothing about second choices."""
-    greedy = sampling.temperature == 0
-    return SamplingRows(
-        torch.where(greedy, 1.0, sampling.temperature),
-        torch.where(greedy, 0, sampling.top_k),
-        torch.where(greedy, 1.0, sampling.top_p),
-        torch.where(greedy, 0.0, sampling.min_p),
-    )

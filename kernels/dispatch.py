@@ -32,6 +32,11 @@ def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["trit
     return "triton"
 
 
+def reads_freely(device: torch.device) -> bool:
+    """Whether looking at a value costs nothing. Elsewhere it waits for all that was launched, and no CUDA graph can hold it."""
+    return device.type == "cpu"
+
+
 def interpreted() -> bool:
     """Triton reads this variable when it is imported; its interpreter runs kernels on the CPU, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

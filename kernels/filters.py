@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import reads_freely
 
 # Below this, logits / temperature of ordinary models nears the float32 range and the law is greedy anyway.
 MIN_TEMPERATURE = 1e-6
@@ -19,14 +21,42 @@ MIN_TEMPERATURE = 1e-6
 HEAD = 512
 
 
+class Passes(NamedTuple):
+    """Which passes over its logits a batch needs, known to the host, so that nothing has to be read back from a device.
+
+    More than needed is harmless.
+    """
+
+    greedy: bool  # some row
+    all_greedy: bool
+    tempered: bool
+    top_k: int  # the largest; 0 when no row has one
+    top_p: bool
+    min_p: bool
+
+    @classmethod
+    def of(cls, temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> Passes:
+        sampled = [row for row, value in enumerate(temperature) if value != 0]
+        return cls(
+            greedy=len(sampled) < len(temperature),
+            all_greedy=not sampled,
+            tempered=any(temperature[row] != 1 for row in sampled),
+            top_k=max((top_k[row] for row in sampled), default=0),
+            top_p=any(top_p[row] < 1 for row in sampled),
+            min_p=any(min_p[row] > 0 for row in sampled),
+        )
+
+
 @dataclass(frozen=True)
 class SamplingRows:
-    """Sampling parameters of N rows. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off."""
+    """Sampling parameters of N rows, made by `of`. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch their
+    filter off."""
 
     temperature: torch.Tensor  # [N] float32
     top_k: torch.Tensor  # [N] int64
     top_p: torch.Tensor  # [N] float64: 1 - top_p must round as it does for a Python number
     min_p: torch.Tensor  # [N] float32
+    passes: Passes
 
     @classmethod
     def of(
@@ -54,14 +84,28 @@ class SamplingRows:
             torch.tensor(top_k, dtype=torch.int64, device=device),
             torch.tensor(top_p, dtype=torch.float64, device=device),
             torch.tensor(min_p, dtype=torch.float32, device=device),
+            Passes.of(temperature, top_k, top_p, min_p),
         )
 
-    def select(self, rows: torch.Tensor) -> SamplingRows:
-        return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+    def select(self, rows: torch.Tensor | slice) -> SamplingRows:
+        return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.passes)
 
-    def repeat(self, counts: torch.Tensor) -> SamplingRows:
+    def repeat(self, counts: Sequence[int]) -> SamplingRows:
         """Row b becomes `counts[b]` consecutive rows."""
-        return self.select(torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts))
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        return self.select(torch.tensor(rows, device=self.temperature.device))
+
+    def ranking(self) -> SamplingRows:
+        """The laws that order tokens by how likely they are: a greedy row says nothing about second choices, and is taken at
+        temperature 1 and unfiltered."""
+        greedy = self.temperature == 0
+        return SamplingRows(
+            torch.where(greedy, 1.0, self.temperature),
+            torch.where(greedy, 0, self.top_k),
+            torch.where(greedy, 1.0, self.top_p),
+            torch.where(greedy, 0.0, self.min_p),
+            self.passes._replace(greedy=False, all_greedy=False),
+        )
 
 
 def _check(name: str, values: Sequence[float], low: float, high: float) -> None:
@@ -77,25 +121,24 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     float. Every filter keeps one of the likeliest tokens, so a row is all -inf only when its input is.
     """
     processed = clean(logits.float())
-    greedy = rows.temperature == 0
-    # One device-to-host copy decides for the whole batch which passes are needed.
-    cuts_k, cuts_p, cuts_min = (rows.top_k > 0) & ~greedy, (rows.top_p < 1) & ~greedy, (rows.min_p > 0) & ~greedy
-    needs = torch.stack([greedy.any(), greedy.all(), (rows.temperature != 1).any(), cuts_k.any(), cuts_p.any(), cuts_min.any()])
-    any_greedy, all_greedy, any_tempered, any_top_k, any_top_p, any_min_p = needs.tolist()
-    if all_greedy:
+    passes, greedy = rows.passes, rows.temperature == 0
+    if passes.all_greedy:
         return greedy_logits(processed)
     source = processed
-    if any_tempered:
+    if passes.tempered:
         processed = processed / torch.where(greedy, 1.0, rows.temperature)[:, None]
         processed = processed.clamp(max=torch.finfo(torch.float32).max)
-    if any_top_k:
-        processed = _filter(keep_top_k, processed, rows.top_k, cuts_k)
-    if any_top_p:
-        processed = _filter(keep_top_p, processed, rows.top_p, cuts_p)
-    if any_min_p:
-        processed = _filter(keep_min_p, processed, rows.min_p, cuts_min)
-    if any_greedy:
-        processed[greedy] = greedy_logits(source[greedy])
+    if passes.top_k:
+        most = passes.top_k
+        processed = _filter(
+            lambda part, counts: keep_top_k(part, counts, most), processed, rows.top_k, (rows.top_k > 0) & ~greedy
+        )
+    if passes.top_p:
+        processed = _filter(keep_top_p, processed, rows.top_p, (rows.top_p < 1) & ~greedy)
+    if passes.min_p:
+        processed = _filter(keep_min_p, processed, rows.min_p, (rows.min_p > 0) & ~greedy)
+    if passes.greedy:
+        processed = _filter(lambda part, best: greedy_logits(best), processed, source, greedy)
     return processed
 
 
@@ -111,17 +154,17 @@ def greedy_logits(logits: torch.Tensor) -> torch.Tensor:
     return one_hot.scatter_(-1, chosen, torch.where(best == -math.inf, best, 0.0))
 
 
-def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Keeps the `top_k` [N] likeliest tokens of a row, and all that tie with the last of them."""
-    size = logits.shape[-1]
-    counts = top_k.clamp(1, size)
-    largest = torch.topk(logits, int(counts.max()), dim=-1).values
-    return logits.masked_fill(logits < largest.gather(-1, counts[:, None] - 1), -math.inf)
+def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Tensor:
+    """Keeps the `top_k` [N] likeliest tokens of a row, `most` at most, and all that tie with the last of them."""
+    most = min(most, logits.shape[-1])
+    largest = torch.topk(logits, most, dim=-1).values
+    return logits.masked_fill(logits < largest.gather(-1, top_k.clamp(1, most)[:, None] - 1), -math.inf)
 
 
 def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keeps the smallest set of likeliest tokens of a row whose probabilities reach `top_p` [N]; at least one."""
-    if logits.shape[-1] <= HEAD:
+    # Whether the head was enough is only known to those who wait for the result: on an accelerator everything is ordered.
+    if logits.shape[-1] <= HEAD or not reads_freely(logits.device):
         return _top_p_by_order(logits, top_p)
     kept, unsettled = _top_p_by_head(logits, top_p)
     if bool(unsettled.any()):
@@ -159,7 +202,12 @@ def _filter(
     keep: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], logits: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
     """Applies `keep` to the wanted rows only."""
-    if bool(wanted.all()):
+    if not reads_freely(logits.device):
+        return torch.where(wanted[:, None], keep(logits, values), logits)
+    count = int(wanted.sum())
+    if count == 0:
+        return logits
+    if count == len(wanted):
         return keep(logits, values)
     filtered = logits.clone()
     filtered[wanted] = keep(logits[wanted], values[wanted])

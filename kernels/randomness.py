@@ -16,6 +16,8 @@ from functools import lru_cache
 
 import torch
 
+from draftsmith.kernels.dispatch import reads_freely
+
 WORD = (1 << 64) - 1
 
 
@@ -48,7 +50,7 @@ NUM_PURPOSES = 8  # room for more purposes without changing the streams of these
 
 def stream_keys(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose | torch.Tensor) -> torch.Tensor:
     """The 64-bit key of each row's stream; seeds, positions and purposes are int64 and broadcast together."""
-    if seeds.device.type == "cpu" and max(seeds.numel(), positions.numel()) <= FEW:
+    if reads_freely(seeds.device) and max(seeds.numel(), positions.numel()) <= FEW:
         return _few_keys(seeds, positions, torch.as_tensor(purpose))
     counters = positions * NUM_PURPOSES + purpose
     return _mix_(_mix_(seeds + GOLDEN) + counters * GOLDEN)
@@ -111,7 +113,7 @@ def sample_without_replacement(
 
 def _scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Minus the log of every token's time of arrival [N, V]; -inf for a token that never comes."""
-    scores = _sparse_scores(logits, keys) if logits.device.type == "cpu" else None
+    scores = _sparse_scores(logits, keys) if reads_freely(logits.device) else None
     if scores is None:
         scores = logits - token_noise(keys[:, None], _token_offsets(logits.shape[-1], logits.device), logits.dtype)
     return scores

@@ -16,6 +16,7 @@ from draftsmith.kernels.verify import Verdict, verify_chain
 from draftsmith.kernels.verify_block import verify_block
 from draftsmith.kernels.verify_tree import verify_tree
 from draftsmith.serve.drafting import Drafts
+from draftsmith.serve.request import SamplingParams
 from draftsmith.serve.sampling import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.scheduler import Row
 from draftsmith.serve.trees import greedy_path
@@ -56,24 +57,26 @@ class Streams:
     @cached_property
     def laws(self) -> SamplingRows:
         # Not made for a greedy round without drafts, which reads none.
-        return SamplingRows.of(
-            [p.temperature for p in self.params],
-            top_k=[p.top_k for p in self.params],
-            top_p=[p.top_p for p in self.params],
-            min_p=[p.min_p for p in self.params],
-            device=self.device,
-        )
+        return self._laws(self.params, [p.temperature for p in self.params])
 
     def draft_seeds(self, num_rows: int) -> torch.Tensor:
         return self.rule.draft_seeds(self.seeds[:num_rows], self.positions[:num_rows])
 
     def draft_laws(self, num_rows: int, temperatures: Sequence[float] | None = None) -> SamplingRows:
         """Of the first rows, which draft; at their requests' temperatures or the given ones."""
-        laws = self.laws
-        temperature = laws.temperature[:num_rows]
-        if temperatures is not None:
-            temperature = torch.tensor(temperatures, dtype=temperature.dtype, device=self.device)
-        return SamplingRows(temperature, laws.top_k[:num_rows], laws.top_p[:num_rows], laws.min_p[:num_rows])
+        if temperatures is None and num_rows == len(self.params):
+            return self.laws
+        params = self.params[:num_rows]
+        return self._laws(params, [p.temperature for p in params] if temperatures is None else temperatures)
+
+    def _laws(self, params: Sequence[SamplingParams], temperatures: Sequence[float]) -> SamplingRows:
+        return SamplingRows.of(
+            temperatures,
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            device=self.device,
+        )
 
 
 class Decision(NamedTuple):
@@ -99,7 +102,7 @@ def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts
     counts = [len(chain) + 1 for chain in chains]
     laws = streams.laws
     if max(counts) > 1:
-        laws = laws.repeat(torch.tensor(counts, device=logits.device))
+        laws = laws.repeat(counts)
     p_logits = process(logits, laws)
     decision = Decision([], [])
     num_drafting = len(drafts.chains) if drafts is not None else 0

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.target import Target, TargetOutput
+from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets, sizes_up_to
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
 from draftsmith.serve.blocks import NULL_BLOCK
 
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 MOST_TOKENS = 512  # of a graph
 MOST_LOGITS = 1 << 26  # of a graph, whose every token has a place for its own: 256 MiB
-_WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries take their workspace
 
 
 class PassInputs(NamedTuple):
@@ -44,35 +44,6 @@ class Shape(NamedTuple):
     num_tokens: int
     has_tree: bool
     taps: tuple[int, ...]
-
-
-class Graph(Protocol):
-    def replay(self) -> None: ...
-
-
-class Recorder(Protocol):
-    def record(self, run: Callable[[], TargetOutput]) -> tuple[Graph, TargetOutput]:
-        """A graph of `run`, and the tensors its replays write."""
-        ...
-
-
-class CudaRecorder:
-    """All graphs share one memory pool: they never run at the same time, and their outputs are used up before the next runs."""
-
-    def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], TargetOutput]) -> tuple[Graph, TargetOutput]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            output = run()
-        return graph, output
 
 
 class StaticInputs:
@@ -181,16 +152,6 @@ class PassGraphs:
         return self.target.forward(static.ids[None], static.positions[None], context, static.wanted, static.shape.taps)
 
 
-def row_buckets(max_batch: int) -> list[int]:
-    """Powers of two and the numbers half way, and beyond the batch one row for padding."""
-    return [*_buckets(max_batch), max_batch + 1]
-
-
 def token_buckets(most: int) -> list[int]:
     """Every number up to 8, where a token more is a share that counts, then powers of two and the numbers half way."""
-    return sorted({*range(1, min(most, 8) + 1), *_buckets(most)})
-
-
-def _buckets(most: int) -> list[int]:
-    powers = [2**exponent for exponent in range(most.bit_length())]
-    return sorted({size for power in powers for size in (power, power + power // 2) if size <= most} | {most})
+    return sorted({*range(1, min(most, 8) + 1), *sizes_up_to(most)})

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.target import Target, TargetOutput
+from draftsmith.kernels.cuda_graphs import CudaRecorder
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 from draftsmith.serve.blocks import NULL_BLOCK
-from draftsmith.serve.graphs import CudaRecorder, PassGraphs, PassInputs
+from draftsmith.serve.graphs import PassGraphs, PassInputs
 from draftsmith.serve.request import Request
 from draftsmith.serve.scheduler import Row
 from draftsmith.serve.trees import RoundTree, lay_out

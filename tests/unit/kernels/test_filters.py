@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from draftsmith.kernels import filters
 from draftsmith.kernels.filters import SamplingRows, process
 
 CASES = list(itertools.product([0.3, 1.0, 1.7], [0, 1, 5, 1000], [1.0, 0.9, 0.3, 0.0], [0.0, 0.05, 1.0]))
@@ -142,3 +143,24 @@ def test_a_law_remains(logits: list[float], temperature: float, top_k: int, top_
 def test_bad_values_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingRows.of(options.pop("temperature"), **options)
+
+
+@pytest.mark.parametrize("size", [97, 700])
+def test_without_looking_at_values_the_laws_are_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator nothing is read back: every filter runs over the whole batch and leaves the rows without it alone."""
+    temperature, top_k, top_p, min_p = zip(*CASES, (0.0, 3, 0.9, 0.1))
+    rows = SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = 2 * torch.randn(len(temperature), size, generator=torch.Generator().manual_seed(6))
+    looked = process(logits, rows)
+    monkeypatch.setattr(filters, "reads_freely", lambda device: False)
+    assert torch.equal(process(logits, rows), looked)
+
+
+def test_nothing_is_read_back_from_a_device() -> None:
+    """Tensors of the meta device have no values to be read."""
+    temperature, top_k, top_p, min_p = zip(*CASES, (0.0, 3, 0.9, 0.1))
+    rows = SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device="meta")
+    logits = torch.empty(len(temperature), 700, device="meta")
+    assert process(logits, rows.ranking()).shape == process(logits, rows).shape == logits.shape
+    repeated = rows.repeat([2] + [1] * (len(temperature) - 1))
+    assert len(repeated.temperature) == len(temperature) + 1 and repeated.passes == rows.passes

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from draftsmith.drafters.target import Target, TargetOutput
+from draftsmith.kernels.cuda_graphs import CudaRecorder, row_buckets
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
 from draftsmith.serve.blocks import NULL_BLOCK
-from draftsmith.serve.graphs import CudaRecorder, PassGraphs, PassInputs, padding_lengths, row_buckets, token_buckets
+from draftsmith.serve.graphs import PassGraphs, PassInputs, padding_lengths, token_buckets
 
 BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 8, 5
 
