@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.distributed import DistributedConfig
 
 from draftsmith.drafters.attention import AttentionContext, register
+from draftsmith.drafters.packed_pass import PackedPass
 from draftsmith.drafters.probe import Probe, check_model
 from draftsmith.drafters.recorded import RecordedLm, record_lm
+from draftsmith.drafters.segments import positions_of
 from draftsmith.drafters.taps import FINAL, captured, check_taps, decoder_layers
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPool
@@ -124,16 +126,20 @@ class CausalLM:
     def own_paged(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, taps: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """The model's own forward in `paged`: the states asked for, and `FINAL`."""
+        """The model's own forward with `context`: the states asked for, and `FINAL`."""
         # A 4-D mask stops transformers from building one of its own; the context ignores it.
         return self._body(
             taps, input_ids=input_ids, position_ids=positions, attention_mask=self._unused_mask, attention_context=context
         )
 
-    def full(self, input_ids: torch.Tensor, taps: Sequence[int] = ()) -> States:
-        """Whole right-padded texts [B, L], causal. What stands at padding is meaningless, and no real token sees it."""
+    def full(self, input_ids: torch.Tensor, taps: Sequence[int] = (), segments: torch.Tensor | None = None) -> States:
+        """Whole right-padded texts [B, L], causal; several in a row where `segments` [B, L] says so. What stands at padding is
+        meaningless, and no real token sees it."""
         check_taps(taps, self.num_layers)
-        return _joined(self._body(taps, input_ids=input_ids), taps)
+        if segments is None:
+            return _joined(self._body(taps, input_ids=input_ids), taps)
+        # Through our own attention rather than transformers' mask of packed texts: not every model passes its positions there.
+        return _joined(self.own_paged(input_ids, positions_of(segments), PackedPass(segments), taps), taps)
 
     def _body(self, taps: Sequence[int], **inputs: Any) -> dict[int, torch.Tensor]:
         with captured(self.layers, taps) as states:

@@ -90,7 +90,7 @@ class DraftLm(nn.Module, Recordable):
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         """One step stands for all: a language model's state depends on the text alone, not on where its round began."""
-        hidden = self.lm.full(batch.input_ids).final
+        hidden = self.lm.full(batch.input_ids, segments=batch.segments).final
         yield UnrolledStep(hidden=hidden, valid=batch.attention_mask.bool(), offset=1)
 
     def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:

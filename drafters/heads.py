@@ -94,13 +94,11 @@ class FeatureHead(nn.Module, Recordable):
         next_ids = torch.roll(batch.input_ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
         embeds = self.embed(next_ids)
         hidden = self.fuse(batch.taps)
-        columns = torch.arange(next_ids.shape[1], device=next_ids.device)[None]
-        # Column t reads the token at t + 1, which must be real.
-        real = torch.nn.functional.pad(batch.attention_mask[:, 1:], (0, 1)).bool()
-        context = UnrollPass()
+        positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
+        context = UnrollPass(batch.segments)
         for depth in range(batch.num_steps):
-            step = self.step(embeds, hidden, columns, context)
-            yield UnrolledStep(hidden=step.head_input, valid=real & (columns >= depth), offset=2)
+            step = self.step(embeds, hidden, positions, context)
+            yield UnrolledStep(hidden=step.head_input, valid=has_next & (positions >= depth), offset=2)
             context.next_step()
             hidden = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from draftsmith.drafters.segments import positions_of
 from draftsmith.kernels.filters import SamplingRows
 from draftsmith.kernels.paged_attention import PagedPool
 
@@ -47,6 +48,9 @@ class DraftInputs:
     )  # who each row is, for drafters that remember; empty: nobody in particular
     shares: list[bool] = field(default_factory=list)  # whether a row may be drafted from other requests' text; empty: all may
     adjust: Adjust | None = None  # None when no row asks for more than `sampling` says
+    # A drafter that guesses how its drafts survive ends a row where the chance of all being kept falls below this; it decides on
+    # each before it is drawn (law 4). 0: never.
+    least_survival: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,22 @@ class UnrollBatch:
     attention_mask: torch.Tensor  # [B, L] 1 for real tokens
     taps: torch.Tensor | None  # [B, L, taps * hidden]
     num_steps: int  # unrolled draft positions wanted
+    segments: torch.Tensor | None = None  # [B, L] int64: several texts a row, none of which may see another; see segments.py
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[B, L] or [1, L], of each token in its own text."""
+        if self.segments is not None:
+            return positions_of(self.segments)
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
+
+    @property
+    def has_next(self) -> torch.Tensor:
+        """[B, L] bool: the token at t + 1 is real and of the same text."""
+        following = self.attention_mask[:, 1:].bool()
+        if self.segments is not None:
+            following = following & (self.segments[:, 1:] == self.segments[:, :-1])
+        return torch.nn.functional.pad(following, (0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +134,9 @@ class UnrolledStep:
     hidden: torch.Tensor  # [B, L, H], what the draft head multiplies
     valid: torch.Tensor  # [B, L] bool: enough real context for this depth
     offset: int  # the predicted token is at position t + offset; the target's law for it comes from its state at t + offset - 1
+    confidence: torch.Tensor | None = (
+        None  # [B, L] logits of the draft's guess of its own alpha, made before x is; None: no guess
+    )
 
 
 class TrainedDrafter(ServingDrafter, Protocol):

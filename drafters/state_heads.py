@@ -47,19 +47,17 @@ class StateHead(nn.Module, ABC):
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         next_ids = torch.roll(batch.input_ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
-        columns = torch.arange(next_ids.shape[1], device=next_ids.device)[None]
-        # Column t reads the token at t + 1, which must be real.
-        real = torch.nn.functional.pad(batch.attention_mask[:, 1:], (0, 1)).bool()
+        positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
         state = self.begin(batch.taps)
         step = None
         for depth in range(batch.num_steps):
             if depth < self.max_depth:
                 step = self.advance(state, next_ids, depth)
-                yield UnrolledStep(hidden=step.head_input, valid=real & (columns >= depth), offset=2)
+                yield UnrolledStep(hidden=step.head_input, valid=has_next & (positions >= depth), offset=2)
                 state = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
             else:
                 # Nothing is drafted so deep, and nothing may stand in for it.
-                yield UnrolledStep(hidden=torch.zeros_like(step.head_input), valid=torch.zeros_like(real), offset=2)
+                yield UnrolledStep(hidden=torch.zeros_like(step.head_input), valid=torch.zeros_like(has_next), offset=2)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

@@ -68,12 +68,13 @@ class Target(CausalLM):
 
     @torch.no_grad()
     def states(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: Sequence[int]
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: Sequence[int], segments: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """A training pass over right-padded texts [B, L] -> (taps [B, L, n * H] or None, hidden [B, L, H] for `head`)."""
+        """A training pass over right-padded texts [B, L] -> (taps [B, L, n * H] or None, hidden [B, L, H] for `head`).
+        `segments` as in `drafters/segments.py`."""
         if (attention_mask.diff(dim=1) > 0).any():
             raise ValueError("attention_mask is padded on the left; pad texts on the right")
-        states = self.full(input_ids, taps)
+        states = self.full(input_ids, taps, segments)
         return states.taps, states.final
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ class LiveTeacher:
         self.target = target
 
     def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
-        tapped, hidden = self.target.states(text.input_ids, text.attention_mask, taps)
+        tapped, hidden = self.target.states(text.input_ids, text.attention_mask, taps, text.segments)
 
         def laws(row: torch.Tensor, position: torch.Tensor) -> TargetLogits:
             before = hidden[row, position - 1]

@@ -14,3 +14,4 @@ class WeightedText:
     input_ids: torch.Tensor  # [B, L] int64
     attention_mask: torch.Tensor  # [B, L] 1 for real tokens
     weights: torch.Tensor  # [B, L] float32, how much the draft of the token at j counts; 0 is not trained
+    segments: torch.Tensor | None = None  # [B, L] int64, several texts a row: see drafters/segments.py

@@ -1,0 +1,63 @@
+"""Several texts in one row of a batch, none of which sees another: which token belongs to which, and what follows from it.
+
+`segments` [B, L] numbers the texts of each row from 0 on, left to right; padding is -1. None means one text a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Stretch(NamedTuple):
+    """Consecutive columns of one text."""
+
+    begin: int
+    end: int
+    is_text: bool  # False for padding
+
+
+def begins_of(segments: torch.Tensor) -> torch.Tensor:
+    """[B, L] the column at which each token's text begins."""
+    columns = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    changed = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    return torch.where(changed, columns, 0).cummax(dim=1).values
+
+
+def positions_of(segments: torch.Tensor) -> torch.Tensor:
+    """[B, L] of each token in its own text, from 0 on."""
+    return torch.arange(segments.shape[1], device=segments.device) - begins_of(segments)
+
+
+def stretches_of(segments: torch.Tensor) -> list[list[Stretch]]:
+    """Of every row, its texts and its padding in order."""
+    rows = []
+    for numbers in segments.tolist():
+        begins = [at for at in range(len(numbers)) if at == 0 or numbers[at] != numbers[at - 1]]
+        ends = [*begins[1:], len(numbers)]
+        rows.append([Stretch(begin, end, numbers[begin] >= 0) for begin, end in zip(begins, ends, strict=True)])
+    return rows
+
+
+class Sight(NamedTuple):
+    """The columns that the queries of a chunk of columns may look back to."""
+
+    first: int  # none of them sees a column before this one
+    begins: torch.Tensor | None  # [B, C] each sees none before its own; None when `first` says it all
+
+
+class Sights:
+    """Of all chunks of `size` columns."""
+
+    def __init__(self, segments: torch.Tensor | None, size: int):
+        self.size = size
+        self.begins = None if segments is None else begins_of(segments)
+        # Begins only rise along a row.
+        self.firsts = None if self.begins is None else self.begins[:, ::size].amin(dim=0).tolist()
+
+    def of(self, begin: int) -> Sight:
+        """Of the chunk from column `begin` on."""
+        if self.begins is None:
+            return Sight(0, None)
+        return Sight(self.firsts[begin // self.size], self.begins[:, begin : begin + self.size])
