@@ -9,33 +9,22 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from draftsmith.distill.config import POSITIONS, LearnConfig
-from draftsmith.distill.scoring import padded
-from draftsmith.distill.traffic import Role, ServedText, branches
+from draftsmith.distill.traffic import ServedText, branches
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train.objective import UnrolledLoss, unrolled_loss
 from draftsmith.train.place import fast_at_bf16
 from draftsmith.train.position_weights import Exponential
+from draftsmith.train.roles import RoleWeights, Row, branch_row, padded_rows, text_row
 from draftsmith.train.teacher import LiveTeacher
-from draftsmith.train.weighted_text import WeightedText
 
-ROLES = {"accepted": Role.ACCEPTED, "first-rejected": Role.FIRST_REJECTED, "bonus": Role.BONUS}
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
-
-
-class Row(NamedTuple):
-    """A text to train on; `weights` [len(tokens)] are of the predicted tokens."""
-
-    tokens: list[int]
-    weights: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -71,6 +60,7 @@ class Learner:
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
         self.is_bf16_fast = fast_at_bf16(target.device)
         self.reservoir = Reservoir(config.reservoir)
+        self.weights = role_weights(config.positions)
         self.updates = self.steps = 0
         self.optimizer = self._new_optimizer()
 
@@ -117,28 +107,14 @@ class Learner:
         return picked + rng.sample(self.reservoir.texts, num_old)
 
     def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[Row]:
-        rows = [self._cut(Row(text.tokens, self._weights(text))) for text in texts]
-        if "later-rejected" in self.config.positions:
+        rows = [text_row(text.tokens, text.roles, self.weights) for text in texts]
+        if self.weights.later_rejected:
             found = [branch for text in texts for branch in branches(text)]
-            for branch in rng.sample(found, min(self.config.branches, len(found))):
-                weights = (np.arange(len(branch.tokens)) >= branch.begin).astype(np.float32)
-                rows.append(self._cut(Row(branch.tokens, weights)))
-        return rows
-
-    def _weights(self, text: ServedText) -> np.ndarray:
-        return text.role_mask(ROLES[name] for name in self.config.positions if name in ROLES).astype(np.float32)
-
-    def _cut(self, row: Row) -> Row:
-        limit = min(self.config.max_length, self.target.max_positions)
-        return Row(row.tokens[:limit], row.weights[:limit])
+            rows += [branch_row(branch, self.weights) for branch in rng.sample(found, min(self.config.branches, len(found)))]
+        return [row.cut(min(self.config.max_length, self.target.max_positions)) for row in rows]
 
     def _backward(self, rows: Sequence[Row]) -> UnrolledLoss:
-        device = self.target.device
-        ids, mask = padded([row.tokens for row in rows], device)
-        weights = torch.zeros(ids.shape, device=device)
-        for index, row in enumerate(rows):
-            weights[index, : len(row.tokens)] = torch.from_numpy(row.weights)
-        text = WeightedText(input_ids=ids, attention_mask=mask, weights=weights)
+        text = padded_rows(rows, self.target.device)
         unrolled = unrolled_loss(
             self.drafter,
             LiveTeacher(self.target),
@@ -148,7 +124,7 @@ class Learner:
             kind=kind_of(self.config.divergence),
         )
         self.optimizer.zero_grad(set_to_none=True)
-        (unrolled.total / (unrolled.scale * weights.sum())).backward()
+        (unrolled.total / (unrolled.scale * text.weights.sum())).backward()
         return unrolled
 
     def _step(self) -> bool:
@@ -169,6 +145,11 @@ def summary(unrolled: UnrolledLoss) -> tuple[float, list[float]]:
     weight = sums.weight.clamp(min=1e-9)
     loss = float(sums.divergence.sum() / weight.sum())
     return loss, (sums.alpha / weight).tolist()
+
+
+def role_weights(positions: Sequence[str]) -> RoleWeights:
+    """Each of the named ones counts alike."""
+    return RoleWeights(**{name.replace("-", "_"): float(name in positions) for name in POSITIONS})
 
 
 def check(config: LearnConfig) -> None:

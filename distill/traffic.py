@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
@@ -12,15 +11,7 @@ import numpy as np
 
 from draftsmith.distill.record_table import without_laws
 from draftsmith.serve.record import RoundRecord
-
-
-class Role(enum.IntEnum):
-    """What happened at a position of served text."""
-
-    CONTEXT = 0  # the prompt, or text that no record tells more about
-    ACCEPTED = 1  # the draft's token stood
-    FIRST_REJECTED = 2  # the draft's token fell; the token here is the target's
-    BONUS = 3  # the target's token after a fully accepted draft
+from draftsmith.train.roles import Branch, Role, branch_of, roles_of
 
 
 @dataclass(frozen=True)
@@ -44,17 +35,6 @@ class ServedText:
         """Without the logged laws, which only scoring needs."""
         return replace(self, records=[without_laws(record) for record in self.records])
 
-    def role_mask(self, roles: Iterable[Role]) -> np.ndarray:
-        return np.isin(self.roles, [int(role) for role in roles])
-
-
-@dataclass(frozen=True)
-class Branch:
-    """The rest of a rejected draft: what the target would say there is known, though the text went another way."""
-
-    tokens: list[int]  # the text up to the rejected token, then the drafted ones
-    begin: int  # first position behind the rejected token
-
 
 def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
     """None when the beginning is missing. A gap (a dropped or damaged record) ends the text: what follows lacks its context."""
@@ -66,25 +46,16 @@ def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
         if record.round != number or len(tokens) + len(record.context) != record.position:
             break
         tokens += [*record.context, *record.committed]
-        roles += [Role.CONTEXT] * len(record.context) + roles_of(record)
+        roles += [Role.CONTEXT] * len(record.context)
+        roles += roles_of(len(record.drafted), record.accepted, len(record.committed))
         kept.append(record)
     return ServedText(kept, tokens, np.array(roles, dtype=np.int8)) if kept else None
 
 
-def roles_of(record: RoundRecord) -> list[int]:
-    """Of the committed tokens, which stop trimming may have cut short."""
-    last = Role.FIRST_REJECTED if record.accepted < len(record.drafted) else Role.BONUS
-    return [*[Role.ACCEPTED] * record.accepted, last][: len(record.committed)]
-
-
 def branches(text: ServedText) -> list[Branch]:
     """The later-rejected positions, one branch a round that has any."""
-    found = []
-    for record in text.records:
-        if record.accepted + 1 < len(record.drafted):
-            begin = record.position + record.accepted + 1
-            found.append(Branch([*text.tokens[: record.position], *record.drafted], begin))
-    return found
+    found = [branch_of(text.tokens[: record.position], record.drafted, record.accepted) for record in text.records]
+    return [branch for branch in found if branch is not None]
 
 
 def is_held_out(text: ServedText, share: float) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.distill.record_table import from_table, to_table
 from draftsmith.distill.scoring import positions_of
-from draftsmith.distill.traffic import Role, stitch
+from draftsmith.distill.traffic import stitch
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.ngram import Ngram
@@ -22,6 +22,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.record import Law, RoundRecord
 from draftsmith.serve.request import Request, SamplingParams
+from draftsmith.train.roles import Role
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]
 

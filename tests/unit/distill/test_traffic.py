@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from draftsmith.distill.traffic import OpenRequests, Role, branches, is_held_out, stitch
+from draftsmith.distill.traffic import OpenRequests, branches, is_held_out, stitch
 from draftsmith.drafters.target import Target
 from draftsmith.serve.record import RoundRecord
+from draftsmith.train.roles import Role, RoleWeights
 
 
 def make(number: int, position: int, context: list[int], drafted: list[int], committed: list[int], accepted: int) -> RoundRecord:
@@ -33,7 +34,8 @@ def test_text_and_roles() -> None:
     assert text is not None and text.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15]
     c, a, r, b = Role
     assert text.roles.tolist() == [c, c, c, a, a, r, a, a, b, c, c, r, a, a]
-    assert np.flatnonzero(text.role_mask([Role.FIRST_REJECTED])).tolist() == [5, 11]
+    weights = RoleWeights(accepted=0.0, first_rejected=1.0, bonus=0.0, later_rejected=1.0)
+    assert np.flatnonzero(weights.of(text.roles)).tolist() == [5, 11]
 
 
 def test_branches_hold_the_drafted_tokens_behind_the_first_rejection() -> None:
