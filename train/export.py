@@ -17,17 +17,22 @@ from draftsmith.train.hub import check_repository, push
 from draftsmith.train.layouts.source import Source
 from draftsmith.train.layouts.table import NEED_TARGET_WEIGHTS, writer
 from draftsmith.train.model_card import model_card
+from draftsmith.train.proof import prove
+from draftsmith.train.quiet import quiet
 
 
 def run(config: ExportConfig) -> int:
     out = Path(config.out)
     if config.push is not None:
         check_repository(config.push)
+    quiet()
     source = open_source(config)
     write = writer(source.family, config.to)
     check_out(out, source)
     with atomic_folder(out) as folder:
         write(source, folder)
+        if config.prove:
+            print(prove(source, folder, config.to).line())
         write_json(folder / RECORD, {**source.metadata, "export": {"layout": config.to}})
         (folder / "README.md").write_text(model_card(source, engine=config.to, name=config.push or out.name), encoding="utf-8")
     print(f"wrote {source.family} for {config.to} to {out}")
@@ -43,7 +48,7 @@ def open_source(config: ExportConfig) -> Source:
     draft = locate(config.draft)
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
-    target = locate(target_name, "target", weights=metadata["family"] in NEED_TARGET_WEIGHTS)
+    target = locate(target_name, "target", weights=config.prove or metadata["family"] in NEED_TARGET_WEIGHTS)
     check_tokenizer(metadata, target, target_name)
     return Source(
         draft=draft,

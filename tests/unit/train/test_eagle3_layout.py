@@ -17,6 +17,8 @@ from draftsmith.files import write_json
 from draftsmith.train.export import run
 from draftsmith.train.export_config import ExportConfig
 from draftsmith.train.layouts.eagle3 import expected_shapes
+from draftsmith.train.readers.table import READERS
+from draftsmith.train.readers.understood import Understood
 
 VOCAB, HIDDEN = 288, 32  # of tiny_target("llama"), which has 4 layers
 CONFIG: dict[str, Any] = {
@@ -71,84 +73,40 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def vllm_taps(config: dict[str, Any], *, second_runner: bool) -> list[int]:
-    """Raw ids as vLLM 0.32 picks them: its newer runner looks at the top level first, its older one lets `eagle_config` win
-    only where the top level is silent; both sort."""
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if top:
-        return sorted(set(top))
-    if nested and not second_runner:
-        return sorted(set(nested))
-    layers = 4
-    return [2, layers // 2, layers - 3]
-
-
-def sglang_taps(config: dict[str, Any]) -> list[int]:
-    """Raw ids as SGLang picks them: only the nested key, each one the output of that layer."""
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return sorted(value + 1 for value in nested)
-
-
-def stacked(name: str) -> str:
-    """Both engines fuse q, k, v and gate, up."""
-    for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
-        for part in parts:
-            name = name.replace(f".{part}.", f".{whole}.")
-    return name
-
-
-ENGINE_PARAMETERS = {
-    "model.fc.weight", "model.norm.weight", "lm_head.weight", "LAYER.self_attn.qkv_proj.weight", "LAYER.self_attn.o_proj.weight",
-    "LAYER.mlp.gate_up_proj.weight", "LAYER.mlp.down_proj.weight", "LAYER.input_layernorm.weight", "LAYER.hidden_norm.weight",
-    "LAYER.post_attention_layernorm.weight",
-}  # fmt: skip
-
-
-def vllm_unfilled(names: list[str]) -> set[str]:
-    """Parameters that vLLM's loader would leave unfilled; an unknown name raises as it does there."""
-    known = {name.replace("LAYER", "model.layers.0") for name in ENGINE_PARAMETERS} | {"draft_id_to_target_id"}
-    unfilled = set(known)
-    for name in names:
-        if "t2d" in name:
-            continue
-        loaded = name.replace("d2t", "draft_id_to_target_id")
-        if "draft_id_to_target_id" not in loaded and "lm_head" not in loaded:
-            loaded = "model." + loaded
-        loaded = stacked(loaded.replace("midlayer.", "layers.0."))
-        if loaded not in known | {"model.embed_tokens.weight"}:
-            raise KeyError(loaded)
-        unfilled.discard(loaded)
-    return unfilled
-
-
-def sglang_unfilled(names: list[str]) -> set[str]:
-    """Parameters that SGLang's loader would leave at random values; it says nothing about unknown names."""
-    wanted = {name.replace("LAYER", "model.midlayer") for name in ENGINE_PARAMETERS} | {"hot_token_id"}
-    for name in names:
-        loaded = "hot_token_id" if "d2t" in name else stacked(name)
-        wanted.discard(loaded)
-        wanted.discard(f"model.{loaded}")
-    return wanted
+def read_as(engine: str, folder: Path) -> Understood:
+    understood = READERS["eagle3", engine](folder, {"num_hidden_layers": 4})
+    assert understood is not None
+    return understood
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_both_engines_read_the_portable_layout_alike(make_draft: Callable[..., Path], engine: str) -> None:
-    out = export(make_draft(), engine)
-    config, names = read_config(out), list(load_file(out / "model.safetensors"))
-    assert vllm_taps(config, second_runner=True) == vllm_taps(config, second_runner=False) == sglang_taps(config) == [1, 2, 3]
-    assert vllm_unfilled(names) == set()
-    assert sglang_unfilled(names) == set()
+    draft = make_draft()
+    out = export(draft, engine)
+    original = load_file(draft / "model.safetensors")
+    for reader in ("vllm", "sglang"):
+        config, tensors = read_as(reader, out)
+        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+        assert {**tensors, "t2d": original["t2d"]}.keys() == original.keys()
+        assert all(torch.equal(tensor, original[name]) for name, tensor in tensors.items())
     assert config["draft_vocab_size"] == 100 and config["tie_word_embeddings"] is False
 
 
-def test_the_reader_simulation_tells_broken_folders(make_draft: Callable[..., Path]) -> None:
-    config, tensors = copy.deepcopy(CONFIG), random_tensors(CONFIG)
-    del config["eagle_aux_hidden_state_layer_ids"]
-    assert vllm_taps(config, second_runner=False) != sglang_taps(config)
-    assert sglang_unfilled([name.replace("hidden_norm", "hiddennorm") for name in tensors])
-    with pytest.raises(KeyError):
-        vllm_unfilled(["midlayer.q_norm.weight"])
+def test_the_readers_tell_broken_folders(make_draft: Callable[..., Path]) -> None:
+    out = export(make_draft(), "vllm")
+    tensors, config = load_file(out / "model.safetensors"), read_config(out)
+    save_file({**tensors, "midlayer.q_norm.weight": torch.ones(8)}, out / "model.safetensors")
+    with pytest.raises(UserError, match="vLLM knows no parameter"):
+        read_as("vllm", out)
+    read_as("sglang", out)  # passes over it
+    hidden = tensors.pop("midlayer.hidden_norm.weight")
+    save_file({**tensors, "midlayer.hiddennorm.weight": hidden}, out / "model.safetensors")
+    with pytest.raises(UserError, match=r"SGLang finds no weight for its parameter 'model.layers.0.hidden_norm.weight'"):
+        read_as("sglang", out)
+    # As SpecForge writes it: the older runner of vLLM is off by one, the newer one falls back on other layers.
+    write_json(out / "config.json", {name: value for name, value in config.items() if not name.startswith("eagle_aux")})
+    with pytest.raises(UserError, match="vLLM's two runners would tap"):
+        read_as("vllm", out)
 
 
 def test_speculators_layout(make_draft: Callable[..., Path], tiny_target: Callable[..., str]) -> None:
@@ -158,24 +116,21 @@ def test_speculators_layout(make_draft: Callable[..., Path], tiny_target: Callab
     assert config["speculators_model_type"] == "eagle3" and config["norm_before_residual"] is False
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     assert config["speculators_config"]["verifier"]["name_or_path"] == tiny_target("llama")
-    # What vLLM makes of it: the layer's config, updated from the top level.
-    layer = config["transformer_layer_config"] | {"eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"]}
-    assert layer["model_type"] == "llama" and layer["num_aux_hidden_states"] == 3
-    assert vllm_taps(layer, second_runner=True) == [1, 2, 3]
-    assert vllm_unfilled(list(tensors)) == set()
+    assert read_as("speculators", out).config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     original = load_file(draft / "model.safetensors")
     assert torch.equal(tensors["layers.0.self_attn.q_proj.weight"], original["midlayer.self_attn.q_proj.weight"])
     assert not [name for name in tensors if name.startswith("midlayer")]
 
 
 def test_the_other_layer_prefix_is_renamed(make_draft: Callable[..., Path]) -> None:
+    """SGLang before 0.5.23 knew the layer by one name only."""
+
     def prefixed(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.startswith("midlayer.")]:
             tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
 
-    draft = make_draft(prefixed)
-    assert sglang_unfilled(list(load_file(draft / "model.safetensors"))), "the defect that the export mends"
-    assert sglang_unfilled(list(load_file(export(draft, "sglang") / "model.safetensors"))) == set()
+    written = load_file(export(make_draft(prefixed), "sglang") / "model.safetensors")
+    assert not any(name.startswith("layers.") for name in written) and "midlayer.self_attn.q_proj.weight" in written
 
 
 def test_full_vocabulary_needs_no_map(make_draft: Callable[..., Path]) -> None:
@@ -266,12 +221,15 @@ def normed(key: str) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
-def test_other_norms_are_refused_for_sglang_only(make_draft: Callable[..., Path], key: str) -> None:
+def test_norms_go_where_they_are_read(make_draft: Callable[..., Path], key: str) -> None:
     draft = make_draft(normed(key))
-    with pytest.raises(UserError, match="SGLang cannot express"):
-        export(draft, "sglang")
     assert read_config(export(draft, "vllm"))[key] is True
     assert read_config(export(draft, "speculators"))[key] is True
+    if key == "norm_before_residual":
+        with pytest.raises(UserError, match="SGLang cannot express"):
+            export(draft, "sglang")
+    else:
+        assert read_as("sglang", export(draft, "sglang")).config[key] is True
 
 
 def test_targets_with_scaled_embeddings_need_embeddings_in_the_draft(

@@ -34,7 +34,7 @@ def set_record(folder: Path, **values: Any) -> None:
 
 def export(source: Path, out: str = "out", **options: Any) -> Path:
     folder = source.parent / out
-    run(ExportConfig(**{"draft": str(source), "to": "hf", "out": str(folder), **options}))
+    run(ExportConfig(**{"draft": str(source), "to": "hf", "out": str(folder), "prove": False, **options}))
     return folder
 
 

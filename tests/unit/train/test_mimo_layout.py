@@ -59,7 +59,7 @@ def exported(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., t
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.add_(noise * (0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5))
         checkpoint.save(drafter, tmp_path / "draft", target)
-        run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out")))
+        run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out"), prove=False))
         return target, drafter, tmp_path / "out"
 
     return make

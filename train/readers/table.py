@@ -1,0 +1,27 @@
+"""Who reads which export: one reader for every pair that `layouts/table.py` writes."""
+
+from __future__ import annotations
+
+from draftsmith.train.readers import plain, sglang, vllm, vllm_eagle3
+from draftsmith.train.readers.understood import Reader
+
+READERS: dict[tuple[str, str], Reader] = {
+    ("eagle3", "vllm"): vllm_eagle3.read_eagle3,
+    ("eagle3", "sglang"): sglang.read_eagle3,
+    ("eagle3", "speculators"): vllm_eagle3.read_speculators_eagle3,
+    ("p-eagle", "vllm"): vllm_eagle3.read_peagle,
+    ("p-eagle", "speculators"): vllm_eagle3.read_speculators_peagle,
+    ("draft-lm", "vllm"): plain.read_model,
+    ("draft-lm", "sglang"): plain.read_model,
+    ("draft-lm", "hf"): plain.read_model,
+    ("mtp", "vllm"): vllm.read_mimo,
+    ("eagle1", "vllm"): vllm.read_eagle1,
+    ("eagle1", "sglang"): sglang.read_eagle1,
+    ("medusa", "vllm"): vllm.read_medusa,
+    ("medusa", "hf"): plain.read_medusa,
+    ("mlp", "hf"): plain.read_mlp,
+    ("dflash", "vllm"): vllm.read_dflash,
+    ("dflash", "sglang"): sglang.read_dflash,
+    ("dspark", "vllm"): vllm.read_dspark,
+    ("dspark", "sglang"): sglang.read_dspark,
+}
