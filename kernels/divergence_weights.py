@@ -1,4 +1,6 @@
-"""Weights that make the weighted sum of a divergence a mean. B texts of L positions."""
+"""Weights that make the weighted sum of a divergence a mean. B rows of L positions; a row is a text unless `segments` [B, L]
+numbers the texts of each row from 0 on (-1 at padding).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,15 @@ def sample_mean(weights: torch.Tensor) -> torch.Tensor:
     return shares / (shares.sum(dim=-1) > 0).sum().clamp(min=1)
 
 
-def per_sample(weights: torch.Tensor) -> torch.Tensor:
+def per_sample(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
     """[B, L] -> weights that sum to 1 in each text that has any: `sample_mean` where the texts are counted elsewhere."""
-    return weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    sums = text_sums(weights, segments)
+    totals = sums if segments is None else sums.gather(-1, segments.clamp(min=0))
+    return weights / totals.clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def text_sums(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, n], n >= the texts of any row: the sum over each text, 0 where a row has no such text."""
+    if segments is None:
+        return weights.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(weights).scatter_add(-1, segments.clamp(min=0), weights)

@@ -15,3 +15,6 @@ class WeightedText:
     attention_mask: torch.Tensor  # [B, L] 1 for real tokens
     weights: torch.Tensor  # [B, L] float32, how much the draft of the token at j counts; 0 is not trained
     segments: torch.Tensor | None = None  # [B, L] int64, several texts a row: see drafters/segments.py
+    places: torch.Tensor | None = (
+        None  # [B, L] int64, number of each token among all of a data folder; -1, or None: it is in none
+    )

@@ -275,3 +275,18 @@ def test_bad_folders_are_one_sentence(configure, capsys, tmp_path):
     assert "no/such/target" in error_of(capsys, "mtp", "--target", "no/such/target", "--data", config.data, "--out", config.out)
     assert "is not a folder" in error_of(capsys, "mtp", "--target", config.target, "--data", "no/such", "--out", config.out)
     assert "is a file" in error_of(capsys, "mtp", "--target", config.target, "--data", config.data, "--out", str(file))
+
+
+@pytest.mark.parametrize("family", ["eagle3", "draft-lm"])
+def test_a_packed_run_learns_and_resumes_exactly(configure, family):
+    # The learning rate must not depend on where a run is to end.
+    optim = OptimConfig(lr=1e-2, schedule="constant", warmup=0.0)
+    settings = {"packing": True, "max_length": 64, "batch_size": 2, "accumulate": 2, "log_every": 1, "save_every": 7}
+    straight = configure(family, **settings, optim=optim, steps=24, out=f"{configure().out}-straight")
+    run(straight)
+    interrupted = replace(straight, out=f"{configure().out}-interrupted")
+    run(replace(interrupted, steps=14))
+    run(interrupted)
+    losses, again = ([line["loss"] for line in metrics(config) if "loss" in line] for config in (straight, interrupted))
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert again == losses
