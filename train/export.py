@@ -25,6 +25,8 @@ def run(config: ExportConfig) -> int:
     out = Path(config.out)
     if config.push is not None:
         check_repository(config.push)
+    if config.push is not None and config.to == "triton":
+        raise UserError("a Triton repository names folders of this machine; push the draft with --to vllm instead")
     quiet()
     source = open_source(config)
     write = writer(source.family, config.to)
@@ -59,6 +61,7 @@ def open_source(config: ExportConfig) -> Source:
         target_name=target_name,
         target_config=read_json(target / "config.json", "target config"),
         num_speculative_tokens=config.speculative_tokens,
+        out=Path(config.out),
     )
 
 

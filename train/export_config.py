@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from draftsmith.config import option
 
-LAYOUTS = ("vllm", "sglang", "speculators", "hf")
+LAYOUTS = ("vllm", "sglang", "speculators", "hf", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)

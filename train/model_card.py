@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from draftsmith.train.layouts.serving import SGLANG_ALGORITHMS, VLLM_METHODS, sglang_command, vllm_command
 from draftsmith.train.layouts.source import Source
 from draftsmith.version import __version__
 
@@ -104,47 +105,20 @@ def serving(source: Source, *, engine: str, name: str) -> str:
 
 def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[tuple[str, str]]:
     """(engine, shell or Python lines) for every engine that reads this layout. `draft` is this folder or its Hub id."""
+    if engine == "triton":
+        return [("NVIDIA Triton with its vLLM backend", f"tritonserver --model-repository {draft}")]
     if engine == "speculators":
         return [("vLLM (finds the target by itself)", f"vllm serve {draft}")]
-    if family == "mtp":
-        lines = {
-            "vllm": f"vllm serve {draft} --speculative-config '{json.dumps({'method': 'mtp', 'num_speculative_tokens': k})}'",
-            "sglang": f"python -m sglang.launch_server --model-path {draft} --speculative-algorithm NEXTN {sglang_chain(k)}",
-        }
-        return [({"vllm": "vLLM", "sglang": "SGLang"}[engine], lines[engine])]
     if engine == "hf" and family != "draft-lm":
         return [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
-    if family == "medusa":
-        speculative = json.dumps({"method": "medusa", "model": draft, "num_speculative_tokens": k})
-        return [("vLLM up to 0.32", f"vllm serve {target} --speculative-config '{speculative}'")]
-    if family == "p-eagle":
-        speculative = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": k, "parallel_drafting": True})
-        return [("vLLM", f"vllm serve {target} --speculative-config '{speculative}'")]
-    method, algorithm = {
-        "eagle3": ("eagle3", "EAGLE3"),
-        "eagle1": ("eagle", "EAGLE"),
-        "draft-lm": ("draft_model", "STANDALONE"),
-        "dflash": ("dflash", "DFLASH"),
-        "dspark": ("dspark", "DSPARK"),
-    }[family]
-    speculative = json.dumps({"method": method, "model": draft, "num_speculative_tokens": k})
-    shown = [
-        ("vLLM", f"vllm serve {target} --speculative-config '{speculative}'"),
-        (
-            "SGLang",
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
-            f"--speculative-draft-model-path {draft} {sglang_chain(k)}",
-        ),
-    ]
-    if family == "eagle1":
-        # The two engines take different files.
-        return [pair for pair in shown if pair[0].lower() == engine]
+    shown = []
+    # The two take different EAGLE-1 files.
+    if family in VLLM_METHODS and (family, engine) != ("eagle1", "sglang"):
+        shown.append(("vLLM up to 0.32" if family == "medusa" else "vLLM", vllm_command(family, target, draft, k)))
+    if family in SGLANG_ALGORITHMS and (family, engine) != ("eagle1", "vllm"):
+        shown.append(("SGLang", sglang_command(family, target, draft, k)))
     if family == "draft-lm":
         shown.append(
             ("transformers", f'target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))')
         )
     return shown
-
-
-def sglang_chain(k: int) -> str:
-    return f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"

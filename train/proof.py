@@ -17,8 +17,8 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, overlap
 from draftsmith.kernels.paged_attention import PagedPool
 from draftsmith.train.layouts.source import Source
-from draftsmith.train.layouts.table import STITCHED
 from draftsmith.train.readers.table import READERS
+from draftsmith.train.readers.understood import Understood
 from draftsmith.train.rounds import speculate
 
 TEXTS = (
@@ -60,25 +60,25 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     trained = ready(source, source.draft, target)
     k = source.num_speculative_tokens
     expected = [play(trained, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES]
-    with tempfile.TemporaryDirectory() as scratch:
-        if source.family in STITCHED:
-            # The folder serves both; the trained pair is let go first, lest two targets be held.
-            del trained
-            target = Target.load(folder, dtype=dtype, device=device)
-        exported = load_as_read(source, folder, engine, target, Path(scratch))
-        found = [play(exported, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES]
+    read = READERS[source.family, engine](folder, source.target_config)
+    if isinstance(read, Understood) and read.target is not None:
+        # The trained pair is let go first, lest two targets be held.
+        del trained
+        target = Target.load(read.target, dtype=dtype, device=device)
+    exported = as_read(source, read, target)
+    found = [play(exported, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES]
     limit = FLOAT32_LIMIT if target.dtype == torch.float32 else HALF_LIMIT
     moved = max(compare(ours, theirs, engine, limit) for ours, theirs in zip(expected, found, strict=True))
     counts = [one.counts for one in found]
     return Proof(sum(count.rounds for count in counts), sum(sum(count.accepted) for count in counts), moved)
 
 
-def load_as_read(source: Source, folder: Path, engine: str, target: Target, scratch: Path) -> TrainedDrafter:
-    understood = READERS[source.family, engine](folder, source.target_config)
-    if understood is not None:
-        write_weights(scratch, understood.config, understood.tensors)
-        folder = scratch
-    return ready(source, folder, target)
+def as_read(source: Source, read: Understood | Path, target: Target) -> TrainedDrafter:
+    if isinstance(read, Path):
+        return ready(source, read, target)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_weights(Path(scratch), read.config, read.tensors)
+        return ready(source, Path(scratch), target)
 
 
 def ready(source: Source, folder: Path, target: Target) -> TrainedDrafter:

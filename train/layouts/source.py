@@ -23,6 +23,7 @@ class Source:
     target_name: str  # as the user would type it: a Hub id or a path
     target_config: dict[str, Any]  # the target's config.json
     num_speculative_tokens: int
+    out: Path  # where the export will be found
 
 
 def weight_files(folder: Path) -> list[Path]:

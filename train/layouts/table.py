@@ -8,6 +8,7 @@ from pathlib import Path
 from draftsmith.errors import UserError
 from draftsmith.train.layouts import block, draft_lm, eagle1, eagle3, medusa, mimo, mlp, peagle
 from draftsmith.train.layouts.source import Source
+from draftsmith.train.layouts.triton import in_repository
 
 Writer = Callable[[Source, Path], None]
 
@@ -27,6 +28,9 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "dflash": {"vllm": block.write_portable, "sglang": block.write_portable},
     "dspark": {"vllm": block.write_portable, "sglang": block.write_portable},
 }
+for writers in WRITERS.values():
+    if "vllm" in writers:
+        writers["triton"] = in_repository(writers["vllm"])
 REFUSALS: dict[tuple[str, str], str] = {
     ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
     ("p-eagle", "sglang"): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
@@ -40,6 +44,7 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("medusa", "sglang"): "SGLang does not draft with Medusa",
     ("medusa", "speculators"): "the speculators layout has no Medusa heads",
     ("mlp", "vllm"): "vLLM does not draft with the MLP speculator any more",
+    ("mlp", "triton"): "Triton's vLLM backend does not draft with the MLP speculator any more",
     ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
     ("dflash", "speculators"): "draftsmith writes DFlash for engines alone",
     ("dflash", "hf"): "transformers cannot draft with DFlash",

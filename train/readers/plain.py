@@ -12,11 +12,12 @@ from draftsmith.train.layouts.source import text_config
 from draftsmith.train.readers.understood import Parameters, Understood
 
 
-def read_model(folder: Path, target_config: dict[str, Any]) -> None:
+def read_model(folder: Path, target_config: dict[str, Any]) -> Path:
     """A causal LM is loaded by transformers, as every engine does it, and so do we."""
     own, target = text_config(read_config(folder))["vocab_size"], text_config(target_config)["vocab_size"]
     if own != target:
         raise UserError(f"engines refuse a draft with {own} token ids for a target with {target}; train one with as many")
+    return folder
 
 
 def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from draftsmith.train.layouts.triton import draft_folder
 from draftsmith.train.readers import plain, sglang, vllm, vllm_eagle3
-from draftsmith.train.readers.understood import Reader
+from draftsmith.train.readers.understood import Reader, Understood
 
 READERS: dict[tuple[str, str], Reader] = {
     ("eagle3", "vllm"): vllm_eagle3.read_eagle3,
@@ -25,3 +29,15 @@ READERS: dict[tuple[str, str], Reader] = {
     ("dspark", "vllm"): vllm.read_dspark,
     ("dspark", "sglang"): sglang.read_dspark,
 }
+
+
+def in_repository(read_vllm: Reader) -> Reader:
+    """Triton's vLLM backend reads the draft that its repository holds."""
+
+    def read(folder: Path, target_config: dict[str, Any]) -> Understood | Path:
+        return read_vllm(draft_folder(folder), target_config)
+
+    return read
+
+
+READERS |= {(family, "triton"): in_repository(read) for (family, engine), read in READERS.items() if engine == "vllm"}

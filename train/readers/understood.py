@@ -24,10 +24,11 @@ class Understood(NamedTuple):
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+    target: Path | None = None  # where the engine finds the target, if that is part of the export
 
 
-# (the exported folder, the target's config.json) -> what the engine makes of it; None where it loads the folder as we do.
-Reader = Callable[[Path, dict[str, Any]], Understood | None]
+# (the exported folder, the target's config.json) -> what the engine makes of it; a folder where it loads that as we do.
+Reader = Callable[[Path, dict[str, Any]], Understood | Path]
 
 
 class Parameters:

@@ -111,7 +111,7 @@ def read_mimo(folder: Path, target_config: dict[str, Any]) -> Understood:
     for name, tensor in read_weights(folder).items():
         if "mtp_layers" in name:
             parameters.fill(name, tensor)
-    return Understood(config, own_mtp(renamed(parameters.loaded(), prefix, "")))
+    return Understood(config, own_mtp(renamed(parameters.loaded(), prefix, "")), target=folder)
 
 
 def own_mtp(module: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

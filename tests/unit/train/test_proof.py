@@ -68,7 +68,11 @@ def test_every_layout_that_is_written_has_a_reader() -> None:
     assert {(family, engine) for family, writers in WRITERS.items() for engine in writers} == READERS.keys()
 
 
-@pytest.mark.parametrize(("family", "engine"), sorted(READERS))
+# In a repository for Triton lies vLLM's layout: one draft beside its target and one within it are enough.
+PAIRS = [(family, engine) for family, engine in sorted(READERS) if engine != "triton" or family in ("eagle3", "mtp")]
+
+
+@pytest.mark.parametrize(("family", "engine"), PAIRS)
 def test_engines_read_the_draft_that_was_trained(
     family: str, engine: str, exported: Callable[[str, str], tuple[Path, Path]]
 ) -> None:

@@ -1,0 +1,46 @@
+"""How engines are told to draft with an exported folder."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+# What vLLM calls the families it drafts with. P-EAGLE is EAGLE-3 with one more word.
+VLLM_METHODS: dict[str, dict[str, Any]] = {
+    "eagle3": {"method": "eagle3"},
+    "p-eagle": {"method": "eagle3", "parallel_drafting": True},
+    "eagle1": {"method": "eagle"},
+    "draft-lm": {"method": "draft_model"},
+    "mtp": {"method": "mtp"},
+    "medusa": {"method": "medusa"},
+    "dflash": {"method": "dflash"},
+    "dspark": {"method": "dspark"},
+}
+SGLANG_ALGORITHMS = {
+    "eagle3": "EAGLE3",
+    "eagle1": "EAGLE",
+    "draft-lm": "STANDALONE",
+    "dflash": "DFLASH",
+    "dspark": "DSPARK",
+}
+
+
+def vllm_options(family: str, target: str, draft: str, k: int) -> dict[str, Any]:
+    """vLLM's engine arguments. A family that is stitched into its target is both models at once."""
+    speculative = {**VLLM_METHODS[family], "num_speculative_tokens": k}
+    if family == "mtp":
+        return {"model": draft, "speculative_config": speculative}
+    return {"model": target, "speculative_config": {**speculative, "model": draft}}
+
+
+def vllm_command(family: str, target: str, draft: str, k: int) -> str:
+    options = vllm_options(family, target, draft, k)
+    return f"vllm serve {options['model']} --speculative-config '{json.dumps(options['speculative_config'])}'"
+
+
+def sglang_command(family: str, target: str, draft: str, k: int) -> str:
+    chain = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+    return (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {SGLANG_ALGORITHMS[family]} "
+        f"--speculative-draft-model-path {draft} {chain}"
+    )
