@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from draftsmith.drafters.attention import register
+from draftsmith.drafters.attention import AttentionContext, register
 from draftsmith.drafters.causal_lm import CausalLM, load_model, load_tokenizer
+from draftsmith.drafters.chain import CatchUp, HeadStep, draft_chain
+from draftsmith.drafters.chain_graphs import Capturable, ChainGraphs
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.lora import add_adapters, merged_state
@@ -23,15 +26,18 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import check_finite, read_config, read_weights
 from draftsmith.errors import UserError
+from draftsmith.kernels.cuda_graphs import Recorder
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 
 
-class DraftLm(nn.Module, Recordable):
+class DraftLm(nn.Module, Recordable, Capturable):
     """`model` has as many token ids as the target."""
 
     family = "draft-lm"
     taps: tuple[int, ...] = ()
     vocab_map = None
+    ahead = 1  # the state at position t predicts the token at t + 1
+    _graphs: ChainGraphs | None = None
 
     def __init__(self, model: PreTrainedModel, name: str):
         super().__init__()
@@ -103,27 +109,32 @@ class DraftLm(nn.Module, Recordable):
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.lm.refresh()  # a swap writes new weights in place
         drawing = Drawing(inputs, vocab_size=self.lm.vocab_size)
-        ends = inputs.lengths.cumsum(0)
-        rows = torch.arange(len(ends), device=ends.device)
-        offsets = torch.arange(len(inputs.tokens), device=ends.device)
-        begins = torch.repeat_interleave(inputs.starts - (ends - inputs.lengths), inputs.lengths)
-        context = PagedPass(inputs.pool, inputs.block_tables, begins + offsets, inputs.lengths)
-        states = self.lm.paged(inputs.tokens[None], (begins + offsets)[None], context).final[0, ends - 1]
-        positions = inputs.starts + inputs.lengths - 1
-        tables, ones, tokens = inputs.block_tables, torch.ones_like(rows), inputs.tokens
-        for depth in range(drawing.depth):
-            # The rows that drafted at the depth before are those with a longer budget than it.
-            alive = [budget > depth for budget in drawing.budgets if depth == 0 or budget > depth - 1]
-            if not all(alive):
-                kept = torch.tensor(alive, device=rows.device)
-                rows, positions, tables, ones, states = rows[kept], positions[kept], tables[kept], ones[kept], states[kept]
-                tokens = tokens[kept] if depth > 0 else tokens
-            if depth > 0:
-                context = PagedPass(inputs.pool, tables, positions, ones)
-                states = self.lm.paged(tokens[None], positions[None], context).final[0]
-            positions = positions + 1
-            tokens = drawing.draw(rows, depth, self.lm.head(states), positions)
+        draft_chain(self, inputs, self._catch_up(inputs), drawing, self._graphs)
         return drawing.proposal()
+
+    def _catch_up(self, inputs: DraftInputs) -> CatchUp:
+        starts, lengths = inputs.starts.tolist(), inputs.lengths.tolist()
+        places = [place for start, length in zip(starts, lengths) for place in range(start, start + length)]
+        ends = [end - 1 for end in itertools.accumulate(lengths)]
+        # All that the host knows arrives in one copy.
+        parts = torch.tensor(places + lengths + ends, device=inputs.tokens.device)
+        positions, counts, last = parts.split([len(places), len(lengths), len(lengths)])
+        context = PagedPass(inputs.pool, inputs.block_tables, positions, counts)
+        states = self.lm.paged(inputs.tokens[None], positions[None], context).final[0, last]
+        return CatchUp(list(range(len(lengths))), positions[last], inputs.block_tables, HeadStep(states, states))
+
+    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
+        self._graphs = ChainGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+
+    def read_drafts(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> HeadStep:
+        """The model goes by its keys and values, not by a state handed on."""
+        states = self.lm.paged(tokens[None], positions[None], context).final[0]
+        return HeadStep(states, states)
+
+    def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
+        return self.lm.head(head_input)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """All drafted tokens but the last were read; those that were kept stay right."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
 
 from draftsmith.drafters.attention import AttentionContext
+from draftsmith.drafters.chain import CatchUp, HeadStep, draft_chain
+from draftsmith.drafters.chain_graphs import Capturable, ChainGraphs
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.recorded import Recordable
@@ -23,32 +24,17 @@ from draftsmith.drafters.recorded_head import RecordedHead, record_head
 from draftsmith.drafters.tree_growth import grow
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.drafters.unroll import UnrollPass
+from draftsmith.kernels.cuda_graphs import Recorder
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 
 
-class HeadStep(NamedTuple):
-    next_hidden: torch.Tensor  # [..., H], taken for the state at the next position
-    head_input: torch.Tensor  # [..., H], what the draft head multiplies
-
-
-class CatchUp(NamedTuple):
-    """The head's state after the true states it had not read yet; rows without any have nothing to draft from."""
-
-    rows: torch.Tensor  # [R] indices of the rows that can draft
-    positions: torch.Tensor  # [R] their last position with a true state
-    step: HeadStep  # [R, H]
-
-    def select(self, chosen: torch.Tensor) -> CatchUp:
-        """`chosen` [R] bool."""
-        step = HeadStep(self.step.next_hidden[chosen], self.step.head_input[chosen])
-        return CatchUp(self.rows[chosen], self.positions[chosen], step)
-
-
-class FeatureHead(nn.Module, Recordable):
+class FeatureHead(nn.Module, Recordable, Capturable):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
+    ahead = 2  # the state at position t predicts the token at t + 2
     _recorded: RecordedHead | None = None
+    _graphs: ChainGraphs | None = None
 
     @abstractmethod
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
@@ -106,32 +92,18 @@ class FeatureHead(nn.Module, Recordable):
     def propose(self, inputs: DraftInputs) -> Proposal:
         caught = self._catch_up(inputs)
         drawing = Drawing(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
-        if caught is None:
-            return drawing.proposal()
-        rows, positions, step, tokens = caught.rows, caught.positions, caught.step, inputs.tokens
-        indices: list[int] = rows.tolist()
-        tables, ones = inputs.block_tables[rows], torch.ones_like(rows)
-        for depth in range(drawing.depth):
-            alive = [drawing.budgets[index] > depth for index in indices]
-            if not any(alive):
-                break
-            if not all(alive):
-                kept = torch.tensor(alive, device=rows.device)
-                indices = [index for index, stays in zip(indices, alive) if stays]
-                rows, positions, tables, ones = rows[kept], positions[kept], tables[kept], ones[kept]
-                step = HeadStep(step.next_hidden[kept], step.head_input[kept])
-                tokens = tokens[kept] if depth > 0 else tokens
-            if depth > 0:
-                positions = positions + 1
-                context = PagedPass(inputs.pool, tables, positions, ones)
-                step = self.read_ragged(self.embed(tokens), step.next_hidden, positions, context)
-            # The state at position t predicts t + 2.
-            tokens = drawing.draw(rows, depth, self.draft_logits(step.head_input), positions + 2)
+        if caught is not None:
+            draft_chain(self, inputs, caught, drawing, self._graphs)
         return drawing.proposal()
 
     @torch.no_grad()
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
-        return grow(self, inputs, self._catch_up(inputs), shape)
+        passes = inputs.sampling.passes
+        greedy = [passes.all_greedy] * len(inputs.num_draft)
+        if passes.greedy and not passes.all_greedy:
+            # The only look at the device, while it has nothing else to do.
+            greedy = (inputs.sampling.temperature == 0).tolist()
+        return grow(self, inputs, self._catch_up(inputs), shape, greedy)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """Drafted positions were written from the head's own states; they are read again with the target's."""
@@ -141,7 +113,6 @@ class FeatureHead(nn.Module, Recordable):
         """Reads the true states of positions `starts .. starts + lengths - 2` of every row."""
         if self._recorded is not None:
             self._recorded.refresh()  # a swap writes new weights in place
-        device = inputs.tokens.device
         rows, lengths, following, places = [], [], [], []
         begin = 0
         for row, (start, length) in enumerate(zip(inputs.starts.tolist(), inputs.lengths.tolist())):
@@ -153,12 +124,22 @@ class FeatureHead(nn.Module, Recordable):
             begin += length
         if not rows:
             return None
-        positions, which = torch.tensor(places, device=device), torch.tensor(rows, device=device)
-        context = PagedPass(inputs.pool, inputs.block_tables[which], positions, torch.tensor(lengths, device=device))
-        embeds = self.embed(inputs.tokens[torch.tensor(following, device=device)])
-        step = self.read_ragged(embeds, self.fused(inputs.taps), positions, context)
-        last = torch.tensor([end - 1 for end in itertools.accumulate(lengths)], device=device)
-        return CatchUp(which, positions[last], HeadStep(step.next_hidden[last], step.head_input[last]))
+        last = [end - 1 for end in itertools.accumulate(lengths)]
+        # All that the host knows arrives in one copy.
+        parts = torch.tensor(places + following + rows + lengths + last, device=inputs.tokens.device)
+        positions, following, which, counts, ends = parts.split([len(places)] * 2 + [len(rows)] * 3)
+        tables = inputs.block_tables[which]
+        context = PagedPass(inputs.pool, tables, positions, counts)
+        step = self.read_ragged(self.embed(inputs.tokens[following]), self.fused(inputs.taps), positions, context)
+        return CatchUp(rows, positions[ends], tables, step.select(ends))
+
+    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
+        self._graphs = ChainGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+
+    def read_drafts(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> HeadStep:
+        return self.read_ragged(self.embed(tokens), hidden, positions, context)
 
     def read_ragged(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext

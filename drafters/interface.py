@@ -26,18 +26,19 @@ Adjust = Callable[[torch.Tensor, torch.Tensor, list[list[int]]], torch.Tensor]
 class DraftInputs:
     """One propose call for B requests, ragged: row b owns `lengths[b]` consecutive tokens.
 
+    `starts`, `lengths` and `num_draft` are the host's: what a round looks like is known without asking a device.
     Row b's draft cache already covers positions `0 .. starts[b]-1`. `tokens` are the committed tokens from position
     `starts[b]` to the last one, `n_b = starts[b] + lengths[b] - 1`, whose successor is to be drafted. The target has not
     yet run on the last token, so its taps exist for one position less.
     """
 
     tokens: torch.Tensor  # [T] int64
-    starts: torch.Tensor  # [B] int64
-    lengths: torch.Tensor  # [B] int64, >= 1
+    starts: torch.Tensor  # [B] int64, on the host
+    lengths: torch.Tensor  # [B] int64, >= 1, on the host
     taps: (
         torch.Tensor | None
     )  # [T - B, taps * hidden]: positions starts[b] .. n_b - 1 of each row; None when the drafter wants none
-    num_draft: torch.Tensor  # [B] int64, k of each row, 0 <= k; rows with 0 only catch up
+    num_draft: torch.Tensor  # [B] int64, on the host, k of each row, 0 <= k; rows with 0 only catch up
     sampling: SamplingRows  # the law the request asked for, row by row
     seeds: torch.Tensor  # [B] int64; draws use (seed, absolute position of the drawn token, Purpose.DRAFT)
     pool: PagedPool | None  # this drafter's own keys and values; block ids are shared with the target's pool
@@ -62,6 +63,7 @@ class Proposal:
     logits: torch.Tensor | None  # [B, K, V] float32, processed (filtered, tempered) as sampled; None = deterministic, one-hot q
     parents: torch.Tensor | None = None  # [B, K] int64, as in `kernels/trees.py: DraftTree`; `logits` is then [Q, V]
     q_rows: torch.Tensor | None = None  # [B, K + 1] int64: the row of `logits` that the children of each slot were drawn from
+    sound: torch.Tensor | None = None  # [B, K] bool, False where a law had no mass; None: where `logits` say so
     copied: frozenset[int] = (
         frozenset()
     )  # rows that were copied from text whatever `logits` are: no temperature had a part in them

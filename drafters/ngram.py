@@ -30,7 +30,7 @@ class Ngram:
     def propose(self, inputs: DraftInputs) -> Proposal:
         drafts = [self._continuation(history, k) for history, k in zip(inputs.histories, inputs.num_draft.tolist())]
         width = int(inputs.num_draft.max())
-        device = inputs.num_draft.device
+        device = inputs.tokens.device
         tokens = torch.tensor([draft + [-1] * (width - len(draft)) for draft in drafts], dtype=torch.int64, device=device)
         lengths = torch.tensor([len(draft) for draft in drafts], device=device)
         return Proposal(tokens=tokens.view(len(drafts), width), lengths=lengths, logits=None)

@@ -47,7 +47,7 @@ class Suffix:
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         drafts = [draft.tokens for draft in self.drafts(inputs)]
-        width, device = int(inputs.num_draft.max()), inputs.num_draft.device
+        width, device = int(inputs.num_draft.max()), inputs.tokens.device
         tokens = torch.tensor([draft + [-1] * (width - len(draft)) for draft in drafts], dtype=torch.int64, device=device)
         lengths = torch.tensor([len(draft) for draft in drafts], device=device)
         return Proposal(tokens=tokens.view(len(drafts), width), lengths=lengths, logits=None)

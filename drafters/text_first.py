@@ -39,7 +39,7 @@ class TextFirst(Recordable):
         taken = [k > 0 and draft.score >= self.share * k for draft, k in zip(drafts, counts, strict=True)]
         if not any(taken):
             return self.model.propose(inputs)
-        is_taken = torch.tensor(taken, device=inputs.num_draft.device)
+        is_taken = torch.tensor(taken)
         modelled = self.model.propose(replace(inputs, num_draft=inputs.num_draft.masked_fill(is_taken, 0)))
         return joined(modelled, {row: draft for row, draft in enumerate(drafts) if taken[row]}, max(counts))
 
@@ -64,4 +64,7 @@ def joined(modelled: Proposal, texts: dict[int, Draft], width: int) -> Proposal:
         if logits is not None:
             logits[row] = -torch.inf
             logits[row, torch.arange(len(draft.tokens)), draft.tokens] = 0.0
-    return Proposal(tokens=tokens, lengths=lengths, logits=logits, copied=frozenset(texts))
+    sound = None
+    if modelled.sound is not None:
+        sound = torch.nn.functional.pad(modelled.sound, (0, missing), value=True)
+    return Proposal(tokens=tokens, lengths=lengths, logits=logits, sound=sound, copied=frozenset(texts))

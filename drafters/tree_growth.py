@@ -1,88 +1,96 @@
 """Draft trees from a feature head: EAGLE-2's dynamic ones, and sampled ones that have a true q.
 
+How many nodes a level has is known beforehand, from the shape and the budgets; which of them are alive is not, and stays on the
+device: nothing is read back from it.
 Legend: R rows that can draft, W nodes of a level, C nodes in all, H hidden width, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from draftsmith.drafters.chain import CatchUp
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.tree_laws import TreeLaws
+from draftsmith.drafters.tree_laws import Parents, TreeLaws
 from draftsmith.drafters.tree_nodes import TreeNodes, merged
 from draftsmith.drafters.tree_reader import Level, TreeReader
 from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.heads import CatchUp, FeatureHead
+    from draftsmith.drafters.heads import FeatureHead
 
 
-def grow(head: FeatureHead, inputs: DraftInputs, caught: CatchUp | None, shape: TreeShape) -> Proposal:
-    """A tree for every row that has caught up, of `shape` but with no more than the row's `num_draft` nodes."""
-    if caught is None or len(caught.rows) == 0:
-        rows = torch.empty(0, dtype=torch.int64, device=inputs.num_draft.device)
-        return TreeNodes(0, rows.device).proposal(inputs, rows, None, torch.empty(0, 1, dtype=torch.int64, device=rows.device))
+class Growth(NamedTuple):
+    """What growing trees of one kind needs."""
+
+    inputs: DraftInputs
+    laws: TreeLaws
+    reader: TreeReader
+    budgets: torch.Tensor  # [R] most nodes of each row, at least 1
+    most: int  # the largest budget
+
+
+def grow(head: FeatureHead, inputs: DraftInputs, caught: CatchUp | None, shape: TreeShape, greedy: list[bool]) -> Proposal:
+    """A tree for every row that has caught up, of `shape` but with no more than the row's `num_draft` nodes; `greedy` says
+    which rows of the batch are."""
     if isinstance(shape, TreeByLaw):
-        greedy = inputs.sampling.temperature[caught.rows] == 0
-        return merged(
-            grow(head, inputs, caught.select(greedy), shape.greedy), grow(head, inputs, caught.select(~greedy), shape.sampled)
-        )
-    laws = TreeLaws(inputs, caught.rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map)
-    reader = TreeReader(head, inputs, caught)
-    budgets = inputs.num_draft[caught.rows].clamp(max=shape.nodes)
-    if isinstance(shape, SampledTree):
-        return SampledGrowth(inputs, laws, reader, budgets).grow(shape)
-    return grow_dynamic(inputs, laws, reader, budgets, shape)
+        by_law = {True: shape.greedy, False: shape.sampled}
+        grown = [_grow_rows(head, inputs, caught, by_law[law], [one == law for one in greedy]) for law in sorted({*greedy})]
+        return grown[0] if len(grown) == 1 else merged(*grown)
+    return _grow_rows(head, inputs, caught, shape, [True] * len(greedy))
 
 
-def grow_dynamic(inputs: DraftInputs, laws: TreeLaws, reader: TreeReader, budgets: torch.Tensor, shape: DynamicTree) -> Proposal:
+def _grow_rows(
+    head: FeatureHead, inputs: DraftInputs, caught: CatchUp | None, shape: DynamicTree | SampledTree, wanted: list[bool]
+) -> Proposal:
+    device, allowed = inputs.tokens.device, inputs.num_draft.tolist()
+    indices = [] if caught is None else caught.indices
+    chosen = [at for at, row in enumerate(indices) if wanted[row] and allowed[row] > 0]
+    if caught is None or not chosen:
+        none = torch.empty(0, 1, dtype=torch.int64, device=device)
+        return TreeNodes(0, device).proposal(inputs, none[:, 0], None, none, none[:, 0] > 0)
+    budgets = [min(allowed[indices[at]], shape.nodes) for at in chosen]
+    picked, limits, rows = torch.tensor([chosen, budgets, [indices[at] for at in chosen]], device=device)
+    if len(chosen) < len(indices):
+        caught = caught.select(picked, [indices[at] for at in chosen])
+    laws = TreeLaws(inputs, rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map)
+    growth = Growth(inputs, laws, TreeReader(head, inputs, caught, limits), limits, max(budgets))
+    return SampledGrowth(growth).grow(shape) if isinstance(shape, SampledTree) else grow_dynamic(growth, shape)
+
+
+def grow_dynamic(growth: Growth, shape: DynamicTree) -> Proposal:
+    inputs, laws, reader, budgets, most = growth
     nodes = TreeNodes(len(budgets), budgets.device)
     # A row with a small budget has few places for nodes that are read.
-    widths = ((budgets + 1) // max(shape.depth - 1, 1)).clamp(1, shape.width)
+    deepest, readable = min(shape.depth, most), max(shape.depth - 1, 1)
+    widest = min(max((most + 1) // readable, 1), shape.width)
+    widths = ((budgets + 1) // readable).clamp(1, shape.width)
     depths = budgets.clamp(max=shape.depth)
     level = reader.root
     at = torch.full_like(budgets, -1)[:, None]  # [R, W] the nodes of the level
     ranks = torch.zeros(at.shape, device=at.device)
     sound = torch.ones_like(budgets, dtype=torch.bool)
-    for depth in range(shape.depth):
-        alive = (ranks > -torch.inf) & (depth < depths[:, None])
-        owners, columns = alive.nonzero(as_tuple=True)
-        prefixes = nodes.prefixes(owners, at[owners, columns]) if laws.adjusts else []
-        children = laws.likeliest(level.logits[owners, columns], owners, prefixes, shape.width)
+    for depth in range(deepest):
+        children = laws.likeliest(Parents(level.logits, nodes, at, ranks > -torch.inf), shape.width)
         if depth == 0:
-            sound[owners] = children.logprobs[:, 0] > -torch.inf
-        tokens = torch.zeros(*at.shape, shape.width, dtype=torch.int64, device=at.device)
-        worth = torch.full(tokens.shape, -torch.inf, device=at.device)
-        tokens[owners, columns] = children.tokens
-        worth[owners, columns] = ranks[owners, columns, None] + children.logprobs
-        first = nodes.count
-        nodes.add(tokens.flatten(1), at.repeat_interleave(shape.width, dim=1), worth.flatten(1))
-        if depth + 1 == shape.depth:
+            sound = children.logprobs[:, 0, 0] > -torch.inf
+        worth = (ranks[..., None] + children.logprobs).flatten(1)
+        tokens, first = children.tokens.flatten(1), nodes.count
+        nodes.add(tokens, at.repeat_interleave(shape.width, dim=1), worth)
+        if depth + 1 == deepest:
             break
-        best = worth.flatten(1).topk(min(shape.width, worth[0].numel()), dim=1)
-        columns = torch.arange(best.values.shape[1], device=at.device)
-        read = (columns < widths[:, None]) & (depth + 1 < depths[:, None])
+        best = worth.topk(min(widest, worth.shape[1]), dim=1)
+        read = (torch.arange(best.values.shape[1], device=at.device) < widths[:, None]) & (depth + 1 < depths[:, None])
         ranks = torch.where(read, best.values, -torch.inf)
-        read = ranks > -torch.inf
-        if not bool(read.any()):
-            break
         above, at = best.indices // shape.width, best.indices + first
         states = level.next_hidden.take_along_dim(above[..., None], dim=1)
-        level = reader.read(tokens.flatten(1).gather(1, best.indices), states, level.bits.gather(1, above), read, depth)
-    return _dynamic_proposal(inputs, laws, nodes.best(budgets, shape.nodes), sound)
-
-
-def _dynamic_proposal(inputs: DraftInputs, laws: TreeLaws, nodes: TreeNodes, sound: torch.Tensor) -> Proposal:
-    q_rows = torch.full((len(sound), nodes.count + 1), -1, dtype=torch.int64, device=sound.device)
-    if bool(sound.all()):
-        return nodes.proposal(inputs, laws.rows, None, q_rows)
-    # NaN weights: one node whose law has no mass tells the engine so.
-    lost = ~sound
-    nodes.tokens[lost], nodes.parents[lost, 0], nodes.ranks[lost, 0], q_rows[lost, 0] = 0, -1, 0.0, 0
-    logits = torch.full((1, laws.vocab_size), -torch.inf, dtype=torch.float32, device=sound.device)
-    return nodes.proposal(inputs, laws.rows, logits, q_rows)
+        bits = level.bits.gather(1, above)
+        level = reader.read(tokens.gather(1, best.indices), states, bits, ranks > -torch.inf, depth)
+    kept = nodes.best(budgets, min(shape.nodes, most))
+    q_rows = torch.full((len(sound), kept.count + 1), -1, dtype=torch.int64, device=sound.device)
+    return kept.proposal(inputs, laws.rows, None, q_rows, sound)
 
 
 class SampledGrowth:
@@ -92,64 +100,54 @@ class SampledGrowth:
     of their position; verification visits one node of a depth, so that it never sees the same noise twice.
     """
 
-    def __init__(self, inputs: DraftInputs, laws: TreeLaws, reader: TreeReader, budgets: torch.Tensor):
-        self.inputs, self.laws, self.reader, self.budgets = inputs, laws, reader, budgets
-        self.nodes = TreeNodes(len(budgets), budgets.device)
+    def __init__(self, growth: Growth):
+        self.growth = growth
+        self.nodes = TreeNodes(len(growth.budgets), growth.budgets.device)
+        self.sound = torch.ones_like(growth.budgets, dtype=torch.bool)
         self.q_rows: list[torch.Tensor] = []  # [R, W] a level
         self.q_logits: list[torch.Tensor] = []
         self.num_laws = 0
 
     def grow(self, shape: SampledTree) -> Proposal:
-        level, at = self.reader.root, torch.full_like(self.budgets, -1)[:, None]
+        inputs, laws, reader, budgets, most = self.growth
+        level, at = reader.root, torch.full_like(budgets, -1)[:, None]
         for depth, count in enumerate(shape.branches):
             first = self.nodes.count
             tokens = self._branch(level, at, depth, count)
-            if depth + 1 == shape.depth:
+            # Read are the nodes whose first child is within the budget: the first ones of a level.
+            num_read = 0
+            if depth + 1 < shape.depth:
+                num_read = min(tokens.shape[1], -(-(most - self.nodes.count) // shape.branches[depth + 1]))
+            if num_read <= 0:
                 break
-            indices = torch.arange(tokens.shape[1], device=at.device)
-            # Read are the nodes whose first child is within the budget.
-            read = self.nodes.count + indices * shape.branches[depth + 1] < self.budgets[:, None]
-            if not bool(read.any()):
-                break
-            above, at = indices // count, (first + indices).expand_as(tokens)
-            level = self.reader.read(tokens, level.next_hidden[:, above], level.bits[:, above], read, depth)
-        self.q_rows.append(torch.full_like(self.nodes.tokens[:, first:], -1))
-        q_rows = torch.cat(self.q_rows, dim=1)
-        logits = torch.cat(self.q_logits) if self.num_laws > 0 else None
-        return self.nodes.proposal(self.inputs, self.laws.rows, logits, q_rows)
+            indices = torch.arange(num_read, device=at.device)
+            read = self.nodes.count + indices * shape.branches[depth + 1] < budgets[:, None]
+            above, at = indices // count, (first + indices).expand(len(budgets), -1)
+            level = reader.read(tokens[:, :num_read], level.next_hidden[:, above], level.bits[:, above], read, depth)
+        told = torch.cat(self.q_rows, dim=1)
+        q_rows = torch.nn.functional.pad(told, (0, self.nodes.count + 1 - told.shape[1]), value=-1)
+        logits = torch.cat(self.q_logits) if self.q_logits else None
+        return self.nodes.proposal(inputs, laws.rows, logits, q_rows, self.sound)
 
     def _branch(self, level: Level, at: torch.Tensor, depth: int, count: int) -> torch.Tensor:
         """Gives `count` children to each of the nodes `at` [R, W] that have any; their tokens [R, W * count]."""
+        laws, budgets = self.growth.laws, self.growth.budgets
         first = self.nodes.count + torch.arange(at.shape[1] * count, device=at.device)
-        real = first < self.budgets[:, None]
-        parents = real[:, ::count]
-        tokens = torch.zeros(*at.shape, count, dtype=torch.int64, device=at.device)
-        told = torch.full_like(at, -1)
-        greedy = self.laws.greedy[:, None] & parents
-        for chosen, draws in ((greedy, False), (parents & ~greedy, True)):
-            owners, columns = chosen.nonzero(as_tuple=True)
-            if len(owners) == 0:
-                continue
-            prefixes = self.nodes.prefixes(owners, at[owners, columns]) if self.laws.adjusts else []
-            logits = level.logits[owners, columns]
-            if draws:
-                # The newest committed token is at `first`; its successors are the children of the root.
-                positions = self.reader.first[owners] + 1 + depth
-                tokens[owners, columns], law = self.laws.draw(logits, owners, prefixes, positions, count)
-                told[owners, columns] = self._tell(law)
-            else:
-                children = self.laws.likeliest(logits, owners, prefixes, count)
-                tokens[owners, columns] = children.tokens
-                lost = children.logprobs[:, 0] == -torch.inf
-                told[owners[lost], columns[lost]] = self._lawless(int(lost.sum()))
+        real = first < budgets[:, None]
+        alive, greedy = real[:, ::count], laws.greedy[:, None]
+        parents, passes = Parents(level.logits, self.nodes, at, alive), laws.sampling.passes
+        tokens, told = torch.zeros(*at.shape, count, dtype=torch.int64, device=at.device), torch.full_like(at, -1)
+        if not passes.all_greedy:
+            # The newest committed token is at `first`; its successors are the children of the root.
+            tokens, law = laws.draw(parents, self.growth.reader.first + 1 + depth, count)
+            told = torch.where(alive & ~greedy, self._tell(law).view(at.shape), -1)
+        if passes.greedy:
+            children = laws.likeliest(parents, count)
+            tokens = torch.where(greedy[..., None], children.tokens, tokens)
+            self.sound &= ~(alive & greedy & (children.logprobs[..., 0] == -torch.inf)).any(dim=1)
         self.q_rows.append(told)
         self.nodes.add(tokens.flatten(1), at.repeat_interleave(count, dim=1), torch.where(real, 0.0, -torch.inf))
         return tokens.flatten(1)
-
-    def _lawless(self, count: int) -> torch.Tensor:
-        """Rows of q for laws without mass (NaN weights), which tell the engine so."""
-        law = torch.full((count, self.laws.vocab_size), -torch.inf, dtype=torch.float32, device=self.budgets.device)
-        return self._tell(law)
 
     def _tell(self, law: torch.Tensor) -> torch.Tensor:
         """The rows of q that processed laws [n, V] get."""

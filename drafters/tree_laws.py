@@ -1,4 +1,8 @@
-"""The draft's laws at the nodes of a tree, over the draft's ids, and the children chosen or drawn from them, in the target's."""
+"""The draft's laws at the nodes of a tree, over the draft's ids, and the children chosen or drawn from them, in the target's.
+
+Everything has the shape of the level, whatever its nodes are, so that no size has to be read back from a device.
+Legend: R rows, W nodes of a level, Vd draft vocabulary, V the target's.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,29 @@ import torch
 
 from draftsmith.drafters.drawing import adjusted
 from draftsmith.drafters.interface import DraftInputs
-from draftsmith.kernels.filters import process
+from draftsmith.drafters.tree_nodes import TreeNodes
+from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.randomness import Purpose, sample_without_replacement
 
 
-class Children(NamedTuple):
-    """Of n nodes, `count` each, in the order they are to be tested."""
+class Parents(NamedTuple):
+    """The nodes of a level whose children are wanted."""
 
-    tokens: torch.Tensor  # [n, count] target ids
-    logprobs: torch.Tensor  # [n, count] of the ranking law; -inf where there are not so many
+    logits: torch.Tensor  # [R, W, Vd] raw
+    nodes: TreeNodes
+    at: torch.Tensor  # [R, W] where they are among `nodes`, -1 for the root
+    alive: torch.Tensor  # [R, W] bool; what is found for the others means nothing
+
+
+class Children(NamedTuple):
+    """`count` of each node, in the order they are to be tested."""
+
+    tokens: torch.Tensor  # [R, W, count] target ids
+    logprobs: torch.Tensor  # [R, W, count] of the ranking law; -inf where there are not so many
 
 
 class TreeLaws:
-    """R rows of a batch; `rows` are their indices in it."""
+    """`rows` [R] are the rows' indices in the batch."""
 
     def __init__(self, inputs: DraftInputs, rows: torch.Tensor, *, vocab_size: int, vocab_map: torch.Tensor | None):
         self.inputs, self.rows, self.vocab_size, self.vocab_map = inputs, rows, vocab_size, vocab_map
@@ -29,37 +43,43 @@ class TreeLaws:
         self.seeds = inputs.seeds[rows]
         self._ranking = self.sampling.ranking()
 
-    @property
-    def adjusts(self) -> bool:
-        """Whether prefixes are read."""
-        return self.inputs.adjust is not None
-
-    def likeliest(self, logits: torch.Tensor, owners: torch.Tensor, prefixes: list[list[int]], count: int) -> Children:
-        """Of raw logits [n, Vd] of rows `owners` [n]; `prefixes` are the drafted tokens before each."""
-        law = process(self._adjusted(logits, owners, prefixes), self._ranking.select(owners))
+    def likeliest(self, parents: Parents, count: int) -> Children:
+        law = self._law(parents, self._ranking)
         logprobs = torch.log_softmax(law, dim=-1)
         best = torch.where(logprobs.isnan(), -torch.inf, logprobs).topk(min(count, law.shape[1]), dim=-1)
         missing = count - best.values.shape[1]
         tokens = torch.nn.functional.pad(self._target_ids(best.indices), (0, missing))
-        return Children(tokens, torch.nn.functional.pad(best.values, (0, missing), value=-torch.inf))
+        values = torch.nn.functional.pad(best.values, (0, missing), value=-torch.inf)
+        shape = parents.at.shape
+        return Children(tokens.unflatten(0, shape), values.unflatten(0, shape))
 
-    def draw(
-        self, logits: torch.Tensor, owners: torch.Tensor, prefixes: list[list[int]], positions: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(children [n, count], the processed laws [n, V] they were drawn from without replacement, over the target's ids).
+    def draw(self, parents: Parents, positions: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(children [R, W, count] at `positions` [R], the processed laws [R * W, V] they were drawn from without replacement,
+        over the target's ids).
 
         A child that the law has no more token for repeats the first one, which no verification keeps again. A law without mass
         (NaN weights) gives token 0, at -inf.
         """
-        law = process(self._adjusted(logits, owners, prefixes), self.sampling.select(owners))
-        ids = sample_without_replacement(law, self.seeds[owners], positions, Purpose.DRAFT, count)
+        width = parents.at.shape[1]
+        law = self._law(parents, self.sampling)
+        seeds, places = self.seeds.repeat_interleave(width), positions.repeat_interleave(width)
+        ids = sample_without_replacement(law, seeds, places, Purpose.DRAFT, count)
         ids = torch.where(ids < 0, ids[:, :1], ids).clamp(min=0)
-        return self._target_ids(ids), self._over_target_ids(law)
+        return self._target_ids(ids).unflatten(0, parents.at.shape), self._over_target_ids(law)
 
-    def _adjusted(self, logits: torch.Tensor, owners: torch.Tensor, prefixes: list[list[int]]) -> torch.Tensor:
-        if self.inputs.adjust is None:
-            return logits
-        return adjusted(self.inputs.adjust, logits, self.rows[owners], prefixes, self.vocab_size, self.vocab_map)
+    def _law(self, parents: Parents, sampling: SamplingRows) -> torch.Tensor:
+        """[R * W, Vd] processed."""
+        num_rows, width = parents.at.shape
+        owners = torch.arange(num_rows, device=parents.at.device).repeat_interleave(width)
+        logits = parents.logits.flatten(0, 1)
+        if self.inputs.adjust is not None:
+            # What requests ask beyond filters is worked out on the host, from the tokens drafted so far.
+            chosen = parents.alive.flatten().nonzero()[:, 0]
+            prefixes = parents.nodes.prefixes(owners[chosen], parents.at.flatten()[chosen])
+            rows = self.rows[owners[chosen]]
+            changed = adjusted(self.inputs.adjust, logits[chosen], rows, prefixes, self.vocab_size, self.vocab_map)
+            logits = logits.index_copy(0, chosen, changed)
+        return process(logits, sampling if width == 1 else sampling.select(owners))
 
     def _target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return ids if self.vocab_map is None else self.vocab_map[ids]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
@@ -54,34 +56,61 @@ class TreeNodes:
         best.add(_put(places, self.tokens, width, 0), _put(places, moved, width, -1), _put(places, self.ranks, width, -torch.inf))
         return best
 
-    def proposal(self, inputs: DraftInputs, rows: torch.Tensor, logits: torch.Tensor | None, q_rows: torch.Tensor) -> Proposal:
-        """Rows [R] of the batch get these nodes, the others none; q_rows [R, C + 1]."""
+    def proposal(
+        self, inputs: DraftInputs, rows: torch.Tensor, logits: torch.Tensor | None, q_rows: torch.Tensor, sound: torch.Tensor
+    ) -> Proposal:
+        """Rows [R] of the batch get these nodes, the others none; q_rows [R, C + 1]. `sound` [R]: all their laws had mass."""
         size = len(inputs.num_draft)
         tokens, parents = (torch.full((size, self.count), -1, dtype=torch.int64, device=rows.device) for _ in range(2))
         laws = torch.full((size, self.count + 1), -1, dtype=torch.int64, device=rows.device)
         lengths = torch.zeros(size, dtype=torch.int64, device=rows.device)
+        whole = torch.ones(size, self.count, dtype=torch.bool, device=rows.device)
         real = self.ranks > -torch.inf
         tokens[rows] = torch.where(real, self.tokens, -1)
         parents[rows], laws[rows], lengths[rows] = self.parents, q_rows, real.sum(dim=1)
-        return Proposal(tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=laws)
+        whole[rows] = sound[:, None].expand(-1, self.count)
+        return Proposal(tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=laws, sound=whole)
 
 
 def merged(one: Proposal, other: Proposal) -> Proposal:
     """Trees of the same batch, where no row has a tree in both."""
     if one.tokens.shape[1] < other.tokens.shape[1]:
         one, other = other, one
-    parents, more_parents, laws, more_laws = one.parents, other.parents, one.q_rows, other.q_rows
-    assert parents is not None and more_parents is not None and laws is not None and more_laws is not None
-    tokens, lengths, logits = one.tokens.clone(), one.lengths + other.lengths, one.logits
-    shift = 0
+    width = one.tokens.shape[1]
+    mine, theirs = _parts(one, width), _parts(other, width)
+    logits, laws = one.logits, theirs.q_rows
     if other.logits is not None:
-        shift = 0 if logits is None else len(logits)
+        laws = torch.where(laws < 0, -1, laws + (0 if logits is None else len(logits)))
         logits = other.logits if logits is None else torch.cat([logits, other.logits])
-    rows, width = other.lengths > 0, other.tokens.shape[1]
-    parents, laws = parents.clone(), laws.clone()
-    tokens[rows, :width], parents[rows, :width] = other.tokens[rows], more_parents[rows]
-    laws[rows, : width + 1] = torch.where(more_laws[rows] < 0, -1, more_laws[rows] + shift)
-    return Proposal(tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=laws)
+    chosen = (other.lengths > 0)[:, None]
+    return Proposal(
+        tokens=torch.where(chosen, theirs.tokens, mine.tokens),
+        lengths=one.lengths + other.lengths,
+        logits=logits,
+        parents=torch.where(chosen, theirs.parents, mine.parents),
+        q_rows=torch.where(chosen, laws, mine.q_rows),
+        sound=mine.sound & theirs.sound,
+    )
+
+
+class _Parts(NamedTuple):
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    q_rows: torch.Tensor
+    sound: torch.Tensor
+
+
+def _parts(proposal: Proposal, width: int) -> _Parts:
+    """What a proposal has a column of for every node, for `width` nodes."""
+    tokens, parents, laws, sound = proposal.tokens, proposal.parents, proposal.q_rows, proposal.sound
+    assert parents is not None and laws is not None and sound is not None
+    missing, pad = (0, width - tokens.shape[1]), torch.nn.functional.pad
+    return _Parts(
+        pad(tokens, missing, value=-1),
+        pad(parents, missing, value=-1),
+        pad(laws, missing, value=-1),
+        pad(sound, missing, value=True),
+    )
 
 
 def _put(places: torch.Tensor, values: torch.Tensor, width: int, empty: float) -> torch.Tensor:

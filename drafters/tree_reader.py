@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from draftsmith.drafters.chain import CatchUp
 from draftsmith.drafters.interface import DraftInputs
-from draftsmith.kernels.paged_attention import PagedPass, TreeLayout
+from draftsmith.drafters.tree_shape import MAX_NODES
+from draftsmith.kernels.paged_attention import NULL_BLOCK, PagedPass, PagedPool, TreeLayout
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.heads import CatchUp, FeatureHead
+    from draftsmith.drafters.heads import FeatureHead
 
 
 class Level(NamedTuple):
@@ -25,11 +27,15 @@ class TreeReader:
     """The i-th node read of a row keeps its keys at place n + i, n being the row's newest committed token, which has no state.
 
     The engine has reserved a place for every token it may be offered there; what is left behind is overwritten by true states.
+    A level is read whole: nodes that are not alive come last in it and take the places after the others, where the next level
+    writes over them or, beyond what is reserved, the null block has them.
     """
 
-    def __init__(self, head: FeatureHead, inputs: DraftInputs, caught: CatchUp):
-        self.head, self.pool, self.tables = head, inputs.pool, inputs.block_tables[caught.rows]
+    def __init__(self, head: FeatureHead, inputs: DraftInputs, caught: CatchUp, budgets: torch.Tensor):
+        assert inputs.pool is not None
+        self.head, self.pool = head, inputs.pool
         self.first = caught.positions + 1
+        self.tables = reserved(caught.tables, self.first + budgets, self.pool)
         self.used = torch.zeros_like(self.first)
         step = caught.step
         self.root = Level(
@@ -37,25 +43,27 @@ class TreeReader:
         )
 
     def read(self, tokens: torch.Tensor, hidden: torch.Tensor, bits: torch.Tensor, alive: torch.Tensor, depth: int) -> Level:
-        """tokens [R, W] at `depth` below the root (0: its children); states [R, W, H] and bits [R, W] of the nodes above."""
-        index = self.used[:, None] + alive.cumsum(dim=1) - 1
-        bits = torch.where(alive, bits | (1 << index.clamp(min=0)), 0)
-        counts = alive.sum(dim=1)
-        reading = counts > 0
-        self.used = self.used + counts
+        """tokens [R, W] at `depth` below the root (0: its children); states [R, W, H] and bits [R, W] of the nodes above.
+
+        `alive` [R, W]: in each row, all before the first that is not.
+        """
+        index = self.used[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        bits = torch.where(alive, bits | (1 << index.clamp(max=MAX_NODES)), 0)
+        self.used = self.used + alive.sum(dim=1)
         first = self.first[:, None].expand_as(tokens)
-        positions = (first + depth)[alive]
-        layout = TreeLayout(places=(first + index)[alive], ancestors=bits[alive], first=first[alive])
-        context = PagedPass(self.pool, self.tables[reading], positions, counts[reading], tree=layout)
-        step = self.head.read_ragged(self.head.embed(tokens[alive]), hidden[alive], positions, context)
+        layout = TreeLayout(places=(first + index).flatten(), ancestors=bits.flatten(), first=first.flatten())
+        lengths = torch.full_like(self.first, tokens.shape[1])
+        positions = (first + depth).flatten()
+        context = PagedPass(self.pool, self.tables, positions, lengths, tree=layout)
+        # A node that is not alive may come from a state of NaN, which the null block must not get.
+        states = torch.where(alive[..., None], hidden, 0.0).flatten(0, 1)
+        step = self.head.read_drafts(tokens.flatten(), states, positions, context)
         logits = self.head.draft_logits(step.head_input)
-        return Level(_spread(step.next_hidden, alive), _spread(logits, alive), bits)
+        return Level(step.next_hidden.unflatten(0, tokens.shape), logits.unflatten(0, tokens.shape), bits)
 
 
-def _spread(values: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """[T, n] of the alive nodes -> [R, W, n]."""
-    if bool(alive.all()):
-        return values.unflatten(0, alive.shape)
-    spread = values.new_zeros(*alive.shape, values.shape[-1])
-    spread[alive] = values
-    return spread
+def reserved(tables: torch.Tensor, last: torch.Tensor, pool: PagedPool) -> torch.Tensor:
+    """Block tables [R, n] with the null block for all places after `last` [R], and enough of it for a whole level more."""
+    tables = torch.nn.functional.pad(tables, (0, MAX_NODES // pool.block_size + 1), value=NULL_BLOCK)
+    begins = torch.arange(tables.shape[1], device=tables.device) * pool.block_size
+    return torch.where(begins <= last[:, None], tables, NULL_BLOCK)

@@ -19,6 +19,8 @@ from draftsmith.kernels.paged_attention_torch import GatheredContext
 if TYPE_CHECKING:
     from draftsmith.kernels.paged_attention_triton import TritonContext
 
+NULL_BLOCK = 0  # nobody's: what is written there is never read, see serve/blocks.py, which knows no torch
+
 
 @dataclass(frozen=True)
 class PagedPool:

@@ -96,10 +96,11 @@ class Drafting:
         seeds: torch.Tensor,
         *,
         adjust: Adjust | None = None,
+        least_survival: float = 0.0,
     ) -> Drafts | None:
         """Drafts for `rows`, or None when the drafter failed as a whole; it never raises."""
         try:
-            inputs = self._inputs(rows, tables, sampling, seeds, adjust)
+            inputs = replace(self._inputs(rows, tables, sampling, seeds, adjust), least_survival=least_survival)
             if self._resting:
                 return self._stand_in(inputs, rows)
             drafts = self._checked(self._proposal(inputs), rows)
@@ -152,10 +153,10 @@ class Drafting:
         device = tables.device
         return DraftInputs(
             tokens=torch.tensor(tokens, device=device),
-            starts=torch.tensor([row.request.draft_cached for row in rows], device=device),
-            lengths=torch.tensor([row.request.num_tokens - row.request.draft_cached for row in rows], device=device),
+            starts=torch.tensor([row.request.draft_cached for row in rows]),
+            lengths=torch.tensor([row.request.num_tokens - row.request.draft_cached for row in rows]),
             taps=_joined(taps) if self.taps else None,
-            num_draft=torch.tensor([row.k for row in rows], device=device),
+            num_draft=torch.tensor([row.k for row in rows]),
             sampling=sampling,
             seeds=seeds,
             pool=self.pool,
@@ -167,11 +168,16 @@ class Drafting:
         )
 
     def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Drafts:
-        lengths: list[int] = proposal.lengths.tolist()
-        tokens: list[list[int]] = proposal.tokens.tolist()
+        width = proposal.tokens.shape[1]
+        # The round's one look at what was drafted.
+        parts = [proposal.lengths[:, None], proposal.tokens]
+        if (massive := self._massive(proposal)) is not None:
+            parts.append(massive.long())
+        told: list[list[int]] = torch.cat(parts, dim=1).tolist()
+        lengths = [row[0] for row in told]
         if len(lengths) != len(rows) or any(length > row.k for length, row in zip(lengths, rows)):
             raise BadProposal(f"drafted {lengths} tokens where {[row.k for row in rows]} were allowed")
-        chains = [chain[:length] for chain, length in zip(tokens, lengths)]
+        chains = [row[1 : 1 + length] for row, length in zip(told, lengths)]
         if any(not 0 <= token < self.vocab_size for chain in chains for token in chain):
             raise BadProposal(f"drafted {chains}, with a token outside the vocabulary of {self.vocab_size}")
         if proposal.parents is not None:
@@ -179,22 +185,24 @@ class Drafting:
             if isinstance(checked, str):
                 raise BadProposal(f"drafted {checked}")
             tree, sound = checked
+            sound = [fine and all(row[1 + width :]) for fine, row in zip(sound, told)]
             drawn = proposal.q_rows is not None
             return Drafts(chains, sound, proposal.tokens, proposal.lengths, proposal.logits, tree, sampled=drawn)
-        usable = lengths
-        if proposal.logits is not None and proposal.tokens.shape[1] > 0:
-            # A law that gives no mass to its own draw is no law: NaN weights end here. What was drafted before it is verified
-            # all the same: to drop a token for what came of it later would be to choose among the draws (law 4).
-            # What lies beyond a row's length may be anything.
-            real = torch.arange(proposal.tokens.shape[1], device=proposal.tokens.device) < proposal.lengths[:, None]
-            drawn = proposal.logits.gather(2, torch.where(real, proposal.tokens, 0)[:, :, None])[:, :, 0]
-            finite = torch.isfinite(drawn).long().cumprod(dim=1).sum(dim=1).tolist()
-            usable = [min(pair) for pair in zip(lengths, finite)]
+        # NaN weights end here. What was drafted before them is verified all the same: to drop a token for what came of it later
+        # would be to choose among the draws (law 4). What lies beyond a row's length may be anything.
+        usable = [leading(row[1 + width : 1 + width + length], length) for row, length in zip(told, lengths)]
         sound = [kept == length for kept, length in zip(usable, lengths)]
         chains = [chain[:kept] for chain, kept in zip(chains, usable)]
         used = proposal.lengths if all(sound) else torch.tensor(usable, device=proposal.lengths.device)
         sampled = proposal.logits is not None
         return Drafts(chains, sound, proposal.tokens, used, proposal.logits, sampled=sampled, copied=proposal.copied)
+
+    def _massive(self, proposal: Proposal) -> torch.Tensor | None:
+        """[B, K], whether each token has mass in the law it was drawn from: one that gives none to its own draw is no law."""
+        if proposal.sound is not None or proposal.logits is None or proposal.parents is not None:
+            return proposal.sound
+        tokens = proposal.tokens.clamp(0, proposal.logits.shape[2] - 1)
+        return torch.isfinite(proposal.logits.gather(2, tokens[:, :, None])[:, :, 0])
 
     def _failed(self, cause: str, error: object) -> None:
         self._failures += 1
@@ -202,6 +210,11 @@ class Drafting:
         self._pause = min(2 ** (self._failures - 1), LONGEST_PAUSE) - 1
         if self._pause < LONGEST_PAUSE - 1 or self._failures % 16 == 0:
             log.warning("drafter failed (%s: %s); no speculation for the next %d rounds", cause, error, self._pause + 1)
+
+
+def leading(flags: Sequence[int], length: int) -> int:
+    """How many of the first `length` are set before one that is not; all where nothing is told."""
+    return next((index for index, flag in enumerate(flags) if not flag), length)
 
 
 def keep_taps(request: Request, taps: torch.Tensor, begin: int, count: int) -> None:

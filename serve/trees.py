@@ -90,7 +90,14 @@ def check_tree(proposal: Proposal, lengths: Sequence[int]) -> tuple[RoundTree, l
     later would be to choose among the draws (law 4).
     """
     assert proposal.parents is not None
-    parents = [row[:length] for row, length in zip(proposal.parents.tolist(), lengths)]
+    width = proposal.parents.shape[1]
+    parts = [proposal.parents]
+    if proposal.logits is not None:
+        if proposal.q_rows is None:
+            return "laws without telling whose they are"
+        parts += [proposal.q_rows, _has_mass(proposal, proposal.logits, proposal.q_rows)[:, None].long()]
+    told: list[list[int]] = torch.cat(parts, dim=1).tolist()
+    parents = [row[:length] for row, length in zip(told, lengths)]
     if max(lengths, default=0) > MAX_NODES:
         return f"a tree of {max(lengths)} nodes, where {MAX_NODES} are possible"
     if any(not -1 <= parent < node for row in parents for node, parent in enumerate(row)):
@@ -98,13 +105,21 @@ def check_tree(proposal: Proposal, lengths: Sequence[int]) -> tuple[RoundTree, l
     tree = RoundTree(DraftTree(proposal.tokens, proposal.parents, proposal.lengths), proposal.q_rows, parents)
     if proposal.logits is None:
         return tree, [True] * len(parents)
-    if proposal.q_rows is None or int(proposal.q_rows.max()) >= len(proposal.logits):
+    if any(max(row[width : 2 * width + 1]) >= len(proposal.logits) for row in told):
         return "laws without telling whose they are"
+    return tree, [bool(row[-1]) for row in told]
+
+
+def _has_mass(proposal: Proposal, logits: torch.Tensor, q_rows: torch.Tensor) -> torch.Tensor:
+    """[B], whether the laws of all nodes have mass where they were drawn; indices that mean nothing are kept inside."""
+    assert proposal.parents is not None
+    width = proposal.tokens.shape[1]
     # What lies beyond a row's length may be anything.
-    real = torch.arange(proposal.tokens.shape[1], device=proposal.tokens.device) < proposal.lengths[:, None]
-    laws = proposal.q_rows.gather(1, torch.where(real, proposal.parents + 1, 0))
-    drawn = proposal.logits[laws.clamp(min=0), torch.where(real, proposal.tokens, 0)]
-    return tree, (torch.isfinite(drawn) | (laws < 0) | ~real).all(dim=1).tolist()
+    real = torch.arange(width, device=proposal.tokens.device) < proposal.lengths[:, None]
+    laws = q_rows.gather(1, torch.where(real, proposal.parents + 1, 0).clamp(0, width))
+    tokens = torch.where(real, proposal.tokens, 0).clamp(0, logits.shape[1] - 1)
+    drawn = logits[laws.clamp(0, len(logits) - 1), tokens]
+    return (torch.isfinite(drawn) | (laws < 0) | ~real).all(dim=1)
 
 
 def greedy_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> list[int]:
