@@ -15,6 +15,7 @@ class BlockShape(NamedTuple):
     mask_token: int
     causal: bool  # whether a slot sees only those before it
     markov_rank: int = 0
+    confidence: str = ""  # what a confidence head reads: "state", "markov" (the transition's row too), or "" for none
 
 
 def unused_token(target: Target) -> int:
@@ -36,7 +37,11 @@ def checked_mask_token(target: Target, wanted: int | None) -> int:
 
 
 def shape_in(values: Mapping[str, Any]) -> BlockShape:
-    return BlockShape(values["block_size"], values["mask_token_id"], bool(values.get("causal")), values.get("markov_rank") or 0)
+    confidence = ""
+    if values.get("enable_confidence_head"):
+        confidence = "markov" if values.get("confidence_head_with_markov") else "state"
+    rank = values.get("markov_rank") or 0
+    return BlockShape(values["block_size"], values["mask_token_id"], bool(values.get("causal")), rank, confidence)
 
 
 def check_block(values: Mapping[str, Any], folder: Path, *, from_anchor: bool) -> None:

@@ -100,6 +100,10 @@ class Dflash(nn.Module):
         """Normed states [..., H] and the token before each draft [...] -> what the head multiplies."""
         return states
 
+    def confidence(self, head_input: torch.Tensor) -> torch.Tensor | None:
+        """What the head multiplies -> logits [...] of the chance that a draft read off it is kept; None without a guess."""
+        return None
+
     def context(self, taps: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
@@ -135,10 +139,11 @@ class Dflash(nn.Module):
             if depth < depths:
                 # The block that drafts the token at t + 2 at this depth stands at t + 1 - depth.
                 hidden = nn.functional.pad(states[:, :, depth + skipped], (0, 0, depth, 1))[:, 1 : length + 1]
-                yield UnrolledStep(hidden=self.head_input(hidden, previous), valid=has_next & (places >= depth), offset=2)
+                valid = has_next & (places >= depth)
             else:
-                hidden = self.head_input(torch.zeros_like(states[:, :, 0]), previous)
-                yield UnrolledStep(hidden=hidden, valid=torch.zeros_like(has_next), offset=2)
+                hidden, valid = torch.zeros_like(states[:, :, 0]), torch.zeros_like(has_next)
+            head_input = self.head_input(hidden, previous)
+            yield UnrolledStep(hidden=head_input, valid=valid, offset=2, confidence=self.confidence(head_input))
 
     def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
         return PagedPool.empty(
@@ -166,11 +171,20 @@ class Dflash(nn.Module):
         begins = counts.cumsum(0) - counts
         states = self._read_blocks(inputs, rows, newest[rows], counts)
         head, tokens = self.head_weight().T, inputs.tokens[inputs.lengths.cumsum(0)[rows] - 1]
+        survival = torch.ones_like(tokens, dtype=torch.float32)  # the chance that all drafts of a row are kept, as guessed
         for depth in range(int(budgets.max())):
             alive = budgets > depth
             if not alive.all():
-                rows, budgets, begins, tokens = rows[alive], budgets[alive], begins[alive], tokens[alive]
+                rows, budgets, begins, tokens, survival = _those(alive, rows, budgets, begins, tokens, survival)
             head_input = self.head_input(states[begins + depth + skipped], tokens)
+            confidence = self.confidence(head_input) if inputs.least_survival > 0 else None
+            if confidence is not None:
+                # Before the draft is drawn: whether it is offered must not depend on what it is (law 4).
+                survival = survival * torch.sigmoid(confidence.float())
+                sure = survival >= inputs.least_survival
+                rows, budgets, begins, head_input, survival = _those(sure, rows, budgets, begins, head_input, survival)
+            if len(rows) == 0:
+                break
             tokens = drawing.draw(rows, depth, head_input @ head, newest[rows] + 1 + depth)
         return drawing.proposal()
 
@@ -242,6 +256,11 @@ class Dflash(nn.Module):
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
+
+
+def _those(chosen: torch.Tensor, *columns: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`chosen` [R] bool of every column [R, ...]."""
+    return (column[chosen] for column in columns)
 
 
 def projected(

@@ -3,6 +3,8 @@
     logits of x_{n+1+i} = target's head(norm(state of slot i)) + W2 @ W1[x_{n+i}]
 
 The first draft is read off the newest token's own slot. The correction is part of q: drafts are drawn one after another.
+The confidence head guesses alpha of a draft from its slot's state and the token before it, so from nothing that is not known
+before the draft is drawn: a round may end by it (law 4). It is trained towards alpha, with the draft.
 """
 
 from __future__ import annotations
@@ -30,6 +32,20 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
 
+class ConfidenceHead(nn.Module):
+    """`width`: how much of what the head multiplies is read, the state alone or the transition's row beside it."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, head_input: torch.Tensor) -> torch.Tensor:
+        """[..., H + rank] -> logits of alpha [...]."""
+        return self.proj(head_input[..., : self.proj.in_features].to(self.proj.weight.dtype))[..., 0]
+
+
 class Dspark(Dflash):
     """The head's rows are the target's, with those of W2 beside them, so that one product gives the corrected logits."""
 
@@ -42,10 +58,12 @@ class Dspark(Dflash):
         if shape.markov_rank < 1:
             raise UserError(f"a dspark draft has markov_rank={shape.markov_rank}; give at least 1")
         self.markov_head = MarkovHead(target.vocab_size, shape.markov_rank).to(target.device)
+        width = config.hidden_size + (shape.markov_rank if shape.confidence == "markov" else 0)
+        self.confidence_head = ConfidenceHead(width).to(target.device) if shape.confidence else None
 
     @classmethod
     def shape_from(cls, options: DsparkOptions, target: Target) -> BlockShape:
-        return super().shape_from(options, target)._replace(markov_rank=options.markov_rank)
+        return super().shape_from(options, target)._replace(markov_rank=options.markov_rank, confidence="markov")
 
     def head_weight(self) -> torch.Tensor:
         table = output_table(self._target[0]).to(self.fc.weight.dtype)
@@ -53,6 +71,9 @@ class Dspark(Dflash):
 
     def head_input(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         return torch.cat([states, self.markov_head.markov_w1(previous).to(states.dtype)], dim=-1)
+
+    def confidence(self, head_input: torch.Tensor) -> torch.Tensor | None:
+        return None if self.confidence_head is None else self.confidence_head(head_input)
 
     def portable_config(self) -> dict[str, Any]:
         config = super().portable_config()
@@ -63,6 +84,6 @@ class Dspark(Dflash):
             "sample_from_anchor": True,
             "markov_rank": self.shape.markov_rank,
             "markov_head_type": "vanilla",
-            "enable_confidence_head": False,
-            "confidence_head_with_markov": False,
+            "enable_confidence_head": self.confidence_head is not None,
+            "confidence_head_with_markov": self.shape.confidence == "markov",
         }

@@ -1,7 +1,7 @@
 """P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all k tokens in one pass.
 
     slot 0      = EAGLE-3's input at the last true state: (embedding of the newest token, fc(cat(taps)))
-    slot i > 0  = (embedding of the mask token, fc(mask_hidden)) at the position after; it sees all true states and slots before it
+    slot i > 0  = (embedding of the mask token, fc(mask_hidden)) at the position after; it sees true states and slots before it
     logits of x_{n+1+i} = lm_head(norm(state of slot i))
 
 `mask_hidden` stands for the taps of a position that the target has not read. Drafts do not see each other, so q of a chain is a
@@ -52,23 +52,22 @@ class Peagle(Eagle3):
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         """One pass: the slots at every column t draft t + 2, t + 3, ... after it."""
         ids, (rows, length), slots = batch.input_ids, batch.input_ids.shape, batch.num_steps
-        columns = torch.arange(length, device=ids.device)
+        places = batch.positions
         following = torch.roll(ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
         tokens = torch.full((rows, length, slots), self.mask_token, device=ids.device)
         tokens[:, :, 0] = following
         hidden = self.fuse(self.mask_hidden).expand(rows, length, slots, -1).clone()
         hidden[:, :, 0] = self.fuse(batch.taps)
-        positions = (columns[:, None] + torch.arange(slots, device=ids.device)).flatten()[None]
+        positions = (places[..., None] + torch.arange(slots, device=ids.device)).flatten(1)
         # Masks of one block are no context of another.
-        context = BlockPass(None, slots=slots, causal=True)
+        context = BlockPass(None, slots=slots, causal=True, segments=batch.segments)
         step = self.step(self.embed(tokens).flatten(1, 2), hidden.flatten(1, 2), positions, context)
         states = step.head_input.unflatten(1, (length, slots))
-        # Column t reads the token at t + 1, which must be real.
-        real = nn.functional.pad(batch.attention_mask[:, 1:], (0, 1)).bool()
+        has_next = batch.has_next  # column t reads the token at t + 1
         for depth in range(slots):
             # The block that drafts the token at t + 2 at this depth stands at t - depth.
             drafted = nn.functional.pad(states[:, :, depth], (0, 0, depth, 0))[:, :length]
-            yield UnrolledStep(hidden=drafted, valid=real & (columns >= depth), offset=2)
+            yield UnrolledStep(hidden=drafted, valid=has_next & (places >= depth), offset=2)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

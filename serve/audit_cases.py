@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from draftsmith.kernels.randomness import round_seeds
 from draftsmith.kernels.verify_block import verify_block
 from draftsmith.serve.audit_process import Chains, Procedure, Trees
@@ -25,10 +27,21 @@ LAWS = (
     Law(name="greedy draft, one-hot law told", draft_temperature=0.0),
     Law(name="deterministic draft, no law told", deterministic=True),
 )
+
+
+def end_by_guess(lengths: torch.Tensor, drafts: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """Rounds end where a guess of survival falls low, made of what is known before each draft is drawn: the largest chance in its
+    law, known by the drafts before it. (The same of the drafted token's own chance is a negative control.)"""
+    guesses = q_logits.softmax(dim=-1).amax(dim=-1)  # [B, K]
+    return torch.minimum(lengths, (guesses.cumprod(dim=1) > 0.2).long().sum(dim=1))
+
+
 PROCEDURES: dict[str, Procedure] = {
     "chain": Chains(),
     "block": Chains(verify=verify_block, draft_seeds=round_seeds),
     "tree": Trees(),
+    "chain, ended by a guess": Chains(truncate=end_by_guess),
+    "block, ended by a guess": Chains(verify=verify_block, draft_seeds=round_seeds, truncate=end_by_guess),
 }
 
 
@@ -42,4 +55,4 @@ class Case:
 def cases() -> list[Case]:
     """Every law drafted and verified in every way; a block without laws is a chain and is not repeated."""
     ways = PROCEDURES.items()
-    return [Case(way, law, run) for way, run in ways for law in LAWS if not (way == "block" and law.deterministic)]
+    return [Case(way, law, run) for way, run in ways for law in LAWS if not (way.startswith("block") and law.deterministic)]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from draftsmith.serve.control import MAX_AUTO_K, RoundPlan, RoundResult, Wish
 from draftsmith.serve.latency import LatencyTable, bucket_of
+from draftsmith.serve.marginal import MarginalCost
 from draftsmith.serve.survival import Survival
 
 DECIDE_EVERY = 8  # rounds of a bucket
@@ -19,6 +20,7 @@ GAIN_WANTED = 0.02
 TRIAL_SHARE = 0.004
 FIRST_TRIALS = 5.0
 TRIAL_ROUNDS = 2
+MOST_SURVIVAL = 0.9  # wanted of a draft, whatever it costs: what never pays is for k = 0 to say
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds of a bucket between two trials of the same k
 
 
@@ -59,6 +61,8 @@ class _Bucket:
     tried: dict[int, int] = field(default_factory=dict)  # round of the last trial of each k
     pauses: dict[int, int] = field(default_factory=dict)
     mix: _Mix | None = None  # given when it is better than any one k
+    cost: MarginalCost = field(default_factory=MarginalCost)
+    least_survival: float = 0.0  # a draft less likely to be kept brings fewer tokens than its time is worth
     mix_error: float = 1.0  # by what factor rounds of a mix took longer than was reckoned
 
 
@@ -94,9 +98,9 @@ class AutoControl:
             self._decide(number, bucket, _Load(Counter(wishes), len(wishes), deepest))
         if bucket.trial is None and bucket.mix is not None:
             shares = [min(bucket.mix.shares.get(wish.request_class, bucket.k), wish.most) for wish in wishes]
-            return _Plan(shares, number, mix=bucket.mix)
+            return _Plan(shares, number, mix=bucket.mix, least_survival=bucket.least_survival)
         k = bucket.k if bucket.trial is None else bucket.trial.k
-        return _Plan([min(k, wish.most) for wish in wishes], number, bucket.trial)
+        return _Plan([min(k, wish.most) for wish in wishes], number, bucket.trial, least_survival=bucket.least_survival)
 
     def observe(self, result: RoundResult) -> None:
         for offer, times in Counter(result.offers).items():
@@ -110,6 +114,9 @@ class AutoControl:
             self._drafting_s = 0.995 * self._drafting_s + result.seconds
         if not result.catching_up:
             self._measure(plan, bucket, result)
+            if result.k > 0:
+                # A stall of the machine is not the price of a draft.
+                bucket.cost.add(result.num_drafted, min(result.seconds, 2.0 * self.latency.seconds(number, result.k)))
         if plan.trial is not None and plan.trial is bucket.trial:
             self._account(bucket, plan.trial, result)
 
@@ -166,6 +173,7 @@ class AutoControl:
         if rates[best] > (1.0 + GAIN_WANTED) * rates[now]:
             bucket.pauses.pop(now, None)
             bucket.k = best
+        bucket.least_survival = min(MOST_SURVIVAL, rates[bucket.k] * bucket.cost.seconds)
         bucket.mix = self._mix_of(number, bucket, load, rates)
         self._consider_trial(number, bucket, rates)
 

@@ -7,7 +7,7 @@ change which random numbers decide a position: token for token, a seeded request
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -37,6 +37,8 @@ class RoundPlan:
     """What was chosen for a round, and whatever its control needs to know again when the round is over."""
 
     ks: list[int]  # of each row
+    # A row's drafts end where the drafter itself thinks them less likely to be kept, all of them, than this; see DraftInputs.
+    least_survival: float = field(default=0.0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class RoundResult:
     seconds: float
     catching_up: bool  # the draft read far more than the last round's tokens
     offers: Sequence[Offer]
+    num_drafted: int = 0  # tokens that were put before the target
 
 
 class Control(Protocol):

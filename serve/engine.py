@@ -171,7 +171,7 @@ class Engine:
             tables = self._tables.of([row.request for row in rows])
             deciding = schedule.drafting + schedule.sampling
             streams = Streams(deciding, self.target.device, rule=self._rule)
-        drafts = self._propose(schedule.drafting, tables, streams)
+        drafts = self._propose(schedule, tables, streams)
         chains: list[list[int]] = [[] for _ in rows]
         if drafts is not None:
             chains[: len(drafts.chains)] = drafts.chains
@@ -193,13 +193,14 @@ class Engine:
         if schedule.num_deciding:
             self.stats.rounds_by_k[max((row.k for row in schedule.drafting), default=0)] += 1
         if schedule.num_deciding and as_planned:
-            self._observe(schedule, decision.emitted, reading, time.perf_counter() - begun_s)
+            self._observe(schedule, chains, decision.emitted, reading, time.perf_counter() - begun_s)
             if drafts is not None:
                 self._observe_law(schedule.drafting, drafts, decision.emitted)
         self.stats.num_rounds += 1
         return True
 
-    def _propose(self, rows: list[Row], tables: torch.Tensor, streams: Streams) -> Drafts | None:
+    def _propose(self, schedule: Schedule, tables: torch.Tensor, streams: Streams) -> Drafts | None:
+        rows, least = schedule.drafting, 0.0 if schedule.plan is None else schedule.plan.least_survival
         if not rows or not self.drafting.take_turn():
             return None
         with self.stats.phase("draft"):
@@ -207,7 +208,7 @@ class Engine:
             params = streams.params[:count]
             own = None if self.draft_law.plain(params) else self.draft_law.temperatures(params)
             laws, seeds = streams.draft_laws(count, own), streams.draft_seeds(count)
-            return self.drafting.propose(rows, tables[:count], laws, seeds, adjust=streams.adjust)
+            return self.drafting.propose(rows, tables[:count], laws, seeds, adjust=streams.adjust, least_survival=least)
 
     def _commit(
         self,
@@ -244,7 +245,9 @@ class Engine:
             logprobs = [] if alternatives is None else token_logprobs(logits, committed, alternatives)
             self._report(row.request, committed, text, logprobs)
 
-    def _observe(self, schedule: Schedule, emitted: list[list[int]], reading: int, seconds: float) -> None:
+    def _observe(
+        self, schedule: Schedule, chains: list[list[int]], emitted: list[list[int]], reading: int, seconds: float
+    ) -> None:
         """Tells the control of k what the round cost and brought; `reading` is how many tokens the draft had yet to read."""
         num_tokens = sum(row.count for row in schedule.rows)
         # What a drafter could not offer counts as not kept: the round was planned with it.
@@ -258,6 +261,7 @@ class Engine:
             num_rows=schedule.num_deciding,
             k=max((row.k for row in schedule.drafting), default=0),
             seconds=seconds,
+            num_drafted=sum(map(len, chains)),
             catching_up=reading > 2 * (num_tokens + sum(row.k for row in schedule.drafting)),
             offers=offers,
         )

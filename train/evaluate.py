@@ -16,6 +16,7 @@ from draftsmith.progress import Progress
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.data import Corpus, TokenSequence, check_tokenizer, read_corpus
 from draftsmith.train.evaluation import Evaluation, evaluate_draft, temperature_of
+from draftsmith.train.measurement import prompt_of
 from draftsmith.train.quiet import quiet
 
 __all__ = ["Evaluation", "evaluate_draft", "run"]
@@ -92,11 +93,6 @@ def answer_again(config: EvalConfig, temperature: float, target: Target, sequenc
     return answered
 
 
-def prompt_of(sequence: TokenSequence) -> torch.Tensor:
-    """Everything before the first token the target wrote; at least one token."""
-    return sequence.input_ids[: max(1, int(sequence.loss_mask.int().argmax()))]
-
-
 def report(config: EvalConfig, target: Target, evaluations: list[Evaluation]) -> None:
     found = [evaluation.to_dict() | {"data": config.data} for evaluation in evaluations]
     if config.out is not None:
@@ -112,6 +108,9 @@ def table(evaluations: list[Evaluation]) -> str:
     for evaluation in evaluations:
         cells = [_cell(evaluation.tau, 2), *(_cell(estimate, 3) for estimate in evaluation.alpha)]
         lines.append(f"{evaluation.temperature:>4g}  " + "".join(f"{cell:<20}" for cell in cells) + str(evaluation.tokens))
+    for evaluation in evaluations:
+        if evaluation.calibration is not None:
+            lines.append(f"confidence at T={evaluation.temperature:g}: expected calibration error {evaluation.calibration:.3f}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ counted in expectation. B rows, L tokens a row, S depths, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -14,9 +15,10 @@ import torch
 
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target import Target
-from draftsmith.kernels.acceptance import bootstrap_ratio, expected_counts, expected_rounds, keep_probability
+from draftsmith.kernels.acceptance import expected_counts, expected_rounds, keep_probability, overlap
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.train.batches import collate
+from draftsmith.train.calibration import Reliability
 from draftsmith.train.data import TokenSequence
 from draftsmith.train.objective import Predicted, Unrollable, scatter, select
 from draftsmith.train.walk import answers, deepen
@@ -43,6 +45,7 @@ class Evaluation:
     tau: Estimate
     alpha: list[Estimate | None]  # None where no round reaches that position
     tau_by_k: list[float]  # tau when only 1, 2, ... k tokens are drafted
+    calibration: float | None  # expected calibration error of the draft's guesses of its own alpha; None of a draft without them
     unlikely: float  # share of tokens to which the target's law here gives no mass: 0 but for numerical ties, else foreign text
 
     def figures(self) -> dict[str, float]:
@@ -73,6 +76,7 @@ def temperature_of(provenance: dict[str, Any], target: Target) -> float | None:
 class KeptText(NamedTuple):
     keep: torch.Tensor  # [B, L, S]
     unlikely: torch.Tensor  # [B, L] bool
+    guessed: torch.Tensor | None  # [B, L, S, 2] the draft's guess of its alpha, and alpha; NaN where there is none
 
 
 class DocumentCounts(NamedTuple):
@@ -82,6 +86,7 @@ class DocumentCounts(NamedTuple):
     rounds_by_k: list[float]
     offered: list[float]
     accepted: list[float]
+    reliability: Reliability | None = None
 
 
 def evaluate_draft(
@@ -130,31 +135,43 @@ def _count(
         weights=batch.loss_mask.float().to(target.device),
     )
     kept = kept_text(drafter, target, text, temperature=temperature, k=k)
-    keep, unlikely = kept.keep.cpu(), kept.unlikely.cpu()
-    return [_document(sequence.name, keep[row], unlikely[row], batch.loss_mask[row], k) for row, sequence in enumerate(sequences)]
+    kept = KeptText(*(None if part is None else part.cpu() for part in kept))
+    return [_document(sequence.name, kept, row, batch.loss_mask[row], k) for row, sequence in enumerate(sequences)]
 
 
 def kept_text(drafter: Unrollable, target: Target, text: WeightedText, *, temperature: float, k: int) -> KeptText:
     """The chance that each token of the text is kept at each depth of a round, under the laws at `temperature`."""
     taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
     batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=k)
-    keeps, unlikely = [], torch.zeros_like(text.weights, dtype=torch.bool)
+    keeps, guesses, unlikely = [], [], torch.zeros_like(text.weights, dtype=torch.bool)
     for step in drafter.unroll(batch):
         predicted = select(step, text)
         before = target_hidden[predicted.row, predicted.position - 1]
-        keep, impossible = _keep(drafter, target, before, predicted, temperature)
-        keeps.append(scatter(keep, predicted, text.weights))
-        unlikely |= scatter(impossible, predicted, unlikely)
-    return KeptText(deepen(torch.stack(keeps, dim=-1), k), unlikely)
+        compared = _compare(drafter, target, before, predicted, temperature, with_alpha=step.confidence is not None)
+        keeps.append(scatter(compared.keep, predicted, text.weights))
+        unlikely |= scatter(compared.impossible, predicted, unlikely)
+        if step.confidence is not None:
+            guess = torch.full((*unlikely.shape, 2), torch.nan, device=unlikely.device)
+            chance = torch.sigmoid(step.confidence[predicted.row, predicted.position - step.offset].float())
+            guess[predicted.row, predicted.position] = torch.stack([chance, compared.alpha.float()], dim=-1)
+            guesses.append(guess)
+    return KeptText(deepen(torch.stack(keeps, dim=-1), k), unlikely, torch.stack(guesses, dim=2) if guesses else None)
 
 
-def _keep(
-    drafter: Unrollable, target: Target, before: torch.Tensor, predicted: Predicted, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`before` [R, H]: the target's states in front of the tokens -> (keep probability [R], the target cannot emit them [R])."""
+class _Compared(NamedTuple):
+    keep: torch.Tensor  # [R] chance that the token is kept
+    impossible: torch.Tensor  # [R] the target cannot emit it
+    alpha: torch.Tensor  # [R], or nothing where it was not wanted
+
+
+def _compare(
+    drafter: Unrollable, target: Target, before: torch.Tensor, predicted: Predicted, temperature: float, *, with_alpha: bool
+) -> _Compared:
+    """`before` [R, H]: the target's states in front of the tokens."""
     head = drafter.head_weight()
     size = max(1, CHUNK_ELEMENTS // target.vocab_size)
     keeps, impossible = [predicted.weights.new_zeros(0)], [torch.zeros(0, dtype=torch.bool, device=head.device)]
+    alphas = [predicted.weights.new_zeros(0)]
     for begin in range(0, len(predicted.tokens), size):
         part = slice(begin, begin + size)
         tokens = predicted.tokens[part]
@@ -164,7 +181,9 @@ def _keep(
         q_logits = process(over_target_vocabulary(draft_logits, drafter.vocab_map, target.vocab_size), rows)
         keeps.append(keep_probability(p_logits, q_logits, tokens))
         impossible.append(p_logits.gather(1, tokens[:, None])[:, 0] == -torch.inf)
-    return torch.cat(keeps), torch.cat(impossible)
+        if with_alpha:
+            alphas.append(overlap(p_logits, q_logits))
+    return _Compared(torch.cat(keeps), torch.cat(impossible), torch.cat(alphas))
 
 
 def over_target_vocabulary(draft_logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
@@ -176,17 +195,24 @@ def over_target_vocabulary(draft_logits: torch.Tensor, vocab_map: torch.Tensor |
     return spread
 
 
-def _document(name: str, keep: torch.Tensor, unlikely: torch.Tensor, loss_mask: torch.Tensor, k: int) -> DocumentCounts:
-    texts = answers(keep, loss_mask)
+def _document(name: str, kept: KeptText, row: int, loss_mask: torch.Tensor, k: int) -> DocumentCounts:
+    texts = answers(kept.keep[row], loss_mask)
     counts = [expected_counts(text) for text in texts]
     return DocumentCounts(
         name=name,
         tokens=sum(len(text) for text in texts),
-        unlikely=int(unlikely.sum()),
+        unlikely=int(kept.unlikely[row].sum()),
         rounds_by_k=[sum(expected_rounds(text[:, :depth]) for text in texts) for depth in range(1, k + 1)],
         offered=torch.stack([count.offered for count in counts]).sum(dim=0).tolist() if counts else [0.0] * k,
         accepted=torch.stack([count.accepted for count in counts]).sum(dim=0).tolist() if counts else [0.0] * k,
+        reliability=None if kept.guessed is None else _reliability(kept.guessed[row]),
     )
+
+
+def _reliability(guessed: torch.Tensor) -> Reliability:
+    """`guessed` [L, S, 2]."""
+    pairs = guessed.flatten(0, 1)
+    return Reliability.of(*pairs[~pairs.isnan().any(dim=-1)].T)
 
 
 def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
@@ -200,6 +226,7 @@ def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
                 old.tokens + count.tokens,
                 old.unlikely + count.unlikely,
                 *([a + b for a, b in zip(old[at], count[at], strict=True)] for at in (3, 4, 5)),
+                None if old.reliability is None else old.reliability.plus(count.reliability),
             )
         merged[count.name] = count
     return [count for count in merged.values() if count.tokens]
@@ -214,11 +241,17 @@ def summarise(counts: Sequence[DocumentCounts], *, temperature: float, k: int, s
         documents=len(counts),
         tokens=tokens,
         rounds=rounds[-1],
-        tau=_ratio([count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed),
+        tau=ratio([count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed),
         alpha=[_alpha(counts, depth, seed) for depth in range(k)],
         tau_by_k=[tokens / value for value in rounds],
+        calibration=_calibration(counts),
         unlikely=sum(count.unlikely for count in counts) / tokens,
     )
+
+
+def _calibration(counts: Sequence[DocumentCounts]) -> float | None:
+    reliabilities = [count.reliability for count in counts if count.reliability is not None]
+    return functools.reduce(Reliability.plus, reliabilities).error if reliabilities else None
 
 
 def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate | None:
@@ -226,9 +259,10 @@ def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate 
     reached = [count for count in counts if count.offered[depth] > 0]
     if not reached:
         return None
-    return _ratio([count.accepted[depth] for count in reached], [count.offered[depth] for count in reached], seed)
+    return ratio([count.accepted[depth] for count in reached], [count.offered[depth] for count in reached], seed)
 
 
-def _ratio(top: Sequence[float], bottom: Sequence[float], seed: int) -> Estimate:
-    interval = bootstrap_ratio(top, bottom, seed=seed)
+def ratio(top: Sequence[float], bottom: Sequence[float], seed: int = 0) -> Estimate:
+    """sum(top) / sum(bottom) with a 95 % interval over their pairs."""
+    interval = bootstrapratio(top, bottom, seed=seed)
     return Estimate(sum(top) / sum(bottom), interval.low, interval.high)

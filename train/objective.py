@@ -13,6 +13,8 @@ import torch
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.kernels.divergence import Divergence, divergence
 from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
+from draftsmith.train.calibration import confidence_loss
+from draftsmith.train.feature_noise import FeatureNoise
 from draftsmith.train.position_weights import Judged, StepWeighting, folded
 from draftsmith.train.teacher import Taught, Teacher
 from draftsmith.train.walk import deepen
@@ -68,18 +70,28 @@ def unrolled_loss(
     num_steps: int,
     weighting: StepWeighting,
     kind: Kind = FORWARD_KL,
+    noise: FeatureNoise | None = None,
 ) -> UnrolledLoss:
     """The teacher reads the text once, the draft once a step. Gradients reach the draft only."""
     with torch.no_grad():
         taught = teacher.read(text, drafter.taps)
-    batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taught.taps, num_steps=num_steps)
+        taps = taught.taps if noise is None or taught.taps is None else noise.added(taught.taps, text.input_ids)
+    batch = UnrollBatch(
+        input_ids=text.input_ids,
+        attention_mask=text.attention_mask,
+        taps=taps,
+        num_steps=num_steps,
+        segments=text.segments,
+    )
     steps = list(drafter.unroll(batch))
     predicted = [select(step, text) for step in steps]
     factors = weighting.factors(text.weights, num_steps, lambda: judge(drafter, taught, predicted, text, num_steps))
     weights = step_weights(predicted, folded(factors, len(steps)), text)
     result = _divergence(drafter, taught, predicted, weights, kind)
     # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
-    total = result.loss + 0.0 * sum(step.hidden.sum() for step in steps)
+    total = (
+        result.loss + confidence_loss(steps, predicted, result.alpha, weights) + 0.0 * sum(step.hidden.sum() for step in steps)
+    )
     sizes = [len(one.weights) for one in predicted]
     keep = [scatter(kept, one, text.weights) for kept, one in zip(result.keep.split(sizes), predicted, strict=True)]
     return UnrolledLoss(total, weighting.scale(num_steps), _sums(result, predicted, sizes), torch.stack(keep, dim=-1))
@@ -89,6 +101,9 @@ def select(step: UnrolledStep, text: WeightedText) -> Predicted:
     """The positions of this step that are valid and have weight."""
     weights = text.weights[:, step.offset :]
     wanted = step.valid[:, : weights.shape[1]] & (weights > 0)
+    if text.segments is not None:
+        # Nothing is drafted across the end of a text.
+        wanted = wanted & (text.segments[:, step.offset :] == text.segments[:, : weights.shape[1]])
     row, column = wanted.nonzero(as_tuple=True)
     position = column + step.offset
     return Predicted(

@@ -74,4 +74,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         }
     if rank := config.get("markov_rank"):
         shapes |= dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), (config["vocab_size"], rank))
+    if config.get("enable_confidence_head"):
+        width = hidden + (config["markov_rank"] if config["confidence_head_with_markov"] else 0)
+        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
     return shapes

@@ -193,8 +193,9 @@ def test_padding_changes_nothing(drafter, target, text):
 def test_gradients_reach_every_parameter(drafter, target, text):
     ids = torch.tensor([text[:30]])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    steps = drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=5))
+    steps = list(drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=5)))
     total = sum((step.hidden @ drafter.head_weight().T).logsumexp(-1).pow(2).sum() for step in steps)
+    total = total + sum(step.confidence.pow(2).sum() for step in steps if step.confidence is not None)
     drafter.zero_grad()
     total.backward()
     for name, parameter in drafter.named_parameters():

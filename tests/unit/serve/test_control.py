@@ -23,6 +23,7 @@ from draftsmith.serve.control import (
     parse_schedule,
 )
 from draftsmith.serve.latency import LatencyTable, bucket_of
+from draftsmith.serve.marginal import MarginalCost
 from draftsmith.serve.survival import Survival
 
 MOST = 8
@@ -304,3 +305,51 @@ def test_the_number_of_classes_remembered_is_bounded() -> None:
 def test_a_schedule_that_says_nothing_clear_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="k_schedule"):
         parse_schedule(text)
+
+
+class Guessing:
+    """A drafter whose drafts are either likely to be kept or not, and that knows which: every row ends where the plan says."""
+
+    sure, unsure, fixed_s, token_s = 0.95, 0.25, 0.010, 0.0012
+
+    def rounds(self, control: Control, count: int, *, heeds: bool) -> float:
+        """Tokens a second over the second half; a drafter that does not heed the plan drafts on."""
+        chance = random.Random(5)
+        tokens = seconds = 0.0
+        for number in range(count):
+            plan = control.choose([Wish("", MOST)] * 4, 4)
+            offers, drafted, expected = [], 0, 4.0
+            for k in plan.ks:
+                alpha = self.sure if chance.random() < 0.5 else self.unsure
+                least = plan.least_survival if heeds else 0.0
+                offered = sum(alpha ** (depth + 1) >= least for depth in range(k))
+                accepted = 0
+                while accepted < offered and chance.random() < alpha:
+                    accepted += 1
+                drafted += offered
+                expected += sum(alpha ** (depth + 1) for depth in range(offered))
+                offers.append(Offer("", k, accepted))
+            round_s = (self.fixed_s + self.token_s * drafted) * (1.0 + 0.05 * abs(chance.gauss(0, 1)))
+            control.observe(RoundResult(plan, 4, 4, max(plan.ks), round_s, False, offers if max(plan.ks) else [], drafted))
+            if 2 * number >= count:
+                tokens, seconds = tokens + expected, seconds + round_s
+        return tokens / seconds
+
+
+def test_drafts_that_know_their_chances_end_where_they_cost_more_than_they_bring() -> None:
+    """Against the same drafts whose guesses nobody asks for, with k as free."""
+    deaf = Guessing().rounds(AutoControl(), 4000, heeds=False)
+    heeding = Guessing().rounds(AutoControl(), 4000, heeds=True)
+    assert heeding > 1.1 * deaf
+
+
+def test_what_one_more_draft_costs_is_told_from_rounds_that_differ() -> None:
+    cost, chance = MarginalCost(), random.Random(1)
+    for number in range(600):
+        drafted = 4 + number % 5
+        cost.add(drafted, (0.020 + 0.0015 * drafted) * (1.0 + 0.05 * chance.gauss(0, 1)))
+    assert cost.seconds == pytest.approx(0.0015, rel=0.2)
+    known = cost.seconds
+    for _ in range(3000):
+        cost.add(6, 0.029 * (1.0 + 0.05 * chance.gauss(0, 1)))
+    assert cost.seconds < 0.1 * known, "what cannot be seen any more is forgotten, so that rounds differ again"

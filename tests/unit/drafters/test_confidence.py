@@ -1,0 +1,119 @@
+"""DSpark's guess of its own alpha: what it reads, when a round ends by it, and that the draft it is about has no part in it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+import torch
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.dspark import Dspark
+from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
+from draftsmith.drafters.options import DsparkOptions
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.filters import SamplingRows
+
+K = 4
+ROWS = 64
+TEXT = [5, 9, 200, 31, 7]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target) -> Target:
+    return Target.load(tiny_target("llama"), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def drafter(target) -> Dspark:
+    made = Dspark.create(DsparkOptions(block_size=K, markov_rank=6), target, seed=0)
+    made = made.to(device=target.device, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in made.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
+    # The guess must vary with the token before it, and end rounds at every depth.
+    made.confidence_head.proj.weight.data[:, :-6] *= 0.2
+    made.confidence_head.proj.weight.data[:, -6:] *= 3.0
+    made.confidence_head.proj.bias.data.fill_(1.0)
+    return made
+
+
+@torch.no_grad()
+def propose(drafter: Dspark, target: Target, least_survival: float) -> Proposal:
+    """ROWS rows over one text, each with a seed of its own."""
+    ids = torch.tensor([TEXT] * ROWS)
+    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
+    inputs = DraftInputs(
+        tokens=ids.flatten(),
+        starts=torch.zeros(ROWS, dtype=torch.int64),
+        lengths=torch.full((ROWS,), len(TEXT)),
+        taps=taps[:, :-1].flatten(0, 1),
+        num_draft=torch.full((ROWS,), K),
+        sampling=SamplingRows.of([1.0] * ROWS, top_k=[3] * ROWS),
+        seeds=torch.arange(ROWS),
+        pool=drafter.new_pool(3 * ROWS, 4, torch.device("cpu"), torch.float64),
+        block_tables=torch.arange(3 * ROWS).view(ROWS, 3),
+        histories=[TEXT] * ROWS,
+        least_survival=least_survival,
+    )
+    return drafter.propose(inputs)
+
+
+@torch.no_grad()
+def survival(drafter: Dspark, target: Target, drafts: list[int]) -> list[float]:
+    """By unrolling: the product of the guesses for the first, the first two, ... of the drafts after TEXT."""
+    ids = torch.tensor([[*TEXT, *drafts]])
+    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
+    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=len(drafts))
+    guesses = [torch.sigmoid(step.confidence[0, len(TEXT) - 2 + depth]) for depth, step in enumerate(drafter.unroll(batch))]
+    return torch.stack(guesses).cumprod(0).tolist()
+
+
+def test_a_round_ends_where_the_guess_says(drafter, target):
+    free, least = propose(drafter, target, 0.0), 0.15
+    ended = propose(drafter, target, least)
+    assert (free.lengths == K).all()
+    found: set[int] = set()
+    for row, length in enumerate(ended.lengths.tolist()):
+        whole = free.tokens[row].tolist()
+        chances = survival(drafter, target, whole)
+        assert length == sum(chance >= least for chance in chances)
+        # What is offered is drawn from the very laws, with the very numbers.
+        assert ended.tokens[row, :length].tolist() == whole[:length]
+        torch.testing.assert_close(ended.logits[row, :length], free.logits[row, :length])
+        found.add(length)
+    assert len(found) >= 3, "rows must end at several depths for this to mean anything"
+
+
+def test_whether_a_draft_is_offered_is_known_before_it_is_drawn(drafter, target):
+    """Rows with the same drafts so far all offer one more, or none does (law 4)."""
+    proposal = propose(drafter, target, 0.15)
+    offers = defaultdict(set)
+    for tokens, length in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True):
+        for depth in range(min(length + 1, K)):
+            offers[tuple(tokens[:depth])].add(depth < length)
+    assert all(len(decisions) == 1 for decisions in offers.values())
+    assert {True, False} == {decision for decisions in offers.values() for decision in decisions}
+
+
+def test_no_guess_no_end(drafter, target):
+    assert (propose(drafter, target, 1.0).lengths == 0).all()
+    state = {name: tensor for name, tensor in drafter.state_dict().items() if "confidence" not in name}
+    plain = Dspark(drafter.config, target, drafter.taps, drafter.shape._replace(confidence=""))
+    plain.to(torch.float64).load_state_dict(state)
+    assert (propose(plain, target, 1.0).lengths == K).all()
+
+
+@pytest.mark.parametrize("confidence", ["markov", "state", ""])
+def test_checkpoints_say_what_the_head_reads(confidence, drafter, target, tmp_path):
+    made = Dspark(drafter.config, target, drafter.taps, drafter.shape._replace(confidence=confidence)).to(torch.float64)
+    checkpoint.save(made, tmp_path, target)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["enable_confidence_head"] is bool(confidence)
+    assert config["confidence_head_with_markov"] is (confidence == "markov")
+    loaded = checkpoint.load(tmp_path, target)
+    assert loaded.shape.confidence == confidence
+    if confidence:
+        assert loaded.confidence_head.proj.in_features == 32 + (6 if confidence == "markov" else 0)
