@@ -48,6 +48,22 @@ class UnrollConfig:
         choices=WEIGHTS,
     )
     decay: float = option(0.8, "weight of a step relative to the one before it (exponential)")
+    noise: float = option(0.0, "uniform noise up to this on the target's states that the draft trains on; EAGLE has 0.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyConfig:
+    """Text that the draft of the moment and the target write together. The target must be at hand, whatever teaches the rest."""
+
+    share: float = option(0.0, "share of each batch that is on-policy; 0 is off")
+    refresh: int = option(16, "steps between two writings; few follow the draft closely, many decode more texts at once")
+    k: int = option(5, "tokens drafted a round")
+    tokens: int = option(64, "tokens written after each prefix of a training text")
+    temperature: float = option(1.0, "of target and draft")
+    accepted: float = option(1.0, "weight of positions whose drafted token stood, and of bonus tokens")
+    first_rejected: float = option(1.0, "weight of positions whose drafted token fell first")
+    later_rejected: float = option(0.5, "weight of what was drafted behind a token that fell; 0 leaves those rows out")
+    branches: int = option(2, "rejected continuations trained on a text, at most")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +76,35 @@ class TrainConfig:
     steps: int | None = option(None, "optimizer steps to run at most")
     epochs: float | None = option(None, "passes over the data at most (1 when neither steps nor minutes is given)")
     minutes: float | None = option(None, "wall-clock minutes to train at most")
-    batch_size: int = option(8, "sequences in one forward pass of one process")
+    batch_size: int = option(8, "rows in one forward pass of one process, a sequence each unless packed")
     accumulate: int = option(1, "forward passes summed into one optimizer step")
-    max_length: int = option(2048, "longer sequences are cut to this many tokens")
+    max_length: int = option(2048, "most tokens of a sequence; with packing, of a row")
+    long: str = option(
+        "cut",
+        "longer texts are cut, or split into pieces, each after the first begun by a quarter of context that trains nothing",
+        choices=("cut", "split"),
+    )
+    packing: bool = option(False, "fill each row with whole sequences that do not see each other, up to max_length tokens")
     held_out: float = option(0.05, "share of the data kept for evaluation, decided by a hash of the prompt")
     seed: int = option(0, "seed of the new draft and of the order of the data")
     dtype: str = option("auto", "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it", choices=DTYPES)
     deepspeed: str | None = option(None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun")
+    target_shares: int = option(
+        1, "processes that hold one copy of the frozen target between them; more than 1 when it is too large"
+    )
     resume: bool = option(True, "go on from the newest checkpoint of --out; --no-resume starts over")
     log_every: int = option(10, "steps between two lines of metrics.jsonl")
     save_every: int = option(200, "steps between two checkpoints, rounded up to a multiple of log_every")
-    eval_every: int = option(0, "steps between two evaluations on held-out text; 0 evaluates at the end only")
-    eval_prompts: int = option(32, "held-out sequences read by an evaluation while training; 0 switches it off")
+    eval_every: int = option(0, "steps between two evaluations on held-out prompts; 0 evaluates at the end only")
+    eval_prompts: int = option(32, "held-out prompts decoded by an evaluation; with 0 none is made and the last draft is kept")
+    eval_tokens: int = option(64, "tokens written to each of them, at T=0 and at T=1")
+    report_to: tuple[str, ...] = option((), "trackers beside metrics.jsonl, as transformers names them: tensorboard, wandb, ...")
 
     optim: OptimConfig = option(help="optimizer and schedule", factory=OptimConfig)
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     mean: str = option("token", "what counts alike in the loss: every token, or every sample (text)", choices=("token", "sample"))
     unroll: UnrollConfig = option(help="training-time unrolling", factory=UnrollConfig)
+    on_policy: OnPolicyConfig = option(help="training on what the draft itself proposes", factory=OnPolicyConfig)
     eagle3: Eagle3Options | None = option(None, "shape of the draft when the family is eagle3")
     p_eagle: PeagleOptions | None = option(None, "shape of the draft when the family is p-eagle")
     mtp: MtpOptions | None = option(None, "shape of the draft when the family is mtp")

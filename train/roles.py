@@ -55,10 +55,9 @@ class Row(NamedTuple):
 
     tokens: list[int]
     weights: np.ndarray  # [len(tokens)] float32, of the predicted tokens
-    is_text: bool  # whether the tokens follow the target's law, as those of a branch do not
 
     def cut(self, length: int) -> Row:
-        return Row(self.tokens[:length], self.weights[:length], self.is_text)
+        return Row(self.tokens[:length], self.weights[:length])
 
 
 def roles_of(num_drafted: int, accepted: int, committed: int) -> list[Role]:
@@ -75,12 +74,12 @@ def branch_of(before: Sequence[int], drafted: Sequence[int], accepted: int) -> B
 
 
 def text_row(tokens: list[int], roles: np.ndarray, weights: RoleWeights) -> Row:
-    return Row(tokens, weights.of(roles), True)
+    return Row(tokens, weights.of(roles))
 
 
 def branch_row(branch: Branch, weights: RoleWeights) -> Row:
     behind = np.arange(len(branch.tokens)) >= branch.begin
-    return Row(branch.tokens, np.where(behind, weights.later_rejected, 0.0).astype(np.float32), False)
+    return Row(branch.tokens, np.where(behind, weights.later_rejected, 0.0).astype(np.float32))
 
 
 def padded_rows(rows: Sequence[Row], device: torch.device) -> WeightedText:

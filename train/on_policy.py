@@ -1,0 +1,135 @@
+"""Training on what the draft of the moment does: it proposes after prefixes of the training texts, the target verifies, and each
+position that verification looked at counts by what happened there (`roles.py`). Online learning trains on the same rows.
+
+With few drafted tokens a round this is Draft-OPD (arXiv:2605.29343): errors are where the text says they are, and the rest of a
+rejected draft is replayed. With k as long as the answer every drafted token is trained, kept or not, which is what DistillSpec
+(arXiv:2310.08461) does with the draft's own samples.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from draftsmith.drafters.target import Target
+from draftsmith.train.config import OnPolicyConfig
+from draftsmith.train.data import TokenSequence
+from draftsmith.train.roles import Role, RoleWeights, Row, branch_of, branch_row, padded_rows, roles_of, text_row
+from draftsmith.train.rounds import SpeculatedText, speculate
+
+# Texts decoded at once.
+DECODED = 32
+# What stands behind the end of a row, by the name of the input.
+PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100, "weights": 0.0, "segments": -1, "places": -1}
+
+Inputs = dict[str, torch.Tensor]
+
+
+class OnPolicy:
+    """Owns the texts that are waiting to be trained on; all else depends on seed, rank, step and the draft's weights alone."""
+
+    def __init__(
+        self,
+        config: OnPolicyConfig,
+        target: Target,
+        sequences: Sequence[TokenSequence],
+        *,
+        batch_size: int,
+        passes: int,
+        seed: int,
+        rank: int,
+        max_length: int,
+    ):
+        self.config, self.target, self.sequences = config, target, sequences
+        self.batch_size, self.passes = batch_size, passes
+        self.seed, self.rank = seed, rank
+        self.max_length = min(max_length, target.max_positions)
+        self.weights = RoleWeights(
+            accepted=config.accepted,
+            first_rejected=config.first_rejected,
+            bonus=config.accepted,
+            later_rejected=config.later_rejected,
+        )
+        self.waiting: list[SpeculatedText] | None = None  # None until the first are written
+
+    def mix(self, passes: list[Inputs], *, step: int, drafter: Callable[[], torch.nn.Module]) -> list[Inputs]:
+        """The passes of an optimizer step with their share of on-policy rows. New texts are due by the step alone, so that all
+        ranks write theirs together; `drafter` gives the whole draft in evaluation mode."""
+        if self.waiting is None or step % self.config.refresh == 0:
+            self.waiting = self._write(drafter(), random.Random(f"{self.seed} texts {step} {self.rank}"))
+        chance = random.Random(f"{self.seed} rows {step} {self.rank}")
+        return [self._mixed(inputs, chance) for inputs in passes]
+
+    def _share(self, num_rows: int) -> int:
+        return min(num_rows, max(1, round(self.config.share * num_rows)))
+
+    def _write(self, drafter: torch.nn.Module, chance: random.Random) -> list[SpeculatedText]:
+        """Enough for the steps until the next ones are due."""
+        count = self._share(self.batch_size) * self.passes * self.config.refresh
+        chosen = [self.sequences[chance.randrange(len(self.sequences))] for _ in range(count)]
+        prompts = [prefix(sequence, self.config.tokens, chance) for sequence in chosen]
+        seeds = [chance.getrandbits(62) for _ in prompts]
+        texts: list[SpeculatedText] = []
+        for begin in range(0, count, DECODED):
+            part = slice(begin, begin + DECODED)
+            rounds = speculate(
+                drafter,
+                self.target,
+                prompts[part],
+                k=self.config.k,
+                temperature=self.config.temperature,
+                seeds=seeds[part],
+                max_new_tokens=self.config.tokens,
+            )
+            texts += rounds.texts
+        return texts
+
+    def _mixed(self, inputs: Inputs, chance: random.Random) -> Inputs:
+        """Some rows give way to on-policy texts; branches come in addition."""
+        num_rows = len(inputs["input_ids"])
+        count = self._share(num_rows)
+        texts, self.waiting = self.waiting[:count], self.waiting[count:]
+        kept = sorted(chance.sample(range(num_rows), num_rows - count))
+        rows = [row.cut(self.max_length) for text in texts for row in rows_of(text, self.weights, self.config.branches, chance)]
+        ours = padded_rows(rows, inputs["input_ids"].device)
+        added = {
+            "input_ids": ours.input_ids,
+            "attention_mask": ours.attention_mask,
+            # The metrics of text do not count them.
+            "labels": torch.full_like(ours.input_ids, -100),
+            "weights": ours.weights,
+            "segments": ours.attention_mask - 1,
+            "places": torch.full_like(ours.input_ids, -1),
+        }
+        theirs = inputs | {"weights": (inputs["labels"] != -100).float()}
+        return {name: stacked(values[kept], added[name], PADDING[name]) for name, values in theirs.items()}
+
+
+def prefix(sequence: TokenSequence, num_new: int, chance: random.Random) -> list[int]:
+    """The prompt, and as much of the answer as leaves about `num_new` tokens of it to be written anew."""
+    written = [at for at in sequence.loss_mask.nonzero()[:, 0].tolist() if at > 0]
+    latest = max(written[0], len(sequence.input_ids) - num_new)
+    return sequence.input_ids[: chance.choice([at for at in written if at <= latest])].tolist()
+
+
+def rows_of(text: SpeculatedText, weights: RoleWeights, num_branches: int, chance: random.Random) -> list[Row]:
+    """The text itself, then some of its branches."""
+    roles: list[Role] = [Role.CONTEXT] * text.num_prompt
+    for done in text.rounds:
+        roles += roles_of(len(done.drafted), done.accepted, done.committed)
+    rows = [text_row(text.tokens, np.array(roles, dtype=np.int8), weights)]
+    if weights.later_rejected:
+        found = [branch_of(text.tokens[: done.start], done.drafted, done.accepted) for done in text.rounds]
+        branches = [branch for branch in found if branch is not None]
+        rows += [branch_row(branch, weights) for branch in chance.sample(branches, min(num_branches, len(branches)))]
+    return rows
+
+
+def stacked(above: torch.Tensor, below: torch.Tensor, padding: float) -> torch.Tensor:
+    """[a, L] and [b, M] -> [a + b, max(L, M)], padded on the right."""
+    width = max(above.shape[1], below.shape[1])
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=padding) for part in (above, below)])
