@@ -1,0 +1,104 @@
+"""Whole runs with on-policy text and with noise, in this process, on a tiny target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train import resolve
+from draftsmith.train.config import OnPolicyConfig, OptimConfig, TrainConfig, UnrollConfig
+from draftsmith.train.feature_noise import FeatureNoise
+from draftsmith.train.run import run
+
+STEADY = OptimConfig(lr=5e-3, schedule="constant", warmup=0.0)
+OWN = OnPolicyConfig(share=0.5, refresh=3, k=3, tokens=8)
+
+
+@pytest.fixture
+def configure(tiny_target, write_data, tmp_path: Path) -> Callable[..., TrainConfig]:
+    folder = tiny_target("llama")
+    target = Target.load(folder)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(12)]
+    answers = target.answer(prompts, max_new_tokens=12, temperature=1.0)
+    rows = [
+        {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
+        for n, (prompt, answer) in enumerate(zip(prompts, answers))
+    ]
+    data = write_data(rows, provenance={"target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0})
+
+    def config(out: str, family: str = "eagle3", **changes: object) -> TrainConfig:
+        values = {"target": folder, "data": str(data), "out": str(tmp_path / out), "dtype": "float32", "held_out": 0.2}
+        fixed = {"steps": 7, "log_every": 1, "save_every": 4, "batch_size": 4, "eval_prompts": 0, "optim": STEADY}
+        return TrainConfig(family=family, **values | fixed | changes)
+
+    return config
+
+
+def losses(config: TrainConfig) -> list[float]:
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def weights(config: TrainConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(config.out) / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("eagle3", {"on_policy": OWN}),
+        ("draft-lm", {"on_policy": replace(OWN, share=1.0), "accumulate": 2, "mean": "sample"}),
+        ("mtp", {"unroll": UnrollConfig(noise=0.1, weights="d-pace")}),
+    ],
+)
+def test_a_resumed_run_is_the_straight_one_to_the_bit(family: str, changes: dict, configure):
+    """Resumed after step 4, between two writings of texts."""
+    straight, resumed, plain = (configure(name, family, **changes) for name in ("straight", "resumed", "plain"))
+    run(straight)
+    run(replace(resumed, steps=4))
+    run(resumed)
+    assert losses(straight) == losses(resumed) and len(losses(straight)) == 7
+    assert same(weights(straight), weights(resumed))
+    # Negative control: the option does something.
+    run(replace(plain, on_policy=OnPolicyConfig(), unroll=UnrollConfig()))
+    assert not same(weights(straight), weights(plain))
+
+
+def test_a_run_of_another_seed_sees_other_texts_and_other_noise(configure):
+    first, second = (configure(f"seed-{seed}", on_policy=OWN, unroll=UnrollConfig(noise=0.1), steps=2) for seed in (0, 1))
+    run(first)
+    run(replace(second, seed=1))
+    assert losses(first) != losses(second)
+
+
+def test_noise_is_uniform_and_a_function_of_seed_step_and_text():
+    ids = torch.randint(3, 288, (2, 40), generator=torch.Generator().manual_seed(0))
+    taps = torch.zeros(2, 40, 64)
+    noisy = FeatureNoise(0.1, 0, 5).added(taps, ids)
+    assert noisy.abs().max() <= 0.1 and noisy.abs().max() > 0.099
+    # 5,120 draws of variance width^2 / 3: the mean lies within five standard errors.
+    assert abs(float(noisy.mean())) < 5 * 0.1 / (3 * 5120) ** 0.5
+    assert noisy.var().item() == pytest.approx(0.1**2 / 3, rel=0.1)
+    assert torch.equal(noisy, FeatureNoise(0.1, 0, 5).added(taps, ids))
+    for other in (FeatureNoise(0.1, 1, 5).added(taps, ids), FeatureNoise(0.1, 0, 6).added(taps, ids)):
+        assert not torch.equal(noisy, other)
+    assert not torch.equal(noisy, FeatureNoise(0.1, 0, 5).added(taps, ids + 1))
+
+
+@pytest.mark.parametrize(("family", "noise"), [("draft-lm", 0.1), ("eagle3", -0.1), ("eagle3", float("nan"))])
+def test_noise_that_cannot_be_is_refused_in_one_sentence(family: str, noise: float, configure):
+    with pytest.raises(UserError, match=r"unroll\.noise"):
+        resolve.check(configure("refused", family, unroll=UnrollConfig(noise=noise)))
