@@ -18,6 +18,12 @@ class GenerateConfig:
         help="JSONL of prompt or messages, a text file (one prompt a line), a dataset folder or Hub id, stdlib:code, stdlib:prose"
     )
     out: str = option(help="folder to write; a started one is resumed")
+    keep_answers: bool = option(
+        False, "nobody answers: train on the assistant turns, completions or plain text that the prompts hold already"
+    )
+    url: str | None = option(None, "an OpenAI-compatible server that answers in the target's place; it is asked for token ids")
+    model: str | None = option(None, "its name on that server; by default the first one listed")
+    api_key: str | None = option(None, "bearer token for that server")
     count: int | None = option(None, "how many prompts; without it all of them (one a document for stdlib)")
     prompt_tokens: int = option(64, "length of the prompts cut from documents (stdlib)")
     max_tokens: int = option(128, "longest answer")
@@ -30,7 +36,7 @@ class GenerateConfig:
     chat: str = option("auto", "wrap plain prompts in the chat template", choices=("auto", "always", "never"))
     prompts_split: str = option("train", "split of a prompts dataset")
     top_logprobs: int = option(0, "store the target's law as this many likeliest tokens and the tail; 64 is a good number")
-    batch: int = option(16, "answers written at once; the most that a kill can cost")
+    batch: int = option(16, "answers written (or asked for) at once; the most that a kill can cost")
     shard: int = option(512, "answers a file")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")

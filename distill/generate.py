@@ -1,4 +1,4 @@
-"""`draftsmith generate`: the target answers prompts; a dataset to train on. Resumes where it was killed."""
+"""`draftsmith generate`: prompts are answered; a dataset to train on. Resumes where it was killed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import sys
 import time
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from draftsmith.config import to_dict
 from draftsmith.distill import prompts as prompt_source
@@ -17,6 +18,9 @@ from draftsmith.distill.answers import AnswerFolder
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.place import load_target
 from draftsmith.distill.prompts import Prompt
+from draftsmith.distill.server_writer import ServerWriter
+from draftsmith.distill.writers import GivenWriter, TargetWriter, Writer, seed_of
+from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
 from draftsmith.errors import UserError
@@ -28,24 +32,36 @@ from draftsmith.version import __version__
 LAW_CHUNK = 512
 
 
+class Reference(NamedTuple):
+    """What answers are made for. `target` is loaded where it answers, or tells laws."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    revision: str | None  # None: what a server runs is not known
+    target: Target | None
+
+
 def run(config: GenerateConfig) -> int:
     _check(config)
-    target = load_target(config.target, dtype=config.dtype, device=config.device)
-    found = prompt_source.load(config, target.tokenizer())
-    prompts = [prompt for prompt in found if len(prompt.ids) + config.max_tokens <= target.max_positions]
+    reference = open_reference(config)
+    found = prompt_source.load(config, reference.tokenizer, eos_token_ids=reference.eos_token_ids)
+    room = 0 if config.keep_answers else config.max_tokens
+    prompts = [prompt for prompt in found if len(prompt.ids) + room <= reference.max_positions]
     if not prompts:
         raise UserError(
             f"every prompt of {config.prompts!r} with --max-tokens {config.max_tokens} passes the target's context of "
-            f"{target.max_positions} tokens; give shorter ones"
+            f"{reference.max_positions} tokens; give shorter ones"
         )
+    writer, origin = new_writer(config, reference)
     folder = AnswerFolder(
         config.out,
         total=len(prompts),
         size=config.shard,
         has_laws=config.top_logprobs > 0,
-        provenance={**describe(config, target, prompts), "left_out": len(found) - len(prompts)},
+        provenance={**describe(config, reference, prompts), **origin, "left_out": len(found) - len(prompts)},
     )
-    answer_all(config, target, prompts, folder)
+    answer_all(config, writer, reference.target, prompts, folder)
     summary = folder.close()
     print(f"{summary['answers']} answers, {summary['tokens']} tokens in {config.out}")
     if len(found) > len(prompts):
@@ -53,13 +69,45 @@ def run(config: GenerateConfig) -> int:
     return 0
 
 
-def answer_all(config: GenerateConfig, target: Target, prompts: list[Prompt], folder: AnswerFolder) -> None:
+def open_reference(config: GenerateConfig) -> Reference:
+    if config.url is None or config.top_logprobs:
+        target = load_target(config.target, dtype=config.dtype, device=config.device)
+        # Nobody has checked that a server runs the same weights.
+        revision = target.revision if config.url is None else None
+        return Reference(target.tokenizer(), target.max_positions, target.eos_token_ids, revision, target)
+    try:
+        limit = AutoConfig.from_pretrained(config.target).get_text_config().max_position_embeddings
+    except (OSError, ValueError) as error:
+        raise UserError(f"target {config.target!r} has no readable config.json ({error}); check the path or Hub id") from error
+    return Reference(load_tokenizer(config.target), limit, (), None, None)
+
+
+def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, dict[str, Any]]:
+    """And what the provenance says of it, beyond what it says of the target's own answers."""
+    if config.keep_answers:
+        # They follow no known law.
+        return GivenWriter(), {
+            "answered_by": "the prompts",
+            "temperature": None,
+            "top_k": None,
+            "top_p": None,
+            "max_tokens": None,
+        }
+    if config.url is not None:
+        writer = ServerWriter(config, reference.tokenizer)
+        return writer, {"answered_by": f"server of {writer.model}"}
+    return TargetWriter(reference.target, config), {}
+
+
+def answer_all(
+    config: GenerateConfig, writer: Writer, target: Target | None, prompts: list[Prompt], folder: AnswerFolder
+) -> None:
     done = sum(len(folder.done(shard)) for shard in range(folder.num_shards))
     progress = Progress("generate", len(prompts), unit="answers", start=done)
     begun_s, tokens = time.monotonic(), 0
     for shard in range(folder.num_shards):
         for batch in batches_left(folder, shard, prompts, config.batch):
-            rows = answer_batch(config, target, prompts, batch)
+            rows = answer_batch(config, writer, target, prompts, batch)
             folder.add(shard, rows)
             done += len(rows)
             tokens += sum(sum(row["loss_mask"]) for row in rows)
@@ -77,42 +125,31 @@ def batches_left(folder: AnswerFolder, shard: int, prompts: list[Prompt], size: 
     return [batch for batch in left if batch]
 
 
-def answer_batch(config: GenerateConfig, target: Target, prompts: list[Prompt], batch: list[int]) -> list[dict[str, Any]]:
-    answers = target.answer(
-        [prompts[index].ids for index in batch],
-        max_new_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seeds=[seed_of(config.seed, index) for index in batch],
-        batch_size=len(batch),
-    )
+def answer_batch(
+    config: GenerateConfig, writer: Writer, target: Target | None, prompts: list[Prompt], batch: list[int]
+) -> list[dict[str, Any]]:
+    written = writer.write([prompts[index] for index in batch], [seed_of(config.seed, index) for index in batch])
     rows = []
-    for index, answer in zip(batch, answers, strict=True):
+    for index, (ids, mask) in zip(batch, written, strict=True):
         prompt = prompts[index]
         row = {
             "index": index,
             "name": prompt.name,
             "split": "held-out" if prompt.held_out else "train",
-            "input_ids": [*prompt.ids, *answer],
-            "loss_mask": [0] * len(prompt.ids) + [1] * len(answer),
+            "input_ids": ids,
+            "loss_mask": mask,
         }
-        rows.append(row | laws(target, row["input_ids"], len(prompt.ids), config.top_logprobs))
+        rows.append(row if target is None else row | laws(target, ids, mask, config.top_logprobs))
     return rows
 
 
-def seed_of(seed: int, index: int) -> int:
-    """Each prompt has its own random stream, so that its answer does not depend on where a run was interrupted."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big") >> 1
-
-
-def laws(target: Target, input_ids: list[int], prompt_length: int, top: int) -> dict[str, Any]:
+def laws(target: Target, input_ids: list[int], loss_mask: list[int], top: int) -> dict[str, Any]:
     """The target's unfiltered law at temperature 1 at every answer token; {} when none is wanted."""
     if not top:
         return {}
     ids = torch.tensor([input_ids], device=target.device)
     _, hidden = target.states(ids, torch.ones_like(ids), ())
-    rows = hidden[0, prompt_length - 1 : -1]
+    rows = hidden[0, torch.tensor(loss_mask, device=target.device).nonzero()[:, 0] - 1]
     found = [top_law(target.head(chunk).float(), top) for chunk in rows.split(LAW_CHUNK)]
     return {
         "top_ids": [row for law in found for row in law.ids.tolist()],
@@ -121,12 +158,12 @@ def laws(target: Target, input_ids: list[int], prompt_length: int, top: int) -> 
     }
 
 
-def describe(config: GenerateConfig, target: Target, prompts: list[Prompt]) -> dict[str, Any]:
+def describe(config: GenerateConfig, reference: Reference, prompts: list[Prompt]) -> dict[str, Any]:
     """Everything that an answer depends on."""
-    tokenizer = target.tokenizer()
+    tokenizer = reference.tokenizer
     return {
         "target": config.target,
-        "target_revision": target.revision,
+        "target_revision": reference.revision,
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": template_hash(tokenizer.chat_template),
         "prompts": config.prompts,
@@ -153,6 +190,10 @@ def _check(config: GenerateConfig) -> None:
     for name, least in least_values.items():
         if values[name] < least:
             raise UserError(f"--{name.replace('_', '-')} is {values[name]}; it must be at least {least}")
+    if config.url is not None and config.keep_answers:
+        raise UserError("--url and --keep-answers both say where answers come from; give one of them")
+    if config.url is None and (config.model, config.api_key) != (None, None):
+        raise UserError("--model and --api-key are about a server; give --url too")
     if config.temperature < 0 or not 0 < config.top_p <= 1:
         law = f"temperature {config.temperature} with top_p {config.top_p}"
         raise UserError(f"{law} is no sampling law; give temperature >= 0 and 0 < top_p <= 1")

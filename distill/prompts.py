@@ -1,4 +1,7 @@
-"""Where prompts come from: JSONL, plain text (one prompt a line), a dataset, or the standard-library corpora."""
+"""Where prompts come from: JSONL, plain text (one prompt a line), a dataset, or the standard-library corpora.
+
+With `--keep-answers` they hold their answers: the assistant turns of chats, completions of prompts, or all of a plain text.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from draftsmith.corpus import CORPORA, Document, held_out
+from draftsmith.distill.chat_mask import Masked, masked_chat
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.errors import UserError
 
@@ -34,12 +38,13 @@ class Prompt:
     name: str  # of its document; prompts of one document never lie on both sides of a split
     held_out: bool
     ids: list[int]
+    mask: list[int] | None = None  # of a text that holds its answers: 1 = a token of theirs
 
 
-def load(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def load(config: GenerateConfig, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()) -> list[Prompt]:
     """The prompts in a fixed order that depends on the options alone."""
-    source = _from_corpus if config.prompts in CORPORA else _from_rows
-    prompts = list(itertools.islice(source(config, tokenizer), config.count))
+    found = _from_corpus(config, tokenizer) if config.prompts in CORPORA else _from_rows(config, tokenizer, eos_token_ids)
+    prompts = list(itertools.islice(found, config.count))
     if not prompts:
         raise UserError(f"prompts {config.prompts!r} give no prompt for split {config.split!r}; give a source that has some")
     return prompts
@@ -56,7 +61,8 @@ def _from_corpus(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[Promp
         text = document.text[start : start + config.prompt_tokens * CHARACTERS_A_TOKEN]
         ids = tokenizer.encode(text)[: config.prompt_tokens]
         if ids:
-            yield Prompt(document.name, held_out(document, config.held_out), ids)
+            mask = _plain(ids).mask if config.keep_answers else None
+            yield Prompt(document.name, held_out(document, config.held_out), ids, mask)
 
 
 def _windows(documents: list[Document], config: GenerateConfig) -> Iterator[tuple[Document, int]]:
@@ -71,14 +77,45 @@ def _windows(documents: list[Document], config: GenerateConfig) -> Iterator[tupl
         yield document, document.text.rfind("\n", 0, start) + 1
 
 
-def _from_rows(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    for row in _rows(config):
-        text = row["messages"] if "messages" in row else row["prompt"]
+def _from_rows(config: GenerateConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Iterator[Prompt]:
+    for number, row in enumerate(_rows(config), start=1):
+        text = row["messages"] if "messages" in row else row.get("prompt", row.get("text", ""))
         key = text if isinstance(text, str) else json.dumps(text, sort_keys=True)
         # Named by its content, so that a repeated prompt falls into one part.
         document = Document(hashlib.sha256(key.encode()).hexdigest()[:16], key)
-        if key and _wanted(document, config):
+        if not key or not _wanted(document, config):
+            continue
+        if config.keep_answers:
+            masked = _with_answer(row, config, tokenizer, eos_token_ids, where=f"row {number} of {config.prompts!r}")
+            yield Prompt(document.name, held_out(document, config.held_out), masked.ids, masked.mask)
+        elif "messages" in row or "prompt" in row:
             yield Prompt(document.name, held_out(document, config.held_out), _encode(text, config, tokenizer))
+        else:
+            raise UserError(
+                f"row {number} of {config.prompts!r} holds a text and no prompt; give --keep-answers to train on the text itself"
+            )
+
+
+def _with_answer(
+    row: dict[str, Any], config: GenerateConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int], *, where: str
+) -> Masked:
+    if "messages" in row:
+        _check_template(config, tokenizer)
+        return masked_chat(row["messages"], tokenizer, eos_token_ids, where=where)
+    if "completion" in row:
+        prompt = _encode(row["prompt"], config, tokenizer)
+        answer = tokenizer.encode(row["completion"], add_special_tokens=False)
+        mask = [0] * len(prompt) + [1] * len(answer)
+        mask[:1] = [0]  # without a prompt the first token has nothing to be predicted from
+        return Masked([*prompt, *answer], mask)
+    if "text" in row:
+        return _plain(list(tokenizer.encode(row["text"])))
+    raise UserError(f"{where} holds no answer; give `messages`, `prompt` and `completion`, or `text`, or drop --keep-answers")
+
+
+def _plain(ids: list[int]) -> Masked:
+    """A text without a prompt; its first token has nothing to be predicted from."""
+    return Masked(ids, [0] + [1] * (len(ids) - 1))
 
 
 def _wanted(document: Document, config: GenerateConfig) -> bool:
@@ -86,16 +123,24 @@ def _wanted(document: Document, config: GenerateConfig) -> bool:
 
 
 def _encode(text: str | list[dict[str, Any]], config: GenerateConfig, tokenizer: Tokenizer) -> list[int]:
+    """A prompt as the target reads it before it answers; answers at the end of a chat are left out."""
     if isinstance(text, str):
         is_chat = config.chat == "always" or (config.chat == "auto" and tokenizer.chat_template is not None)
         if not is_chat:
             return list(tokenizer.encode(text))
         text = [{"role": "user", "content": text}]
+    _check_template(config, tokenizer)
+    turns = list(itertools.dropwhile(lambda turn: turn["role"] == "assistant", reversed(text)))[::-1]
+    if not turns:
+        raise UserError(f"a chat of {config.prompts!r} holds nothing but answers; remove it, or give it a user turn")
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+
+def _check_template(config: GenerateConfig, tokenizer: Tokenizer) -> None:
     if tokenizer.chat_template is None:
         raise UserError(
             f"prompts {config.prompts!r} hold messages but target {config.target!r} has no chat template; give plain prompts"
         )
-    return list(tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def _rows(config: GenerateConfig) -> Iterator[dict[str, Any]]:
@@ -115,7 +160,7 @@ def _looks_like_a_file(name: str) -> bool:
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.strip():
-            yield {"prompt": line}
+            yield {"prompt": line, "text": line}
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -148,11 +193,13 @@ def _read_dataset(config: GenerateConfig) -> Iterator[dict[str, Any]]:
 
 
 def _checked(row: Any, where: str) -> dict[str, Any]:
-    """A row with `messages` (a list of role and content) or `prompt` (text)."""
+    """A row with `messages` (a list of role and content), `prompt` (text) with or without a `completion`, or `text`."""
     if isinstance(row, dict):
         if isinstance(row.get("messages"), list) and all(isinstance(turn, dict) and "role" in turn for turn in row["messages"]):
             return {"messages": row["messages"]}
         if isinstance(row.get("prompt"), str):
-            return {"prompt": row["prompt"]}
+            return {key: row[key] for key in ("prompt", "completion") if isinstance(row.get(key), str)}
+        if isinstance(row.get("text"), str):
+            return {"text": row["text"]}
     held = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
     raise UserError(f"{where} holds {held}; it must have a `prompt` text or a `messages` list of role and content")

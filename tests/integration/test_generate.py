@@ -15,8 +15,10 @@ import torch
 
 from draftsmith.distill import generate
 from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.server_writer import ServerWriter
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig
 
 
 def config(target: str, out: Path, **changes: object) -> GenerateConfig:
@@ -187,3 +189,54 @@ def test_started_folder_with_other_options_and_foreign_folder_are_refused(
 def test_bad_options_are_one_sentence(tiny_target: Callable[..., str], tmp_path: Path, changes: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         generate.run(config(tiny_target("llama"), tmp_path / "d", **changes))
+
+
+def test_answers_of_a_server_are_the_targets(
+    tiny_target: Callable[..., str], live_server: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy: the server's answers are the target's own, end-of-text tokens included, and a started folder is resumed."""
+    path = tiny_target("llama")
+    server = live_server(Target.load(path), None, EngineConfig(block_size=8, num_blocks=256))
+    generate.run(config(path, tmp_path / "own", temperature=0.0, max_tokens=40))
+    asked = config(path, tmp_path / "served", temperature=0.0, max_tokens=40, url=server.url)
+    with monkeypatch.context() as cut:
+        written = []
+
+        def write_twice(self: ServerWriter, prompts: list, seeds: list) -> list:
+            if len(written) == 2:
+                raise KeyboardInterrupt
+            written.append(1)
+            return honest(self, prompts, seeds)
+
+        honest = ServerWriter.write
+        cut.setattr(ServerWriter, "write", write_twice)
+        with pytest.raises(KeyboardInterrupt):
+            generate.run(asked)
+    generate.run(asked)
+    own, served = rows(tmp_path / "own"), rows(tmp_path / "served")
+    assert [row["input_ids"] for row in served] == [row["input_ids"] for row in own]
+    assert [row["loss_mask"] for row in served] == [row["loss_mask"] for row in own]
+    assert any(row["input_ids"][-1] == 0 for row in own)  # some answer ended by itself
+    provenance = json.loads((tmp_path / "served" / "provenance.json").read_text())
+    assert provenance["answered_by"] == "server of tiny" and provenance["target_revision"] is None
+
+
+def test_chats_keep_their_answers_with_laws_and_are_trained_on(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+    path = tiny_target("llama")
+    turns = ["Who verifies?", "The target.", "Who learns?", "The draft learns."]
+    chats = [
+        {"messages": [{"role": ("user", "assistant")[at % 2], "content": f"{text} {n}"} for at, text in enumerate(turns)]}
+        for n in range(6)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    kept = config(path, tmp_path / "d", prompts=str(tmp_path / "chats.jsonl"), count=None, keep_answers=True, top_logprobs=4)
+    generate.run(kept)
+    tokenizer = Target.load(path).tokenizer()
+    for chat, row in zip(chats, rows(tmp_path / "d"), strict=True):
+        said = tokenizer.decode([token for token, bit in zip(row["input_ids"], row["loss_mask"], strict=True) if bit])
+        assert said == "".join(turn["content"] for turn in chat["messages"] if turn["role"] == "assistant")
+        assert len(row["top_ids"]) == sum(row["loss_mask"])
+    # Nobody sampled it, so no temperature is claimed.
+    assert json.loads((tmp_path / "d" / "provenance.json").read_text())["temperature"] is None
+    with pytest.raises(UserError, match="was started with"):
+        generate.run(config(path, tmp_path / "d", prompts=str(tmp_path / "chats.jsonl"), count=None, top_logprobs=4))

@@ -75,7 +75,9 @@ def test_equal_prompts_fall_into_one_part(tmp_path: Path) -> None:
     ("name", "content", "says"),
     [
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": ', "line 2"),
-        ("a.jsonl", '{"text": "x"}', "text"),
+        ("a.jsonl", '{"text": "x"}', "a text and no prompt"),
+        ("a.jsonl", '{"body": "x"}', "body"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}', "chat template"),
         ("a.jsonl", '{"messages": ["x"]}', "messages"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}]}', "chat template"),
         ("a.jsonl", "", "no prompt"),
