@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
+from draftsmith.drafters.segments import positions_of
 from draftsmith.kernels.divergence import Divergence, divergence
 from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
 from draftsmith.train.calibration import confidence_loss
@@ -140,7 +141,16 @@ def judge(drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], t
         parts = zip(values.split(sizes), predicted, strict=True)
         return deepen(torch.stack([scatter(part, one, text.weights) for part, one in parts], dim=-1), num_steps)
 
-    return Judged(spread(result.keep), spread(confidence), spread(torch.ones_like(result.keep)) > 0)
+    known = spread(torch.ones_like(result.keep)) > 0
+    begun = places_in_text(text)[..., None] >= torch.arange(num_steps, device=known.device)
+    return Judged(spread(result.keep), spread(confidence), known & begun, begun)
+
+
+def places_in_text(text: WeightedText) -> torch.Tensor:
+    """[1 or B, L] of each token in its own text, from 0 on."""
+    if text.segments is not None:
+        return positions_of(text.segments)
+    return torch.arange(text.input_ids.shape[1], device=text.input_ids.device)[None]
 
 
 def _divergence(

@@ -15,6 +15,9 @@ import torch
 
 from draftsmith.train.walk import by_position, by_round
 
+# A row without any weight would not be measured either.
+LEAST = 1e-6
+
 
 class Judged(NamedTuple):
     """What the draft does with a text's tokens now, [B, L, S] by the token's position and depth, without gradients."""
@@ -22,10 +25,12 @@ class Judged(NamedTuple):
     keep: torch.Tensor  # chance that the token is kept, given that the target wrote it
     confidence: torch.Tensor  # q of the token
     known: torch.Tensor  # bool: the token is trained at this depth; elsewhere the other two mean nothing
+    begun: torch.Tensor  # bool: the round that drafts it at this depth begins in the same text
 
+    def weighted(self, rounds: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Weights [B, L, S] by round -> by position, in the type of `like`."""
+        return torch.where(self.begun, by_position(rounds), 0.0).clamp(min=LEAST).to(like.dtype)
 
-# A row without any weight would not be measured either.
-LEAST = 1e-6
 
 Judge = Callable[[], Judged]
 
@@ -64,7 +69,7 @@ class ExpectedPrefix:
         # What is not trained (a prompt) stands whatever the draft thinks of it.
         kept = by_round(torch.where(judged.known, judged.keep, 1.0)).cumprod(dim=-1)
         reached = torch.cat([torch.ones_like(kept[..., :1]), kept[..., :-1]], dim=-1)
-        return by_position(reached).clamp(min=LEAST).to(like.dtype)
+        return judged.weighted(reached, like)
 
     def scale(self, num_steps: int) -> float:
         return float(num_steps)
@@ -81,7 +86,7 @@ class DPace:
         judged = judge()
         smooth = (1 - self.smoothing) * judged.confidence + self.smoothing
         reached = by_round(torch.where(judged.known, smooth, 1.0)).cumprod(dim=-1) * by_round(judged.known)
-        return by_position(reached.flip(-1).cumsum(dim=-1).flip(-1)).clamp(min=LEAST).to(like.dtype)
+        return judged.weighted(reached.flip(-1).cumsum(dim=-1).flip(-1), like)
 
     def scale(self, num_steps: int) -> float:
         return float(num_steps)

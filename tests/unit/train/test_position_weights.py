@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MedusaOptions
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.train.objective import unrolled_loss
 from draftsmith.train.position_weights import DPace, ExpectedPrefix, Exponential, Judged, folded, step_weighting
@@ -27,7 +29,11 @@ def judged(seed: int = 0) -> Judged:
     keep, confidence = torch.rand(2, ROWS, LENGTH, DEPTHS, generator=generator, dtype=torch.float64)
     trained = torch.ones(ROWS, LENGTH, DEPTHS, dtype=torch.bool)
     trained[:, :2], trained[0, 4], trained[1, 5:] = False, False, False
-    return Judged(keep, confidence, trained)
+    return Judged(keep, confidence, trained, begun(LENGTH, DEPTHS))
+
+
+def begun(length: int, depths: int) -> torch.Tensor:
+    return torch.arange(length)[:, None] >= torch.arange(depths)
 
 
 def factors(weighting, known: Judged) -> torch.Tensor:
@@ -76,11 +82,11 @@ def test_d_pace_is_the_derivative_of_the_expected_length_by_the_log_of_the_confi
 @given(st.floats(0.05, 1.0), st.integers(1, 6))
 def test_what_is_kept_alike_everywhere_is_weighted_exponentially(chance: float, depths: int):
     same = torch.full((1, 8, depths), chance, dtype=torch.float64)
-    known = Judged(same, same, torch.ones_like(same, dtype=torch.bool))
+    inside = begun(8, depths)
+    known = Judged(same, same, torch.ones_like(same, dtype=torch.bool), inside)
     like = torch.zeros(1, 8, dtype=torch.float64)
     adaptive = ExpectedPrefix().factors(like, depths, lambda: known)
     fixed = Exponential(chance).factors(like, depths, lambda: known).expand(1, 8, depths)
-    inside = torch.arange(8)[:, None] >= torch.arange(depths)
     assert torch.allclose(adaptive[0][inside], fixed[0][inside].clamp(min=1e-6), rtol=1e-12)
     # Negative control: the property tells weightings apart.
     assert depths == 1 or not torch.allclose(DPace().factors(like, depths, lambda: known)[0][inside], fixed[0][inside])
@@ -91,7 +97,7 @@ def test_what_is_kept_alike_everywhere_is_weighted_exponentially(chance: float, 
 def test_there_and_back_again(length: int, depths: int, seed: int):
     values = torch.rand(2, length, depths, generator=torch.Generator().manual_seed(seed))
     rounds = by_round(values)
-    inside = torch.arange(length)[:, None] >= torch.arange(depths)
+    inside = begun(length, depths)
     assert torch.equal(by_position(rounds), torch.where(inside, values, 0.0))
     assert all(rounds[1, a, s] == values[1, a + s, s] for a in range(length) for s in range(depths) if a + s < length)
 
@@ -177,3 +183,49 @@ def test_texts_apart_add_up_to_texts_together(name, target, table_drafter):
         return unrolled_loss(drafter, LiveTeacher(target), part, num_steps=DEPTHS, weighting=weighting).total.item()
 
     assert total(slice(0, 2)) == pytest.approx(total(slice(0, 1)) + total(slice(1, 2)), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "draft-lm", "medusa"])
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_packed_texts_weigh_what_they_weigh_apart(name, family, target):
+    """Also where a language model's one step stands for rounds that would have begun in the text before."""
+    options = {"eagle3": Eagle3Options(), "draft-lm": DraftLmOptions(num_layers=1, hidden_size=32), "medusa": MedusaOptions()}
+    drafter = FAMILIES[family].create(options[family], target, seed=0).to(torch.float64)
+    sizes = (7, 3, 9)
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 288, (size,), generator=generator) for size in sizes]
+    weights = [(torch.rand(size, generator=generator) * (torch.arange(size) >= 2)).double() for size in sizes]
+
+    def total(text: WeightedText) -> float:
+        teacher, weighting = LiveTeacher(target), step_weighting(name, 0.8)
+        return unrolled_loss(drafter, teacher, text, num_steps=DEPTHS, weighting=weighting).total.item()
+
+    def one_row(ids: torch.Tensor, weights: torch.Tensor, segments: torch.Tensor | None) -> WeightedText:
+        mask = torch.ones_like(ids)[None]
+        return WeightedText(input_ids=ids[None], attention_mask=mask, weights=weights[None], segments=segments)
+
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))[None]
+    packed = total(one_row(torch.cat(ids), torch.cat(weights), numbers))
+    apart = sum(total(one_row(one, weight, None)) for one, weight in zip(ids, weights))
+    assert packed == pytest.approx(apart, rel=1e-9)
+    # Negative control: read as one text they weigh something else.
+    assert total(one_row(torch.cat(ids), torch.cat(weights), None)) != pytest.approx(apart, rel=1e-3)
+
+
+def test_a_language_models_token_counts_for_every_round_that_reaches_it(target):
+    """Weights by hand: position j is at depth s of the round that began at j - s, all with the same step of the unroll."""
+    drafter = FAMILIES["draft-lm"].create(DraftLmOptions(num_layers=1, hidden_size=32), target, seed=0).to(torch.float64)
+    batch = text(3, rows=1)
+    alone = unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=1, weighting=Exponential(1.0))
+    deep = unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=3, weighting=ExpectedPrefix())
+    chances = [float(alone.keep[0, at, 0]) if batch.weights[0, at] > 0 else 1.0 for at in range(9)]
+    expected = 0.0
+    for at in range(9):
+        single = WeightedText(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            weights=batch.weights * (torch.arange(9) == at),
+        )
+        value = unrolled_loss(drafter, LiveTeacher(target), single, num_steps=1, weighting=Exponential(1.0)).total.item()
+        expected += value * sum(max(math.prod(chances[at - depth : at]), 1e-6) for depth in range(3))
+    assert deep.total.item() == pytest.approx(expected, rel=1e-9)
