@@ -19,6 +19,8 @@ forward-kl and reverse-kl keep p unnormalised on S: the least reverse-kl is -log
 tvd++ (Goel et al. 2024, arXiv:2403.00858) is the policy gradient of TV, reward r = [v in A] for draws from q, with the reward
 less its mean and over its deviation s = sqrt(q(A) (1 - q(A))). The expectation over q is summed here and not sampled, so the mean
 drops out and the deviation is each row's own. While A stays the same, that is the gradient of the arc in the table: its value.
+So it is what the sampled estimator of one row tends to (tested). A deviation taken over many rows would scale all of them alike,
+which is plain TV at another learning rate; each row's own is where the two differ. On-policy text changes which rows there are.
 lk-alpha and lk-hybrid are from arXiv:2602.23881, here with every row's own alpha.
 
 Legend: t rows of a chunk, V target vocabulary, Vd draft vocabulary (V without a subset).
