@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,11 +33,22 @@ from draftsmith.drafters.head_init import fitted_norm, output_table
 from draftsmith.drafters.head_shape import config_dict, layer_config, shape_of
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import DflashOptions, default_taps
+from draftsmith.drafters.ragged import sent
 from draftsmith.drafters.taps import check_taps
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
+
+
+class Block(NamedTuple):
+    """What was read of R rows; slots are counted over all of them."""
+
+    states: torch.Tensor  # [T, H] normed
+    begins: torch.Tensor  # [R] first slot
+    newest: torch.Tensor  # [R] position of the newest token
+    tokens: torch.Tensor  # [R] the newest token
 
 
 class Dflash(nn.Module):
@@ -160,32 +171,32 @@ class Dflash(nn.Module):
     def propose(self, inputs: DraftInputs) -> Proposal:
         drawing = Drawing(inputs, vocab_size=self.config.vocab_size)
         self._read_context(inputs)
-        newest = inputs.starts + inputs.lengths - 1  # [B] position of the newest token
         # A block without any context was never trained.
-        rows = ((inputs.num_draft > 0) & (newest > 0)).nonzero()[:, 0]
+        rows = ((inputs.num_draft > 0) & (inputs.starts + inputs.lengths > 1)).nonzero()[:, 0]
         if len(rows) == 0:
             return drawing.proposal()
-        budgets = inputs.num_draft[rows].clamp(max=self.max_depth)
-        skipped = 0 if self.from_anchor else 1
-        counts = budgets + skipped
-        begins = counts.cumsum(0) - counts
-        states = self._read_blocks(inputs, rows, newest[rows], counts)
-        head, tokens = self.head_weight().T, inputs.tokens[inputs.lengths.cumsum(0)[rows] - 1]
+        block = self._read_blocks(inputs, rows)
+        begins, newest, tokens = block.begins, block.newest, block.tokens
+        head, skipped = self.head_weight().T, 0 if self.from_anchor else 1
         survival = torch.ones_like(tokens, dtype=torch.float32)  # the chance that all drafts of a row are kept, as guessed
-        for depth in range(int(budgets.max())):
-            alive = budgets > depth
-            if not alive.all():
-                rows, budgets, begins, tokens, survival = _those(alive, rows, budgets, begins, tokens, survival)
-            head_input = self.head_input(states[begins + depth + skipped], tokens)
+        offered = torch.zeros_like(drawing.lengths)
+        for depth, (chosen, kept, _) in enumerate(drawing.depths(rows.tolist(), self.max_depth)):
+            if kept is not None:
+                begins, newest, tokens, survival = begins[kept], newest[kept], tokens[kept], survival[kept]
+            head_input = self.head_input(block.states[begins + depth + skipped], tokens)
             confidence = self.confidence(head_input) if inputs.least_survival > 0 else None
             if confidence is not None:
                 # Before the draft is drawn: whether it is offered must not depend on what it is (law 4).
                 survival = survival * torch.sigmoid(confidence.float())
                 sure = survival >= inputs.least_survival
-                rows, budgets, begins, head_input, survival = _those(sure, rows, budgets, begins, head_input, survival)
-            if len(rows) == 0:
-                break
-            tokens = drawing.draw(rows, depth, head_input @ head, newest[rows] + 1 + depth)
+                if reads_freely(sure.device) and not sure.any():
+                    break
+                offered[chosen] += sure
+            else:
+                offered[chosen] += 1
+            tokens = drawing.draw(chosen, depth, head_input @ head, newest + 1 + depth)
+        if inputs.least_survival > 0:
+            drawing.shorten(offered)
         return drawing.proposal()
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
@@ -195,30 +206,33 @@ class Dflash(nn.Module):
     def _read_context(self, inputs: DraftInputs) -> None:
         """Writes keys and values of the positions whose true states are new."""
         counts = inputs.lengths - 1
-        total = int(counts.sum())
-        if total == 0:
-            return
         rows = torch.repeat_interleave(counts)
-        offsets = torch.arange(total, device=rows.device) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        positions = inputs.starts[rows] + offsets
+        if len(rows) == 0:
+            return
+        offsets = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        rows, positions = sent(inputs.tokens.device, rows, inputs.starts[rows] + offsets)
         slots = inputs.pool.slots_of(inputs.block_tables, rows, positions)
         pairs = self.context_keys(self.context(inputs.taps)[None], positions[None])
         for (keys, values), pool_keys, pool_values in zip(pairs, inputs.pool.keys, inputs.pool.values, strict=True):
             pool_keys.index_copy_(0, slots, keys[0].transpose(0, 1).to(pool_keys.dtype))
             pool_values.index_copy_(0, slots, values[0].transpose(0, 1).to(pool_values.dtype))
 
-    def _read_blocks(self, inputs: DraftInputs, rows: torch.Tensor, newest: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Blocks of `counts` [R] slots from the newest token of each row on -> normed states [T, H]."""
+    def _read_blocks(self, inputs: DraftInputs, rows: torch.Tensor) -> Block:
+        """From the newest token of each of `rows` [R] (on the host) on."""
+        newest = (inputs.starts + inputs.lengths - 1)[rows]
+        counts = inputs.num_draft[rows].clamp(max=self.max_depth) + (0 if self.from_anchor else 1)
         begins = counts.cumsum(0) - counts
-        slot = torch.arange(int(counts.sum()), device=rows.device) - torch.repeat_interleave(begins, counts)
-        first = torch.repeat_interleave(newest, counts)
-        ids = torch.full_like(slot, self.shape.mask_token)
-        ids[begins] = inputs.tokens[inputs.lengths.cumsum(0)[rows] - 1]
+        which = torch.repeat_interleave(counts)
+        slot = torch.arange(len(which)) - begins[which]
+        columns = (rows, begins, newest, counts, newest[which] + slot, newest[which], counts[which])
+        parts = sent(inputs.tokens.device, *columns, inputs.lengths.cumsum(0)[rows] - 1)
+        rows, begins, newest, counts, positions, first, size, ends = parts
+        tokens = inputs.tokens[ends]
+        ids = torch.full_like(positions, self.shape.mask_token).index_copy_(0, begins, tokens)
         # A causal block is a chain; in another every slot sees all of its block.
-        everyone = (1 << torch.repeat_interleave(counts, counts)) - 1
-        tree = None if self.shape.causal else TreeLayout(places=first + slot, ancestors=everyone, first=first)
-        context = PagedPass(inputs.pool, inputs.block_tables[rows], first + slot, counts, tree=tree)
-        return self.body(ids[None], (first + slot)[None], context)[0]
+        tree = None if self.shape.causal else TreeLayout(places=positions, ancestors=(1 << size) - 1, first=first)
+        context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, counts, tree=tree)
+        return Block(self.body(ids[None], positions[None], context)[0], begins, newest, tokens)
 
     def save(self, folder: Path) -> None:
         write_weights(Path(folder), self.portable_config(), self.state_dict())
@@ -256,11 +270,6 @@ class Dflash(nn.Module):
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
-
-
-def _those(chosen: torch.Tensor, *columns: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`chosen` [R] bool of every column [R, ...]."""
-    return (column[chosen] for column in columns)
 
 
 def projected(

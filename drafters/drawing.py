@@ -116,6 +116,11 @@ class Drawing:
         else:
             self.logits[rows[:, None], depth, self.vocab_map[None, :]] = drawn.law
 
+    def shorten(self, lengths: torch.Tensor) -> None:
+        """Offers no more than `lengths` [B] of what was drawn."""
+        self.lengths = torch.minimum(self.lengths, lengths)
+        self.tokens.masked_fill_(torch.arange(self.depth, device=lengths.device) >= self.lengths[:, None], -1)
+
     def proposal(self) -> Proposal:
         sound = None if self.best is None else torch.isfinite(self.best)
         return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits, sound=sound)

@@ -23,6 +23,7 @@ from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.eagle3 import Eagle3, flattened
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import PeagleOptions
+from draftsmith.drafters.ragged import sent
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
@@ -80,26 +81,25 @@ class Peagle(Eagle3):
         states = self._read(inputs, slots)
         # A row draws from its last true state and the masks after it.
         rows = slots.rows[inputs.num_draft[slots.rows] > 0]
-        drafting = inputs.num_draft[slots.row] > 0
-        logits = self.draft_logits(states[drafting & (slots.depth >= 0)])
-        budgets = inputs.num_draft[rows]
-        begins, newest = budgets.cumsum(0) - budgets, inputs.starts[rows] + inputs.lengths[rows] - 1
-        for depth in range(drawing.depth):
-            alive = budgets > depth
-            if not alive.all():
-                rows, budgets, begins, newest = rows[alive], budgets[alive], begins[alive], newest[alive]
-            if len(rows) > 0:
-                drawing.draw(rows, depth, logits[begins + depth], newest + 1 + depth)
+        drafting = ((inputs.num_draft[slots.row] > 0) & (slots.depth >= 0)).nonzero()[:, 0]
+        budgets, newest = inputs.num_draft[rows], inputs.starts[rows] + inputs.lengths[rows] - 1
+        drafting, begins, newest = sent(inputs.tokens.device, drafting, budgets.cumsum(0) - budgets, newest)
+        logits = self.draft_logits(states[drafting])
+        for depth, (chosen, kept, _) in enumerate(drawing.depths(rows.tolist())):
+            if kept is not None:
+                begins, newest = begins[kept], newest[kept]
+            drawing.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
         return drawing.proposal()
 
     def _read(self, inputs: DraftInputs, slots: Slots) -> torch.Tensor:
         """True states and masks of all rows in one pass -> what the head multiplies [T, H]."""
         masked = slots.depth > 0
-        ids = torch.where(masked, self.mask_token, inputs.tokens[slots.token])
-        hidden = self.fuse(self.mask_hidden).expand(len(ids), -1).clone()
-        hidden[~masked] = self.fused(inputs.taps)
-        context = PagedPass(inputs.pool, inputs.block_tables[slots.rows], slots.position, slots.counts)
-        return self.read_ragged(self.embed(ids), hidden, slots.position, context).head_input
+        columns = (slots.rows, slots.counts, slots.position, slots.token, masked.nonzero()[:, 0], (~masked).nonzero()[:, 0])
+        rows, counts, position, token, masks, true = sent(inputs.tokens.device, *columns)
+        ids = inputs.tokens[token].index_fill(0, masks, self.mask_token)
+        hidden = self.fuse(self.mask_hidden).expand(len(ids), -1).index_copy(0, true, self.fused(inputs.taps))
+        context = PagedPass(inputs.pool, inputs.block_tables[rows], position, counts)
+        return self.read_ragged(self.embed(ids), hidden, position, context).head_input
 
     def portable_config(self) -> dict[str, Any]:
         """vLLM reads it as EAGLE-3 and is told `parallel_drafting` in its own options; the key here says so to others."""
@@ -117,7 +117,7 @@ class Peagle(Eagle3):
 
 
 class Slots(NamedTuple):
-    """What a pass reads: of every row with a true state, all of those that are new and k - 1 masks. T slots, R rows."""
+    """What a pass reads, on the host: the new true states of every row that has any, and k - 1 masks. T slots, R rows."""
 
     rows: torch.Tensor  # [R] of the proposal
     counts: torch.Tensor  # [R] slots of each

@@ -15,6 +15,7 @@ from torch import nn
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.heads import HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.ragged import sent
 from draftsmith.drafters.taps import FINAL
 from draftsmith.kernels.paged_attention import PagedPool
 
@@ -63,20 +64,20 @@ class StateHead(nn.Module, ABC):
     def propose(self, inputs: DraftInputs) -> Proposal:
         drawing = Drawing(inputs, vocab_size=self.vocab_size)
         rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
+        depths = drawing.depths(rows.tolist(), self.max_depth)
+        if not depths:
+            return drawing.proposal()
         # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
-        ends = (inputs.lengths - 1).cumsum(0)[rows] - 1
-        positions = (inputs.starts + inputs.lengths - 1)[rows]  # of the newest token
-        tokens = inputs.tokens[inputs.lengths.cumsum(0)[rows] - 1]
-        state = self.begin(inputs.taps[ends])
-        for depth in range(min(drawing.depth, self.max_depth)):
-            alive = inputs.num_draft[rows] > depth
-            if not alive.all():
-                rows, positions, tokens, state = rows[alive], positions[alive], tokens[alive], state[alive]
-            if len(rows) == 0:
-                break
+        columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
+        newest = (inputs.starts + inputs.lengths - 1)[rows]
+        tap_rows, token_rows, positions = sent(inputs.tokens.device, *columns, newest)
+        tokens, state = inputs.tokens[token_rows], self.begin(inputs.taps[tap_rows])
+        for depth, (chosen, kept, _) in enumerate(depths):
+            if kept is not None:
+                positions, tokens, state = positions[kept], tokens[kept], state[kept]
             step = self.advance(state, tokens, depth)
-            drawing.draw(rows, depth, step.head_input @ self.head_at(depth).T, positions + 1 + depth)
-            tokens, state = drawing.tokens[rows, depth], step.next_hidden
+            tokens = drawing.draw(chosen, depth, step.head_input @ self.head_at(depth).T, positions + 1 + depth)
+            state = step.next_hidden
         return drawing.proposal()
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:

@@ -10,14 +10,16 @@ from dataclasses import replace
 
 import torch
 
+from draftsmith.drafters.chain_graphs import Capturable
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.recorded import Recordable
 from draftsmith.drafters.suffix import Draft, Suffix
 from draftsmith.errors import UserError
+from draftsmith.kernels.cuda_graphs import Recorder
 from draftsmith.kernels.paged_attention import PagedPool
 
 
-class TextFirst(Recordable):
+class TextFirst(Recordable, Capturable):
     """`share`: text drafts a row where it expects at least this share of k tokens to be accepted."""
 
     def __init__(self, model: ServingDrafter, text: Suffix, *, share: float = 0.8):
@@ -29,6 +31,10 @@ class TextFirst(Recordable):
     def record(self) -> None:
         if isinstance(self.model, Recordable):
             self.model.record()
+
+    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
+        if isinstance(self.model, Capturable):
+            self.model.capture(pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
 
     def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None:
         return self.model.new_pool(num_blocks, block_size, device, dtype)

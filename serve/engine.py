@@ -20,6 +20,7 @@ from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, 
 from draftsmith.serve.decide import Decision, Streams, chain_rule, decide
 from draftsmith.serve.draft_law import DraftLaw
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
+from draftsmith.serve.graphs import capture_drafts
 from draftsmith.serve.intake import Intake
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
 from draftsmith.serve.memory import BlockPlan, most_tapped, plan_blocks
@@ -78,6 +79,8 @@ class Engine:
         pool = None
         if drafter is not None:
             pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
+        if config.compile == "auto":
+            capture_drafts(drafter, pool, max_batch=config.max_batch, max_blocks=max_blocks)
         tree = wanted_tree(config)
         self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree, fallback=fallback)
         self._rule = chain_rule(config.verification, config.synthetic_acceptance)

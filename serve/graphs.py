@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from draftsmith.drafters.chain_graphs import Capturable
+from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target import Target, TargetOutput
-from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets, sizes_up_to
+from draftsmith.kernels.cuda_graphs import CudaRecorder, Graph, Recorder, row_buckets, sizes_up_to
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
 from draftsmith.serve.blocks import NULL_BLOCK
 
@@ -150,6 +152,12 @@ class PassGraphs:
     def _forward(self, static: StaticInputs) -> TargetOutput:
         context = PagedPass(self.pool, static.tables, static.positions, static.lengths, tree=static.tree)
         return self.target.forward(static.ids[None], static.positions[None], context, static.wanted, static.shape.taps)
+
+
+def capture_drafts(drafter: ServingDrafter | None, pool: PagedPool | None, *, max_batch: int, max_blocks: int) -> None:
+    """Lets a drafter that can draft by graphs from `pool` on a GPU."""
+    if isinstance(drafter, Capturable) and pool is not None and pool.keys[0].is_cuda:
+        drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder())
 
 
 def token_buckets(most: int) -> list[int]:
