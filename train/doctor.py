@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from typing import Any
 
@@ -18,8 +19,27 @@ def run(config: DoctorConfig) -> int:
     check_options(config)
     findings = examine(config)
     failed = any(finding.status == FAIL for finding in findings)
-    print(json.dumps(report(findings), indent=2) if config.json else f"{table(findings)}\n\n{summary(findings)}")
+    if config.json:
+        print(json.dumps(report(findings), indent=2))
+    else:
+        show_data(config, findings)
+        print(f"{table(findings)}\n\n{summary(findings)}")
     return 1 if failed else 0
+
+
+def show_data(config: DoctorConfig, findings: list[Finding]) -> None:
+    """The first texts, if they could be read and spelt."""
+    if (
+        config.show == 0
+        or config.data is None
+        or config.target is None
+        or not any(finding.check == "data.ends" for finding in findings)
+    ):
+        return
+    from draftsmith.train.checkup.data import shown
+
+    text = shown(config.data, config.target, count=config.show, max_length=config.max_length, in_colour=sys.stdout.isatty())
+    print(f"{text}\n")
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
@@ -43,8 +63,8 @@ def check_options(config: DoctorConfig) -> None:
         raise UserError("seconds and api_key are about a running server; give --url too")
     if not 0 <= config.seconds <= MOST_SECONDS:
         raise UserError(f"seconds is {config.seconds:g}; it must be from 0 to {MOST_SECONDS:g}")
-    if config.rows < 1 or config.max_length < 2 or config.sequences < 1:
-        raise UserError("--rows and --sequences must be at least 1 and --max-length at least 2; raise them")
+    if config.rows < 1 or config.max_length < 2 or config.sequences < 1 or config.show < 0:
+        raise UserError("--rows and --sequences must be at least 1, --max-length 2 and --show 0; raise them")
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ class DoctorConfig:
     draft: str | None = option(None, "draft checkpoint to check against the target")
     data: str | None = option(None, "generated dataset to check against both")
     rows: int = option(256, "rows of the data to read, spread over all of it")
+    show: int = option(2, "rows of the data to print whole, trained tokens in colour, or in [[ ]] where there is none")
     max_length: int = option(2048, "training length in tokens beyond which a row is cut")
     sequences: int = option(8, "concurrent sequences that the memory estimate assumes")
     url: str | None = option(None, "instead of a target: a running draftsmith server, for example http://127.0.0.1:8000")

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.drafters.block_shape import unused_token
+from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
+from draftsmith.train.checkup.data_tokens import (
+    Row,
+    check_after_end,
+    check_known,
+    check_template,
+    check_unused,
+    check_vocabulary,
+)
 from draftsmith.train.checkup.finding import Finding, fail, ok, refused, warn
+from draftsmith.train.checkup.shown import BRACKETS, COLOUR, HarmlessDecoder, marked
 from draftsmith.train.data import open_rows
 
 SHOWN_TOKENS = 24  # on either side of the first boundary between prompt and answer
-
-
-class Row(NamedTuple):
-    input_ids: list[int]
-    loss_mask: list[bool]  # True where the target wrote the token
 
 
 class Sample(NamedTuple):
@@ -28,14 +35,15 @@ class Sample(NamedTuple):
     provenance: dict[str, Any]
 
 
-def read_sample(folder: str, count: int) -> Sample:
-    """`count` rows spread evenly over the folder."""
+def read_sample(folder: str, count: int, *, spread: bool = True) -> Sample:
+    """`count` rows spread evenly over the folder, or the first ones."""
     path = Path(folder)
     table = open_rows(path)
     total = len(table)
     if total == 0:
         raise UserError(f"data {folder!r} has no rows; generate answers for some prompts")
-    chosen = sorted({int(index) for index in torch.linspace(0, total - 1, min(count, total))})
+    last = total if spread else min(count, total)
+    chosen = sorted({int(index) for index in torch.linspace(0, last - 1, min(count, total))})
     rows = [Row(row["input_ids"], [bool(bit) for bit in row["loss_mask"]]) for row in table.select(chosen)]
     provenance = path / "provenance.json"
     return Sample(rows, total, read_json(provenance, "data provenance") if provenance.is_file() else {})
@@ -57,8 +65,15 @@ def check_data(folder: str, sample: Sample, target: Target, max_length: int) -> 
         tokenizer = target.tokenizer()
     except UserError as error:
         return [*findings, refused("data.text", error)]
-    findings.append(check_start(sample.rows, tokenizer.bos_token_id))
-    findings.append(check_ends(sample.rows, target.eos_token_ids))
+    findings += [
+        check_known(sample.rows, len(tokenizer), target.vocab_size),
+        check_unused(sample.rows, unused_token(target)),
+        *check_template(sample.rows, tokenizer),
+        check_start(sample.rows, tokenizer.bos_token_id),
+        check_ends(sample.rows, target.eos_token_ids),
+        check_after_end(sample.rows, target.eos_token_ids),
+        check_vocabulary(sample.rows),
+    ]
     findings.append(ok("data.text", rendered(sample.rows, tokenizer)))
     return findings
 
@@ -126,11 +141,11 @@ def check_length(rows: list[Row], max_length: int) -> Finding:
 
 
 def check_start(rows: list[Row], bos: int | None) -> Finding:
-    doubled = sum(bos is not None and row.input_ids[:2] == [bos, bos] for row in rows)
+    doubled = 0 if bos is None else sum((bos, bos) in itertools.pairwise(row.input_ids) for row in rows)
     if doubled:
         return fail(
             "data.bos",
-            f"{doubled} of {len(rows)} rows begin with two beginning-of-text tokens",
+            f"{doubled} of {len(rows)} rows hold two beginning-of-text tokens in a row",
             "encode templated prompts with add_special_tokens=False; served requests will have one",
         )
     return ok("data.bos", "no doubled beginning-of-text token")
@@ -149,18 +164,17 @@ def rendered(rows: list[Row], tokenizer: Any) -> str:
     row = next((row for row in rows if any(row.loss_mask)), rows[0])
     boundary = row.loss_mask.index(True) if any(row.loss_mask) else 0
     begin, end = max(0, boundary - SHOWN_TOKENS), boundary + SHOWN_TOKENS
-    parts, written = ["... " if begin else ""], []
-    for token, is_written in zip(row.input_ids[begin:end], row.loss_mask[begin:end]):
-        if written and is_written != written[-1][0]:
-            parts.append(marked(written, tokenizer))
-            written = []
-        written.append((is_written, token))
-    parts.append(marked(written, tokenizer))
-    return ascii("".join(parts))[1:-1] + (" ..." if end < len(row.input_ids) else "")
+    text = marked(row.input_ids[begin:end], row.loss_mask[begin:end], tokenizer, BRACKETS)
+    return ("... " if begin else "") + ascii(text)[1:-1] + (" ..." if end < len(row.input_ids) else "")
 
 
-def marked(run: list[tuple[bool, int]], tokenizer: Any) -> str:
-    if not run:
-        return ""
-    text = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
-    return f"[[{text}]]" if run[0][0] else text
+def shown(folder: str, target: str, *, count: int, max_length: int, in_colour: bool) -> str:
+    """The first texts of the data as training reads them, whole."""
+    sample, tokenizer = read_sample(folder, count, spread=False), load_tokenizer(target)
+    parts = []
+    for at, row in enumerate(sample.rows, start=1):
+        ids, mask = row.input_ids[:max_length], row.loss_mask[:max_length]
+        cut = f", cut from {len(row.input_ids)}" if len(row.input_ids) > max_length else ""
+        text = marked(ids, mask, HarmlessDecoder(tokenizer), COLOUR if in_colour else BRACKETS)
+        parts.append(f"--- row {at}: {len(ids)} tokens{cut}, {sum(mask)} trained\n{text}")
+    return "\n".join(parts)

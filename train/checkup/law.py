@@ -10,7 +10,7 @@ import torch
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.acceptance import overlap
-from draftsmith.train.checkup.data import Row
+from draftsmith.train.checkup.data_tokens import Row
 from draftsmith.train.checkup.finding import Finding, ok, warn
 
 MAX_ROWS, MAX_LENGTH = 32, 1024

@@ -22,8 +22,10 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
 from draftsmith.files import read_json, write_json
-from draftsmith.train.checkup.data import Row, check_ends, check_masks, check_start, rendered
+from draftsmith.train.checkup.data import check_ends, check_masks, check_start, rendered
+from draftsmith.train.checkup.data_tokens import Row, check_after_end, check_known, check_unused, check_vocabulary
 from draftsmith.train.checkup.memory import compare
+from draftsmith.train.checkup.shown import COLOUR, HarmlessDecoder, marked
 from draftsmith.train.doctor import run
 from draftsmith.train.doctor_config import DoctorConfig
 
@@ -228,8 +230,80 @@ def test_doubled_beginnings_and_endings() -> None:
     doubled, single = Row([2, 2, 7], [False, False, True]), Row([2, 7, 2], [False, True, True])
     assert check_start([doubled, single], 2).status == "fail"
     assert check_start([single], 2).status == "ok" and check_start([doubled], None).status == "ok"
+    inside = Row([5, 2, 2, 7], [False, False, False, True])  # a template's own, behind a system prompt
+    assert check_start([inside], 2).status == "fail"
     assert check_ends([doubled], (0,)).status == "warn" and check_ends([doubled], (7,)).status == "ok"
     assert check_masks([single, Row([3], [True])]).status == "warn"
+
+
+def test_masks_that_go_on_behind_the_end_of_an_answer() -> None:
+    """What a mask of whole rendered turns does: the line break behind the end of text is the template's."""
+    through = Row([7, 8, 0, 9, 5], [False, True, True, True, False])
+    ended = Row([7, 8, 0, 9, 5], [False, True, True, False, False])
+    two_answers = Row([7, 8, 0, 9, 5, 0], [False, True, True, False, True, True])
+    assert check_after_end([ended, through], (0,)).status == "warn"
+    assert check_after_end([ended, two_answers], (0,)).status == "ok"
+
+
+def test_ids_in_the_padding_of_the_head_and_mask_tokens_in_text() -> None:
+    rows = [Row([5, 6, 7], [False, True, True]), Row([5, 295, 7], [False, True, True])]
+    assert check_known(rows, 290, 300).status == "warn" and check_known(rows[:1], 290, 300).status == "ok"
+    assert check_known(rows, 290, 292).status == "ok"  # that is for data.ids to say
+    assert check_unused(rows, 6).status == "warn" and check_unused(rows, 9).status == "ok"
+
+
+def test_the_vocabulary_that_a_draft_needs_is_measured_on_unseen_answers() -> None:
+    common = [Row([at % 50 for at in range(300)], [False] + [True] * 299) for _ in range(20)]
+    told = check_vocabulary(common)
+    assert told.status == "ok" and "the 50 most frequent" in told.what and "at most" in told.what
+    rare = [Row([at % 50 + 1000 * (row % 2) for at in range(300)], [False] + [True] * 299) for row in range(20)]
+    assert check_vocabulary(rare).status == "warn"
+    assert "too few" in check_vocabulary(common[:2]).what
+    # Nine in ten are common, the others never seen twice.
+    mixed = [Row([at % 50 if at % 10 else 100 + 300 * row + at for at in range(300)], [True] * 300) for row in range(20)]
+    unseen = check_vocabulary(mixed)
+    assert unseen.status == "warn" and "90.0%" in unseen.what
+
+
+def test_plain_text_for_a_chat_model_is_warned_of(
+    tiny_target: Callable[..., str], tmp_path: Path, make_data: Callable[..., str], diagnose: Callable[..., Any]
+) -> None:
+    folder = tmp_path / "chat"
+    shutil.copytree(tiny_target("llama"), folder)
+    config = read_json(folder / "tokenizer_config.json", "config")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    template = "{% for m in messages %}<|mask|>{{ m.content }}{% endfor %}"
+    write_json(folder / "tokenizer_config.json", config | {"chat_template": template, "additional_special_tokens": ["<|mask|>"]})
+    plain, chat = Row([5, 6, 7], [False, True, True]), Row([2, 6, 7], [False, True, True])  # 2 is <|mask|>
+    assert Target.load(folder).tokenizer().convert_tokens_to_ids("<|mask|>") == 2
+    found = {
+        name: diagnose(target=str(folder), data=make_data(rows))["data.chat"]["status"]
+        for name, rows in (("plain", [plain, plain]), ("some", [plain, chat]), ("chats", [chat, chat]))
+    }
+    assert found == {"plain": "warn", "some": "warn", "chats": "ok"}
+
+
+def test_the_first_rows_are_shown_whole_with_their_masks(
+    target: Target, make_data: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = target.tokenizer()("def f(x):\n", add_special_tokens=False)["input_ids"]
+    rows = [Row(ids, [False] * 2 + [True] * (len(ids) - 2)) for _ in range(3)]
+    run(DoctorConfig(target=target.name, data=make_data(rows), show=2, max_length=len(ids) - 1))
+    out = capsys.readouterr().out
+    text = target.tokenizer().decode
+    line = f"--- row 1: {len(ids) - 1} tokens, cut from {len(ids)}, {len(ids) - 3} trained\n{text(ids[:2])}[[{text(ids[2:-1])}]]"
+    assert line in out and "--- row 2" in out and "--- row 3" not in out
+    run(DoctorConfig(target=target.name, data=make_data(rows), show=0))
+    assert "--- row" not in capsys.readouterr().out
+
+
+def test_colours_replace_brackets_and_text_cannot_steer_the_terminal() -> None:
+    class Letters:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            return "".join(map(chr, ids))
+
+    text = marked([97, 27, 98], [False, True, True], HarmlessDecoder(Letters()), COLOUR)
+    assert text == f"a{COLOUR.begin}\ufffdb{COLOUR.end}"
 
 
 def test_rendered_text_marks_what_the_target_wrote(target: Target) -> None:
