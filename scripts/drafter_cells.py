@@ -1,0 +1,89 @@
+"""The trainings of scripts/bench_drafters: what is trained, by whom, with which arguments. A cell is one of them and a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+FAMILIES = tuple(sorted(path.name.removesuffix("-small.yaml") for path in RECIPES.glob("*-small.yaml")))
+# Of eagle3, beside the recipe's forward KL.
+OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "lk-alpha": ("divergence=lk-alpha",),
+    "lk-hybrid": ("divergence=lk-hybrid",),
+    "tv": ("divergence=tv",),
+    "tvd++": ("divergence=tvd++",),
+    "on-policy": ("on_policy.share=0.5",),
+}
+OURS, THEIRS = "draftsmith", "speculators"
+PEERS = (THEIRS,)
+# What a CPU needs of speculators: no Triton, no flex attention, no bfloat16.
+ON_CPU = ("--loss-implementation", "eager", "--draft-attn-impl", "sdpa", "--hidden-states-dtype", "float32")
+# Their defaults but for the tokens of a step, 8,192 of which would leave them a few dozen steps.
+THEIR_RECIPE = ("--total-seq-len", "320")
+# One configuration for both: the same layer, tokens of a step, unrolled steps, optimizer, divergence and arithmetic.
+EQUAL_TEXTS, EQUAL_STEPS = 8, 4
+EQUAL_OURS = ("--batch-size", str(EQUAL_TEXTS), f"unroll.steps={EQUAL_STEPS}", "unroll.decay=1", "--dtype", "float32")
+EQUAL_THEIRS = (
+    "--optimizer", "adamw", "--ttt-steps", str(EQUAL_STEPS), "--loss-fn", "kl_div",
+    "--no-norm-before-residual", "--no-norm-before-fc", "--no-norm-output",
+)  # fmt: skip
+EQUAL_MINUTES = 1 / 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    part: str  # families, objectives, peers or equal
+    name: str
+    seed: int
+    trainer: str
+    arguments: tuple[str, ...]
+    minutes: float
+
+    @property
+    def folder(self) -> str:
+        return f"{self.part}/{self.name}/seed-{self.seed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"arguments": list(self.arguments)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    families: Sequence[str]
+    objectives: Sequence[str]
+    peers: Sequence[str]
+    seeds: int
+    minutes: float
+    row_tokens: int  # of the longest text
+
+    def cells(self) -> Iterator[Cell]:
+        """Seed by seed, so that an interrupted run has compared something."""
+        for seed in range(self.seeds):
+            for family in self.families:
+                yield self.ours("families", family, seed, family, recipe(family))
+            for name in self.objectives:
+                yield self.ours("objectives", name, seed, "eagle3", (*recipe("eagle3"), *OBJECTIVES[name]))
+            if THEIRS in self.peers:
+                yield self.theirs("peers", THEIRS, seed, THEIR_RECIPE, self.minutes)
+                yield from self.equal(seed)
+
+    def equal(self, seed: int) -> Iterator[Cell]:
+        minutes = min(self.minutes, EQUAL_MINUTES)
+        tokens = ("--total-seq-len", str(EQUAL_TEXTS * self.row_tokens))
+        yield self.ours("equal", OURS, seed, "eagle3", EQUAL_OURS, minutes)
+        yield self.theirs("equal", THEIRS, seed, (*EQUAL_THEIRS, *tokens), minutes)
+
+    def ours(
+        self, part: str, name: str, seed: int, family: str, arguments: tuple[str, ...], minutes: float | None = None
+    ) -> Cell:
+        return Cell(part, name, seed, OURS, (family, *arguments), minutes or self.minutes)
+
+    def theirs(self, part: str, name: str, seed: int, flags: tuple[str, ...], minutes: float) -> Cell:
+        return Cell(part, name, seed, THEIRS, flags, minutes)
+
+
+def recipe(family: str) -> tuple[str, ...]:
+    return (str(RECIPES / f"{family}-small.yaml"),)

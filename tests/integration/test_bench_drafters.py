@@ -1,0 +1,131 @@
+"""The draft benchmark as a user starts it, at sizes that say nothing but that it works; and what its report makes of figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.files import write_json
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+TINY = ("--minutes", "0.005", "--seeds", "1", "--families", "eagle3", "--objectives", "tv", "--peers", "speculators")
+
+
+@pytest.fixture(scope="module")
+def report_module(request: pytest.FixtureRequest) -> Any:
+    patch = pytest.MonkeyPatch()
+    request.addfinalizer(patch.undo)
+    patch.syspath_prepend(str(SCRIPTS))
+    import drafter_report
+
+    return drafter_report
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny_target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the benchmark needs of a quickstart folder: a target and 40 of its sampled answers."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "target").symlink_to(tiny_target("llama"))
+    target = Target.load(folder / "target")
+    prompts = [[3 + number, 5, 7] for number in range(40)]
+    answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=40)
+    rows = [
+        {
+            "name": str(number), "split": "held-out" if number < 4 else "train", "input_ids": prompt + answer,
+            "loss_mask": [0] * len(prompt) + [1] * len(answer),
+        }
+        for number, (prompt, answer) in enumerate(zip(prompts, answers))
+    ]  # fmt: skip
+    (folder / "data").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "data" / "part-00000.parquet")
+    provenance = {
+        "target": str(folder / "target"),
+        "target_revision": target.revision,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+    write_json(folder / "data" / "provenance.json", provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())})
+    return folder
+
+
+def bench(run_folder: Path, out: Path) -> tuple[str, dict[str, Any]]:
+    command = [
+        sys.executable,
+        SCRIPTS / "bench_drafters.py",
+        "--run",
+        run_folder,
+        "--work",
+        out.parent / "work",
+        "--out",
+        out,
+        *TINY,
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "DRAFTSMITH_SPECULATORS_PYTHON"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr, json.loads(out.read_text(encoding="utf-8"))
+
+
+def test_cells_are_trained_evaluated_told_and_kept(run_folder: Path, tmp_path: Path) -> None:
+    told, report = bench(run_folder, tmp_path / "drafters.json")
+    assert [row["cell"]["name"] for row in report["rows"]] == ["eagle3", "tv"]
+    for row in report["rows"]:
+        assert row["trained"]["steps"] > 0 and row["trained"]["tokens_per_s"] > 0 and row["trained"]["seconds"] >= 0.3
+        assert [one["temperature"] for one in row["evaluations"]] == [0.0, 1.0]
+        assert all(1 <= one["tau"]["value"] <= 1 + report["k"] and one["tokens"] > 0 for one in row["evaluations"])
+    assert "| eagle3 |" in told and "| tv |" in told and "without speculators" in told
+    assert (tmp_path / "drafters.png").stat().st_size > 1000
+    kept = (tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json").stat().st_mtime_ns
+    _, again = bench(run_folder, tmp_path / "drafters.json")
+    assert again["rows"] == report["rows"]
+    assert (tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json").stat().st_mtime_ns == kept
+
+
+def row(part: str, name: str, seed: int, tau: float, **trained: float) -> dict[str, Any]:
+    evaluation = {"temperature": 1.0, "tau": {"value": tau}, "alpha": [{"value": 0.5}, None]}
+    return {
+        "cell": {"part": part, "name": name, "seed": seed},
+        "trained": {"steps": 10, "passes": 1.0, **trained},
+        "evaluations": [evaluation],
+    }
+
+
+def test_ratios_pair_the_seeds_and_verdicts_know_their_interval(report_module: Any) -> None:
+    rows = [row("families", "eagle3", seed, tau) for seed, tau in enumerate((2.0, 3.0, 4.0))]
+    rows += [row("peers", "speculators", seed, tau) for seed, tau in enumerate((1.0, 1.5, 2.0))]
+    rows += [row("objectives", "tv", seed, tau) for seed, tau in enumerate((1.9, 3.3, 4.0))]
+    rows += [row("families", "dflash", seed, tau) for seed, tau in enumerate((1.0, 1.4, 2.1))]
+    rows += [
+        row("equal", name, seed, 1.5, tokens_per_s=speed, training_bytes=2**20, peak_bytes=2**21)
+        for seed in range(3)
+        for name, speed in (("draftsmith", 240 + 10 * seed), ("speculators", 200))
+    ]  # fmt: skip
+    told = report_module.tables({"k": 2, "rows": rows})
+    assert "| tau at least 1.05x that of speculators, T = 1 | 2.000 +- 0.000 | met |" in told
+    # The seeds' taus differ by far more than their ratios do: 0.95, 1.1 and 1 decide nothing.
+    assert "| tv above forward KL, T = 1 | 1.017 +- 0.190 | undecided |" in told
+    assert "| dflash above eagle3, T = 1 | 0.497 +- 0.073 | refuted |" in told
+    assert (
+        "| training tokens/s at least 1.3x those of speculators | 1.25 +- 0.12 | missed, not clear of the seeds' spread |" in told
+    )
+    assert "| training memory at most 0.5x that of speculators | 1.00 +- 0.00 | missed |" in told
+
+
+def test_a_single_seed_decides_nothing_about_an_order(report_module: Any) -> None:
+    rows = [row("families", "eagle3", 0, 2.0), row("families", "dflash", 0, 3.0)]
+    told = report_module.tables({"k": 2, "rows": rows})
+    assert "| dflash above eagle3, T = 1 | 1.500 | undecided |" in told
+    assert not math.isfinite(report_module.over_seeds({0: rows[0]}, report_module.tau(1.0)).half)
