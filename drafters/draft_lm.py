@@ -59,7 +59,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
             if options.target_layers is not None:
                 raise UserError("options 'draft_lm.init' and 'draft_lm.target_layers' both say where to start; give one of them")
             model = load_model(options.init, dtype=torch.float32, device=target.device)
-            check_same_ids(load_tokenizer(options.init), target.tokenizer())
+            check_tokenizer(options.init, target)
             match_vocabulary(model, target)
             if options.lora is not None:
                 add_adapters(model, options.lora)
@@ -170,15 +170,17 @@ def match_vocabulary(model: PreTrainedModel, target: Target) -> None:
         model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
 
 
-def check_tokenizer(folder: Path, target: Target) -> None:
-    """By the tokenizer in the folder; a folder without one must at least have as many ids."""
-    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
-        check_same_ids(load_tokenizer(folder), target.tokenizer())
+def check_tokenizer(name: str | Path, target: Target) -> None:
+    """By the tokenizer of a folder or Hub id; a folder without one, as a draft is saved, must at least have as many ids."""
+    folder = Path(name)
+    has_files = (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
+    if has_files or not folder.is_dir():
+        check_same_ids(load_tokenizer(name), target.tokenizer())
         return
     size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     if size != target.vocab_size:
         raise UserError(
-            f"draft {str(folder)!r} has {size} token ids and {target.name!r} has {target.vocab_size}; "
+            f"draft {str(name)!r} has {size} token ids and {target.name!r} has {target.vocab_size}; "
             "use a draft with its vocabulary"
         )
 

@@ -57,6 +57,14 @@ def test_an_existing_model_is_taken_as_it_is(target, tiny_target, tmp_path, arch
     torch.testing.assert_close(logits(checkpoint.load(tmp_path, target), IDS), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_saved_draft_is_where_the_next_training_starts(target, tmp_path):
+    """It holds no tokenizer; its ids are the target's."""
+    drafter = DraftLm.create(DraftLmOptions(), target, seed=0)
+    checkpoint.save(drafter, tmp_path, target)
+    further = DraftLm.create(DraftLmOptions(init=str(tmp_path)), target, seed=1)
+    torch.testing.assert_close(logits(further, IDS), logits(drafter, IDS))
+
+
 def test_a_folder_without_a_record_is_a_draft_lm(target, tiny_target):
     assert checkpoint.load(tiny_target("qwen3"), target).family == "draft-lm"
 
