@@ -1,0 +1,319 @@
+"""Drafting on an accelerator: nothing is read back on the way, and captured steps draft what steps that are not captured do.
+
+The meta device stands for one: its tensors have no values to be read, so whatever looks at one raises.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.chain_graphs import ChainGraphs
+from draftsmith.drafters.dflash import Dflash
+from draftsmith.drafters.drawing import Draw
+from draftsmith.drafters.heads import FeatureHead
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.options import (
+    DflashOptions,
+    DraftLmOptions,
+    DsparkOptions,
+    Eagle1Options,
+    Eagle3Options,
+    MedusaOptions,
+    MlpOptions,
+    MtpOptions,
+    PeagleOptions,
+)
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape
+from draftsmith.kernels import paged_attention
+from draftsmith.kernels.cuda_graphs import CudaRecorder
+from draftsmith.kernels.filters import SamplingRows
+from draftsmith.kernels.paged_attention import PagedPool, TreeLayout
+from draftsmith.kernels.paged_attention_torch import reference_attention
+
+BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 12, 5
+CHAINS = {
+    "eagle3": ("eagle3", Eagle3Options(draft_vocab_size=120)),
+    "eagle1": ("eagle1", Eagle1Options()),
+    "mtp": ("mtp", MtpOptions()),
+    "draft-lm": ("draft-lm", DraftLmOptions(num_layers=2, hidden_size=24, num_attention_heads=2)),
+}
+KINDS = {
+    **CHAINS,
+    "p-eagle": ("p-eagle", PeagleOptions(num_hidden_layers=2)),
+    "medusa": ("medusa", MedusaOptions(num_heads=4, num_layers=1)),
+    "mlp": ("mlp", MlpOptions(num_predict=4, inner_size=40)),
+    "dflash": ("dflash", DflashOptions(block_size=6)),
+    "dflash, seeing all": ("dflash", DflashOptions(block_size=6, causal=False)),
+    "dspark": ("dspark", DsparkOptions(block_size=5, markov_rank=12)),
+}
+TREES = ("eagle3", "eagle1", "mtp")
+SAMPLED = {"temperature": (0.7, 1.0, 1.4), "top_k": (0, 20, 5), "top_p": (1.0, 0.9, 0.8), "min_p": (0.0, 0.02, 0.0)}
+GREEDY = {"temperature": (0.0, 0.0, 0.0)}
+MIXED = SAMPLED | {"temperature": (0.7, 0.0, 1.4)}
+
+
+class BlindContext:
+    """Paged attention by one gather of all places that a row's table has: every size comes from shapes."""
+
+    def __init__(
+        self, block_size: int, tables: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, tree: TreeLayout | None
+    ):
+        rows = torch.repeat_interleave(lengths, output_size=len(positions))
+        inner, places = (torch.arange(size, device=tables.device) for size in (block_size, tables.shape[1] * block_size))
+        self.slots = (tables[:, :, None] * block_size + inner).flatten(1)[rows]  # [T, n]
+        seen = places <= (positions if tree is None else tree.places)[:, None]
+        if tree is not None:
+            index = places - tree.first[:, None]
+            bits = (tree.ancestors[:, None] >> index.clamp(0, 62)) & 1 == 1
+            seen = torch.where((tree.ancestors == -1)[:, None], seen, (index < 0) | (bits & (index < 63)))
+        self.seen = seen  # [T, n]
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scaling: float, **none: Any
+    ) -> torch.Tensor:
+        # What nobody sees is not loaded by a kernel either: 0 * NaN would be NaN.
+        seen = self.seen[:, None, :, None]
+        k, v = (torch.where(seen, part[self.slots].transpose(1, 2).to(query.dtype), 0.0) for part in (keys, values))
+        return reference_attention(query[0].transpose(0, 1)[:, :, None], k, v, self.seen[:, None, None], scaling=scaling)[:, :, 0]
+
+
+class ReplayingGraph:
+    """As a CUDA graph does: reads and writes the tensors it was recorded with, whatever they hold by then."""
+
+    def __init__(self, run: Callable[[], Draw], output: Draw):
+        self.run, self.output = run, output
+
+    def replay(self) -> None:
+        for kept, again in zip(self.output, self.run(), strict=True):
+            if kept is not None:
+                kept.copy_(again)
+
+
+class FakeRecorder:
+    def __init__(self) -> None:
+        self.captures = 0
+
+    def record(self, run: Callable[[], Draw]) -> tuple[ReplayingGraph, Draw]:
+        self.captures += 1
+        output = run()
+        return ReplayingGraph(run, output), output
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"), dtype=torch.float32)
+
+
+def make_drafter(kind: str, target: Target) -> Any:
+    family, options = KINDS[kind]
+    counts = torch.randint(1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1))
+    made = FAMILIES[family].create(options, target, seed=0, token_counts=counts).to(device=target.device, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in made.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data += (noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)).to(parameter.device)
+    return made
+
+
+def to_meta(drafter: Any, target: Target) -> Any:
+    target.model.to("meta")
+    if isinstance(drafter, (FeatureHead, Dflash)):
+        drafter._rotary[0].to("meta")
+    return drafter.to("meta")
+
+
+def inputs_for(
+    drafter: Any,
+    target: Target,
+    starts: Sequence[int],
+    num_draft: Sequence[int],
+    law: dict[str, Sequence[float]],
+    pool: PagedPool | None,
+    seed: int = 0,
+) -> DraftInputs:
+    """Row b has `starts[b]` cached positions and three more tokens."""
+    device, size = target.device, len(starts)
+    generator = torch.Generator().manual_seed(seed)
+    order = 1 + torch.randperm(MAX_BATCH * MAX_BLOCKS, generator=torch.Generator().manual_seed(1))
+    taps = torch.randn(2 * size, len(drafter.taps) * target.hidden_size, generator=generator)
+    return DraftInputs(
+        tokens=torch.randint(3, target.vocab_size, (3 * size,), generator=generator).to(device),
+        starts=torch.tensor(starts),
+        lengths=torch.tensor([3] * size),
+        taps=taps.to(device) if drafter.taps else None,
+        num_draft=torch.tensor(num_draft),
+        sampling=SamplingRows.of(**{name: values[:size] for name, values in law.items()}, device=device),
+        seeds=torch.arange(size, device=device) + 10 * seed,
+        pool=pool,
+        block_tables=order.view(MAX_BATCH, MAX_BLOCKS)[:size, : MAX_BLOCKS - 2].to(device),
+        histories=[[]] * size,
+    )
+
+
+def new_pool(drafter: Any, target: Target) -> PagedPool | None:
+    return drafter.new_pool(MAX_BATCH * MAX_BLOCKS + 1, BLOCK, target.device, torch.float32)
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "_context", lambda impl, keys: BlindContext)
+
+
+@pytest.fixture(params=["greedy", "sampled", "mixed"])
+def law(request: pytest.FixtureRequest) -> dict[str, Sequence[float]]:
+    return {"greedy": GREEDY, "sampled": SAMPLED, "mixed": MIXED}[request.param]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_is_drafted_without_a_look(kind: str, tiny_target: Callable[..., str], law: dict, blind: None) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    drafter = to_meta(make_drafter(kind, target), target)
+    pool = new_pool(drafter, target)
+    with torch.inference_mode():
+        for num_draft in ((2, 2, 2), (4, 0, 3)):
+            proposal = drafter.propose(inputs_for(drafter, target, (3, 0, 5), num_draft, law, pool))
+            assert proposal.tokens.shape == (3, max(num_draft)) and proposal.tokens.device.type == "meta"
+        if kind in CHAINS:
+            recorder = FakeRecorder()
+            drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+            drafter.propose(inputs_for(drafter, target, (3, 0, 5), (4, 2, 3), law, pool))
+            assert recorder.captures == 1
+
+
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1)), TreeByLaw()])
+def test_a_tree_is_grown_without_a_look(kind: str, shape: TreeShape, tiny_target: Callable[..., str], blind: None) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    drafter = to_meta(make_drafter(kind, target), target)
+    pool = new_pool(drafter, target)
+    with torch.inference_mode():
+        for law in (GREEDY, SAMPLED):
+            for num_draft in ((12, 12, 12), (5, 0, 1)):
+                proposal = drafter.propose_tree(inputs_for(drafter, target, (3, 0, 5), num_draft, law, pool), shape)
+                assert proposal.parents is not None and proposal.tokens.device.type == "meta"
+
+
+def test_a_look_would_be_noticed(tiny_target: Callable[..., str]) -> None:
+    """Attention on a CPU asks for lengths and places."""
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    drafter = to_meta(make_drafter("eagle3", target), target)
+    inputs = inputs_for(drafter, target, (3, 0, 5), (2, 2, 2), GREEDY, new_pool(drafter, target))
+    with torch.inference_mode(), pytest.raises((RuntimeError, NotImplementedError), match=r"[mM]eta"):
+        drafter.propose(inputs)
+
+
+ROUNDS = [
+    ((3, 0, 5), (3, 3, 3)),
+    ((5, 2, 7), (4, 1, 3)),
+    ((8,), (5,)),
+    ((8, 4, 9), (0, 2, 6)),
+    ((9, 6), (2, 1)),
+]
+
+
+def assert_equal(found: Proposal, expected: Proposal) -> None:
+    assert torch.equal(found.lengths, expected.lengths)
+    real = torch.arange(found.tokens.shape[1], device=found.tokens.device) < found.lengths[:, None]
+    assert torch.equal(found.tokens[real], expected.tokens[real])
+    if expected.logits is None:
+        assert found.logits is None and torch.equal(found.sound, expected.sound)
+    else:
+        torch.testing.assert_close(found.logits[real].softmax(-1), expected.logits[real].softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+def assert_captured_rounds_are_the_plain_ones(kind: str, target: Target, recorder: Any, law: dict) -> ChainGraphs:
+    """Rounds of other rows, k and, half way, other weights. A drafter uses graphs with the pool that they were made for alone."""
+    drafter = make_drafter(kind, target)
+    plain, captured = new_pool(drafter, target), new_pool(drafter, target)
+    drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+    for seed, (starts, num_draft) in enumerate(ROUNDS * 2):
+        if seed == len(ROUNDS):
+            for parameter in drafter.parameters():
+                parameter.data.mul_(1.1)
+        expected = drafter.propose(inputs_for(drafter, target, starts, num_draft, law, plain, seed))
+        assert_equal(drafter.propose(inputs_for(drafter, target, starts, num_draft, law, captured, seed)), expected)
+        for one, other in zip((*captured.keys, *captured.values), (*plain.keys, *plain.values)):
+            # All but the null block, which rows that are done write.
+            torch.testing.assert_close(one[BLOCK:], other[BLOCK:], atol=1e-4, rtol=1e-4)
+    return drafter._graphs
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_captured_steps_draft_the_same(kind: str, target: Target, law: dict) -> None:
+    recorder = FakeRecorder()
+    with torch.inference_mode():
+        graphs = assert_captured_rounds_are_the_plain_ones(kind, target, recorder, law)
+    # Three, two or one rows; a batch that happens to be all greedy has graphs of its own.
+    assert recorder.captures == graphs.num_graphs <= 4
+
+
+def test_a_graph_serves_every_k_and_stays_where_it_is(target: Target) -> None:
+    recorder, drafter = FakeRecorder(), make_drafter("eagle3", target)
+    pool = new_pool(drafter, target)
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+    addresses = set()
+    for k in (3, 5, 6, 4):
+        drafter.propose(inputs_for(drafter, target, (3, 0, 5), (k, k - 1, k), SAMPLED, pool))
+        buffers = drafter._graphs._buffers
+        addresses.add((buffers.tokens.data_ptr(), buffers.hidden.data_ptr(), buffers.tables.data_ptr()))
+    assert recorder.captures == 1 and len(addresses) == 1
+
+
+def test_broken_weights_leave_the_null_block_alone(target: Target) -> None:
+    drafter = make_drafter("eagle3", target)
+    pool = new_pool(drafter, target)
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=FakeRecorder())
+    good = drafter.propose(inputs_for(drafter, target, (3, 0, 5), (3, 3, 3), GREEDY, pool))
+    inputs = inputs_for(drafter, target, (3, 0, 5), (3, 3, 3), GREEDY, pool)
+    inputs.taps[:2] = torch.nan
+    broken = drafter.propose(inputs)
+    assert good.sound.all() and not broken.sound[0].any() and broken.sound[1:].all()
+    drafter.propose(inputs_for(drafter, target, (3, 0), (1, 4), GREEDY, pool))
+    assert all(torch.isfinite(tensor[:BLOCK]).all() for tensor in (*pool.keys, *pool.values))
+
+
+def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def record(self, run: Callable[[], Draw]) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    drafter = make_drafter("eagle3", target)
+    pool = new_pool(drafter, target)
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=Failing())
+    for _ in range(2):
+        assert drafter.propose(inputs_for(drafter, target, (3, 0), (3, 3), GREEDY, pool)).lengths.tolist() == [3, 3]
+    assert caplog.text.count("cannot be captured") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CHAINS)
+def test_cuda_graphs_draft_the_same(kind: str, tiny_target: Callable[..., str], law: dict) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
+    with torch.inference_mode():
+        assert_captured_rounds_are_the_plain_ones(kind, target, CudaRecorder(), law)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_waits_as_often_at_any_k(kind: str, tiny_target: Callable[..., str], law: dict) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
+    drafter = make_drafter(kind, target)
+    pool, waits = new_pool(drafter, target), []
+    for k in (2, 2, 4):  # the first one compiles
+        inputs = inputs_for(drafter, target, (3, 0, 5), (k, k, k), law, pool)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with torch.inference_mode(), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                drafter.propose(inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(len(caught))
+    assert waits[1] == waits[2] <= 4
