@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from draftsmith import files
+from draftsmith.drafters.foreign_lm import ForeignLm
 from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
@@ -51,13 +52,13 @@ def save(
     files.write_json(folder / RECORD, record)
 
 
-def load(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None) -> TrainedDrafter:
+def load(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None, revision: str | None = None) -> TrainedDrafter:
     """The draft in evaluation mode on the target's device, in `dtype` (default: the target's).
 
-    `folder` may also be a Hub id, and a draft made elsewhere without our record. Raises `UserError` for a draft that is
-    missing, damaged, or made for another vocabulary or tokenizer.
+    `folder` may also be a Hub id, of which `revision` names a branch, tag or commit, and a draft made elsewhere without our
+    record. Raises `UserError` for a draft that is missing, damaged, or made for another vocabulary or tokenizer.
     """
-    folder = locate(folder)
+    folder = locate(folder, revision=revision)
     record = read_metadata(folder) if (folder / RECORD).is_file() else None
     if record is not None:
         check_target(record, target, folder)
@@ -65,6 +66,14 @@ def load(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None
     if family not in FAMILIES:
         raise UserError(f"{str(folder)!r} is a draft of family {family!r}; known ones are {', '.join(FAMILIES)}")
     drafter = FAMILIES[family].load(folder, target)
+    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
+
+
+def load_foreign(
+    folder: str | Path, target: Target, *, dtype: torch.dtype | None = None, revision: str | None = None
+) -> ForeignLm:
+    """Any causal LM, whatever its tokenizer, as a draft of the tokens that both have."""
+    drafter = ForeignLm.load(locate(folder, revision=revision), target)
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
 
 
@@ -110,12 +119,16 @@ def check_target(record: dict[str, Any], target: Target, folder: Path) -> None:
         log.warning("draft %s was trained for other weights of its target; expect a lower acceptance", folder)
 
 
-def locate(path: str | Path, what: str = "draft", *, weights: bool = True) -> Path:
+def locate(path: str | Path, what: str = "draft", *, weights: bool = True, revision: str | None = None) -> Path:
     """The local folder of a path or Hub id; an error calls it `what`. Without `weights`, no weights are downloaded."""
     folder = Path(path)
     if folder.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"revision {revision!r} is asked of {what} {str(path)!r}, a local folder, which has but one; leave it out"
+            )
         return folder
     try:
-        return Path(snapshot_download(str(path), ignore_patterns=None if weights else list(WEIGHT_FILES)))
+        return Path(snapshot_download(str(path), revision=revision, ignore_patterns=None if weights else list(WEIGHT_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(f"{what} {str(path)!r} is neither a folder nor a reachable Hub id; check the path") from error

@@ -65,6 +65,10 @@ class DraftLm(nn.Module, Recordable, Capturable):
                 add_adapters(model, options.lora)
         return cls(model, options.init)
 
+    @property
+    def vocab_size(self) -> int:
+        return self.lm.vocab_size
+
     @classmethod
     def load(cls, folder: Path, target: Target) -> DraftLm:
         folder = Path(folder)
@@ -108,7 +112,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.lm.refresh()  # a swap writes new weights in place
-        drawing = Drawing(inputs, vocab_size=self.lm.vocab_size)
+        drawing = Drawing(inputs, vocab_size=self.vocab_size, vocab_map=self.vocab_map)
         draft_chain(self, inputs, self._catch_up(inputs), drawing, self._graphs)
         return drawing.proposal()
 

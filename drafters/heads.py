@@ -19,6 +19,7 @@ from draftsmith.drafters.chain import CatchUp, HeadStep, draft_chain
 from draftsmith.drafters.chain_graphs import Capturable, ChainGraphs
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.level_graphs import LevelGraphs
 from draftsmith.drafters.recorded import Recordable
 from draftsmith.drafters.recorded_head import RecordedHead, record_head
 from draftsmith.drafters.tree_growth import grow
@@ -35,6 +36,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
     ahead = 2  # the state at position t predicts the token at t + 2
     _recorded: RecordedHead | None = None
     _graphs: ChainGraphs | None = None
+    level_graphs: LevelGraphs | None = None
 
     @abstractmethod
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
@@ -59,7 +61,9 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         return head_input @ self.head_weight().T if self._recorded is None else self._recorded.logits(head_input)
 
     def fused(self, taps: torch.Tensor) -> torch.Tensor:
-        return self.fuse(taps) if self._recorded is None else self._recorded.fuse(taps)
+        if self._recorded is None:
+            return self.fuse(taps)
+        return self._recorded.fuse(taps.to(self.head_weight().dtype))  # recorded of its own type
 
     @property
     @abstractmethod
@@ -135,6 +139,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
 
     def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
         self._graphs = ChainGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+        self.level_graphs = LevelGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
 
     def read_drafts(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext

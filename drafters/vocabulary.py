@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.errors import UserError
+
+SHOWN = 3  # tokens named where two tokenizers differ
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -21,17 +25,58 @@ def template_hash(template: str | None) -> str:
 
 
 def check_same_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
-    """Raises a `UserError` that shows a token with two ids."""
+    """Raises a `UserError` that shows how they differ."""
     theirs, ours = draft.get_vocab(), target.get_vocab()
-    for token, index in sorted(ours.items(), key=lambda item: item[1]):
-        if theirs.get(token) != index:
-            found = f"id {theirs[token]} in the draft" if token in theirs else "unknown to the draft"
-            raise UserError(
-                f"the draft's tokenizer is not the target's: token {token!r} is id {index} in the target and {found}; "
-                "use a draft of the same family"
-            )
-    if surplus := sorted(theirs.keys() - ours.keys()):
-        raise UserError(
-            f"the draft's tokenizer is not the target's: it has {len(surplus)} more tokens, such as {surplus[0]!r}; "
-            "use a draft of the same family"
-        )
+    moved = [token for token, index in sorted(ours.items(), key=lambda item: item[1]) if theirs.get(token) != index]
+    surplus = sorted(theirs.keys() - ours.keys())
+    if not moved and not surplus:
+        return
+    shown = [f"{token!r} is {ours[token]} and {theirs.get(token, 'unknown')}" for token in moved[:SHOWN]]
+    shown += [f"{token!r} is unknown and {theirs[token]}" for token in surplus[: SHOWN - len(shown)]]
+    raise UserError(
+        f"the draft's tokenizer is not the target's: the target's {len(ours)} tokens and the draft's {len(theirs)} differ in "
+        f"{len(moved) + len(surplus)}, by their ids {', '.join(shown)}; use a draft of the same family, or serve a draft LM with "
+        "--heterogeneous-vocab"
+    )
+
+
+class SharedTokens(NamedTuple):
+    """Tokens that stand for the same text in both, and what to read in a draft LM in place of each of the target's."""
+
+    target_ids: torch.Tensor  # [S] ascending
+    draft_ids: torch.Tensor  # [S] the same tokens
+    to_draft: torch.Tensor  # [V] for every id of the target
+
+
+def shared_tokens(
+    draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, *, draft_size: int, target_size: int
+) -> SharedTokens:
+    """A token of the target that the draft lacks is read as the last of the draft's tokens for its text."""
+    theirs = {plain(token): index for token, index in draft.get_vocab().items() if index < draft_size}
+    ours = {plain(token): index for token, index in target.get_vocab().items() if index < target_size}
+    pairs = {index: theirs[token] for token, index in ours.items() if token in theirs}
+    if target.eos_token_id is not None and draft.eos_token_id is not None:
+        # Ends of text are spelt differently and mean the same.
+        pairs = {mine: other for mine, other in pairs.items() if other != draft.eos_token_id}
+        pairs[target.eos_token_id] = draft.eos_token_id
+    missing = [index for index in ours.values() if index not in pairs]
+    spelt = draft(target.batch_decode([[index] for index in missing]), add_special_tokens=False)["input_ids"] if missing else []
+    to_draft = torch.full((target_size,), unknown(draft))
+    for index, pieces in zip(missing, spelt, strict=True):
+        to_draft[index] = pieces[-1] if pieces else to_draft[index]
+    target_ids = torch.tensor(sorted(pairs))
+    draft_ids = torch.tensor([pairs[index] for index in sorted(pairs)])
+    to_draft[target_ids] = draft_ids
+    return SharedTokens(target_ids, draft_ids, to_draft)
+
+
+def plain(token: str) -> str:
+    """Byte-level and SentencePiece vocabularies write a space, and a new line, in their own ways."""
+    return token.replace("\u0120", " ").replace("\u2581", " ").replace("\u010a", "\n")
+
+
+def unknown(tokenizer: PreTrainedTokenizerBase) -> int:
+    for index in (tokenizer.unk_token_id, tokenizer.eos_token_id):
+        if index is not None:
+            return index
+    return 0

@@ -15,7 +15,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from draftsmith.drafters.checkpoint import load
+from draftsmith.drafters.checkpoint import load, load_foreign
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.suffix import Suffix
@@ -35,6 +35,9 @@ from draftsmith.serve.parallel import LEADER, Channel, LeadingTarget, follow, jo
 from draftsmith.serve.record import Sink
 from draftsmith.serve.trees import wanted_tree
 from draftsmith.serve.watch import VersionWatcher
+
+# None: the target's.
+DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 MakeSink = Callable[[ServeConfig, Target], Sink]
 
@@ -100,6 +103,13 @@ def check(config: ServeConfig) -> None:
     wanted_tree(config.engine())
     if config.ngram and (config.suffix or config.draft is not None or config.versions is not None):
         raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
+    if config.draft is None and (config.draft_revision is not None or config.heterogeneous_vocab):
+        given = "draft_revision" if config.draft_revision is not None else "heterogeneous_vocab"
+        raise UserError(f"{given} is given without a draft; name the draft too or leave it out")
+    if config.heterogeneous_vocab and (config.versions is not None or config.learn is not None):
+        raise UserError(
+            "heterogeneous_vocab is given with versions or learn, which train a draft over the target's ids; choose one"
+        )
     if config.suffix and config.learn is not None and (config.draft is not None or config.versions is not None):
         # The watch over a version compares what was accepted with what that draft foresees.
         raise UserError(
@@ -152,10 +162,12 @@ def load_fallback(config: ServeConfig) -> ServingDrafter | None:
 def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
     """The live version of the versions folder, else the draft."""
     number = latest(config.versions) if config.versions is not None else None
+    dtype = DRAFT_DTYPES[config.draft_dtype]
     if number is not None:
-        return LoadedDraft(load(open_version(config.versions, number), target), str(number), number)
+        return LoadedDraft(load(open_version(config.versions, number), target, dtype=dtype), str(number), number)
     if config.draft is not None:
-        return LoadedDraft(load(config.draft, target), "0", None)
+        read = load_foreign if config.heterogeneous_vocab else load
+        return LoadedDraft(read(config.draft, target, dtype=dtype, revision=config.draft_revision), "0", None)
     if config.versions is not None:
         raise UserError(f"versions folder {config.versions!r} has no version yet; give the draft to start with")
     return LoadedDraft(None, "", None)
