@@ -69,6 +69,11 @@ COMMANDS = {
         "draftsmith.train.doctor:run",
         "what would go wrong with this target, draft and data",
     ),
+    "plan": Command(
+        "draftsmith.train.plan_config:PlanConfig",
+        "draftsmith.train.plan:run",
+        "which draft for this target, what it gains and what the run takes",
+    ),
 }
 
 
