@@ -8,8 +8,9 @@ import torch
 
 from draftsmith.drafters.chain import CatchUp
 from draftsmith.drafters.interface import DraftInputs
+from draftsmith.drafters.level_graphs import LevelInputs, read_level, spare_blocks
 from draftsmith.drafters.tree_shape import MAX_NODES
-from draftsmith.kernels.paged_attention import NULL_BLOCK, PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.paged_attention import NULL_BLOCK, PagedPool, TreeLayout
 
 if TYPE_CHECKING:
     from draftsmith.drafters.heads import FeatureHead
@@ -51,19 +52,18 @@ class TreeReader:
         bits = torch.where(alive, bits | (1 << index.clamp(max=MAX_NODES)), 0)
         self.used = self.used + alive.sum(dim=1)
         first = self.first[:, None].expand_as(tokens)
-        layout = TreeLayout(places=(first + index).flatten(), ancestors=bits.flatten(), first=first.flatten())
-        lengths = torch.full_like(self.first, tokens.shape[1])
-        positions = (first + depth).flatten()
-        context = PagedPass(self.pool, self.tables, positions, lengths, tree=layout)
         # A node that is not alive may come from a state of NaN, which the null block must not get.
-        states = torch.where(alive[..., None], hidden, 0.0).flatten(0, 1)
-        step = self.head.read_drafts(tokens.flatten(), states, positions, context)
-        logits = self.head.draft_logits(step.head_input)
-        return Level(step.next_hidden.unflatten(0, tokens.shape), logits.unflatten(0, tokens.shape), bits)
+        states = torch.where(alive[..., None], hidden, 0.0)
+        inputs = LevelInputs(tokens, states, first + depth, TreeLayout(first + index, bits, first), self.tables)
+        graphs = self.head.level_graphs
+        output = None if graphs is None else graphs.read(inputs, self.pool)
+        if output is None:
+            output = read_level(self.head, self.pool, inputs)
+        return Level(*(part.unflatten(0, tokens.shape) for part in output), bits)
 
 
 def reserved(tables: torch.Tensor, last: torch.Tensor, pool: PagedPool) -> torch.Tensor:
     """Block tables [R, n] with the null block for all places after `last` [R], and enough of it for a whole level more."""
-    tables = torch.nn.functional.pad(tables, (0, MAX_NODES // pool.block_size + 1), value=NULL_BLOCK)
+    tables = torch.nn.functional.pad(tables, (0, spare_blocks(pool)), value=NULL_BLOCK)
     begins = torch.arange(tables.shape[1], device=tables.device) * pool.block_size
     return torch.where(begins <= last[:, None], tables, NULL_BLOCK)

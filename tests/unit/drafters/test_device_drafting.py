@@ -194,9 +194,10 @@ def test_a_tree_is_grown_without_a_look(kind: str, shape: TreeShape, tiny_target
     drafter = to_meta(make_drafter(kind, target), target)
     pool = new_pool(drafter, target)
     with torch.inference_mode():
-        for law in (GREEDY, SAMPLED):
+        drafter.capture(new_pool(drafter, target), max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=FakeRecorder())
+        for law, used in ((GREEDY, pool), (SAMPLED, pool), (SAMPLED, drafter.level_graphs.pool)):
             for num_draft in ((12, 12, 12), (5, 0, 1)):
-                proposal = drafter.propose_tree(inputs_for(drafter, target, (3, 0, 5), num_draft, law, pool), shape)
+                proposal = drafter.propose_tree(inputs_for(drafter, target, (3, 0, 5), num_draft, law, used), shape)
                 assert proposal.parents is not None and proposal.tokens.device.type == "meta"
 
 
@@ -254,6 +255,38 @@ def test_captured_steps_draft_the_same(kind: str, target: Target, law: dict) -> 
     assert recorder.captures == graphs.num_graphs <= 4
 
 
+def assert_captured_trees_are_the_plain_ones(kind: str, target: Target, recorder: Any, shape: TreeShape, law: dict) -> int:
+    drafter = make_drafter(kind, target)
+    plain, captured = new_pool(drafter, target), new_pool(drafter, target)
+    drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+    budgets = ((12, 12, 12), (12, 5, 1), (12,), (3, 0, 12))
+    for seed, num_draft in enumerate(budgets * 2):
+        if seed == len(budgets):
+            for parameter in drafter.parameters():
+                parameter.data.mul_(1.1)
+        starts = (3 + seed, 0, 5)[: len(num_draft)]
+        found, expected = (
+            drafter.propose_tree(inputs_for(drafter, target, starts, num_draft, law, pool, seed), shape)
+            for pool in (captured, plain)
+        )
+        for one, other in ((found.tokens, expected.tokens), (found.parents, expected.parents), (found.q_rows, expected.q_rows)):
+            assert torch.equal(one, other)
+        if expected.logits is not None:
+            torch.testing.assert_close(found.logits.softmax(-1), expected.logits.softmax(-1), atol=1e-4, rtol=1e-4)
+        assert found.sound.all() and expected.sound.all()
+    return drafter.level_graphs.num_graphs
+
+
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))])
+def test_captured_levels_grow_the_same_trees(kind: str, target: Target, shape: TreeShape, law: dict) -> None:
+    recorder = FakeRecorder()
+    with torch.inference_mode():
+        num_graphs = assert_captured_trees_are_the_plain_ones(kind, target, recorder, shape, law)
+    # Three, two or one rows, and levels of two widths.
+    assert recorder.captures == num_graphs <= 6
+
+
 def test_a_graph_serves_every_k_and_stays_where_it_is(target: Target) -> None:
     recorder, drafter = FakeRecorder(), make_drafter("eagle3", target)
     pool = new_pool(drafter, target)
@@ -298,6 +331,14 @@ def test_cuda_graphs_draft_the_same(kind: str, tiny_target: Callable[..., str], 
     target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
     with torch.inference_mode():
         assert_captured_rounds_are_the_plain_ones(kind, target, CudaRecorder(), law)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))])
+def test_cuda_graphs_grow_the_same_trees(tiny_target: Callable[..., str], shape: TreeShape, law: dict) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
+    with torch.inference_mode():
+        assert_captured_trees_are_the_plain_ones("eagle3", target, CudaRecorder(), shape, law)
 
 
 @pytest.mark.gpu
