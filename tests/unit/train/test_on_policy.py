@@ -187,7 +187,7 @@ def test_a_prefix_ends_where_the_answer_goes_on():
     assert prefix(sequence, 99, random.Random(0)) == list(range(100, 106))
 
 
-@pytest.mark.parametrize("family", ["draft-lm", "eagle3", "mtp", "medusa", "mlp", "dflash", "eagle1", "dspark"])
+@pytest.mark.parametrize("family", ["draft-lm", "eagle3", "mtp", "medusa", "mlp", "dflash", "eagle1", "dspark", "p-eagle"])
 def test_gradients_reach_the_draft_alone(family: str, target: Target):
     drafter = new_draft(family, target)
     texts = written(target, drafter, count=4, k=3)
