@@ -16,6 +16,7 @@ import torch
 import transformers
 from drafter_cells import FAMILIES, OBJECTIVES, ON_CPU, OURS, PEERS, Cell, Plan
 from drafter_report import draw, tables
+from drafter_served import exported, served_tau
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target import Target
@@ -32,6 +33,7 @@ MAX_LENGTH, HELD_OUT = 512, 0.05
 DOCUMENTS = 64  # held-out texts that every draft is evaluated on
 K = 4  # draft tokens of the rounds that tau is predicted for; the fewest that a family of the recipes can draft
 INTERPRETERS = {"speculators": "DRAFTSMITH_SPECULATORS_PYTHON"}
+VLLM = "DRAFTSMITH_VLLM_PYTHON"
 
 
 class Bench(NamedTuple):
@@ -68,7 +70,7 @@ def main() -> None:
     bench = open_bench(chosen.run, chosen.work)
     plan = Plan(
         families=chosen.families, objectives=chosen.objectives, peers=present(chosen.peers), seeds=chosen.seeds,
-        minutes=chosen.minutes, row_tokens=int(bench.corpus.train.lengths.max()),
+        minutes=chosen.minutes, row_tokens=int(bench.corpus.train.lengths.max()), served=VLLM in os.environ,
     )  # fmt: skip
     rows = measure(bench, list(plan.cells()))
     report = {"schema": 1, "k": K, "minutes": chosen.minutes, "clock": clock(), "machine": machine(), "rows": rows}
@@ -123,10 +125,21 @@ def finished(bench: Bench, cell: Cell) -> dict[str, Any] | None:
 
 
 def run(bench: Bench, cell: Cell) -> dict[str, Any]:
+    if cell.part == "served":
+        return {"cell": cell.to_dict(), "trained": serve(bench, cell), "evaluations": [], "load": os.getloadavg()[0]}
     trained = train(bench, cell)
     # Of these speed and memory are wanted only.
     evaluations = [] if cell.part == "equal" else evaluate(bench, bench.work / cell.folder / "draft")
     return {"cell": cell.to_dict(), "trained": trained, "evaluations": evaluations, "load": os.getloadavg()[0]}
+
+
+def serve(bench: Bench, cell: Cell) -> dict[str, Any]:
+    ours = cell.trainer == OURS
+    draft = bench.work / ("families/eagle3" if ours else f"peers/{cell.trainer}") / f"seed-{cell.seed}" / "draft"
+    out, target = bench.work / cell.folder, bench.run / "target"
+    if ours:
+        draft = exported(draft, target, out / "export")
+    return served_tau(os.environ[VLLM], draft, target, bench.held_out[0.0], K, out)
 
 
 def evaluate(bench: Bench, draft: Path) -> list[dict[str, Any]]:

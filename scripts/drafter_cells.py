@@ -35,7 +35,7 @@ EQUAL_MINUTES = 1 / 3
 
 @dataclass(frozen=True)
 class Cell:
-    part: str  # families, objectives, peers or equal
+    part: str  # families, objectives, peers, equal, or served
     name: str
     seed: int
     trainer: str
@@ -58,6 +58,7 @@ class Plan:
     seeds: int
     minutes: float
     row_tokens: int  # of the longest text
+    served: bool  # the first drafts by vLLM too
 
     def cells(self) -> Iterator[Cell]:
         """Seed by seed, so that an interrupted run has compared something."""
@@ -69,12 +70,20 @@ class Plan:
             if THEIRS in self.peers:
                 yield self.theirs("peers", THEIRS, seed, THEIR_RECIPE, self.minutes)
                 yield from self.equal(seed)
+            if self.served and seed == 0:
+                yield from self.to_serve()
 
     def equal(self, seed: int) -> Iterator[Cell]:
         minutes = min(self.minutes, EQUAL_MINUTES)
         tokens = ("--total-seq-len", str(EQUAL_TEXTS * self.row_tokens))
         yield self.ours("equal", OURS, seed, "eagle3", EQUAL_OURS, minutes)
         yield self.theirs("equal", THEIRS, seed, (*EQUAL_THEIRS, *tokens), minutes)
+
+    def to_serve(self) -> Iterator[Cell]:
+        if "eagle3" in self.families:
+            yield Cell("served", OURS, 0, OURS, (), self.minutes)
+        if THEIRS in self.peers:
+            yield Cell("served", THEIRS, 0, THEIRS, (), self.minutes)
 
     def ours(
         self, part: str, name: str, seed: int, family: str, arguments: tuple[str, ...], minutes: float | None = None

@@ -15,7 +15,7 @@ MIB = 2**20
 
 def tables(report: Report) -> str:
     """Markdown; parts of which nothing was measured are left out."""
-    parts = [families(report), objectives(report), peers(report), equal(report), verdicts(report)]
+    parts = [families(report), objectives(report), peers(report), equal(report), served(report), verdicts(report)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -73,6 +73,16 @@ def equal(report: Report) -> list[str]:
         memory = [mib(over_seeds(found, trained(size))).text(0) for size in ("training_bytes", "peak_bytes")]
         lines.append(line([name, speed, *memory]))
     return lines
+
+
+def served(report: Report) -> list[str]:
+    rows = report["rows"]
+    lines = header(["eagle3 by, first seed", "greedy tau in vLLM", "predicted by `draftsmith eval`"])
+    for name in names(rows, "served"):
+        predicted = rows_of(rows, *(("families", "eagle3") if name == "draftsmith" else ("peers", name)))
+        there = rows_of(rows, "served", name)[0]["trained"]["vllm_tau"]
+        lines.append(line([name, f"{there:.3f}", f"{tau(0.0)(predicted[0]):.3f}"]))
+    return lines if len(lines) > 2 else []
 
 
 def verdicts(report: Report) -> list[str]:

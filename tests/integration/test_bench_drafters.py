@@ -19,6 +19,7 @@ from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.files import write_json
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+OTHERS = ("DRAFTSMITH_SPECULATORS_PYTHON", "DRAFTSMITH_VLLM_PYTHON")
 TINY = ("--minutes", "0.005", "--seeds", "1", "--families", "eagle3", "--objectives", "tv", "--peers", "speculators")
 
 
@@ -72,7 +73,7 @@ def bench(run_folder: Path, out: Path) -> tuple[str, dict[str, Any]]:
         out,
         *TINY,
     ]
-    environment = {key: value for key, value in os.environ.items() if key != "DRAFTSMITH_SPECULATORS_PYTHON"}
+    environment = {key: value for key, value in os.environ.items() if key not in OTHERS}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
