@@ -36,7 +36,8 @@ class CudaRecorder:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # A version may be loading on another thread, which is none of the capture's business.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             output = run()
         return graph, output
 

@@ -123,13 +123,16 @@ def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts
 def _verify(p_logits: torch.Tensor, drafts: Drafts, seeds: torch.Tensor, positions: torch.Tensor, rule: ChainRule) -> Decision:
     if drafts.tree is None:
         verdict = rule.verify(p_logits, drafts.tokens, drafts.lengths, drafts.logits, seeds, positions)
-        nodes: list[list[int]] = []
+        parts = [verdict.accepted[:, None], verdict.tokens]
     else:
-        verdict = verify_tree(p_logits, drafts.tree.draft, drafts.logits, drafts.tree.q_rows, seeds, positions)
-        nodes = verdict.nodes.tolist()
-    accepted = verdict.accepted.tolist()
-    emitted = [tokens[: kept + 1] for tokens, kept in zip(verdict.tokens.tolist(), accepted)]
-    return Decision(emitted, [path[:kept] for path, kept in zip(nodes, accepted)])
+        grown = verify_tree(p_logits, drafts.tree.draft, drafts.logits, drafts.tree.q_rows, seeds, positions)
+        parts = [grown.accepted[:, None], grown.tokens, grown.nodes]
+    width = parts[1].shape[1]
+    # The round's one look at what became of it.
+    told: list[list[int]] = torch.cat(parts, dim=1).tolist()
+    emitted = [row[1 : row[0] + 2] for row in told]
+    paths = [] if drafts.tree is None else [row[1 + width : 1 + width + row[0]] for row in told]
+    return Decision(emitted, paths)
 
 
 def _decide_greedily(
@@ -140,9 +143,9 @@ def _decide_greedily(
     The common case on a small machine, and several times cheaper than making the laws.
     """
     best = logits.max(dim=-1)  # the first of equal logits, as `process` takes it
-    if not bool(torch.isfinite(best.values).all()):
+    choices, finite = torch.stack([best.indices, torch.isfinite(best.values).long()]).tolist()
+    if not all(finite):
         return None
-    choices: list[int] = best.indices.tolist()
     decision = Decision([], [])
     begin = 0
     for row, chain in enumerate(chains):

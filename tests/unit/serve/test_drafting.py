@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.kernels.filters import SamplingRows
 from draftsmith.serve.drafting import Drafting, Drafts
 from draftsmith.serve.stats import EngineStats
@@ -38,7 +39,7 @@ class Padded:
         return Proposal(tokens=tokens, lengths=torch.tensor([0, 1, 2]), logits=logits)
 
 
-def proposed(drafter: BrokenLater | Padded) -> Drafts:
+def proposed(drafter: ServingDrafter) -> Drafts:
     request = SimpleNamespace(id="a", tokens=[1, 2, 3], draft_cached=0, num_tokens=3, taps=[], shares=True)
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
     drafting = Drafting(drafter, None, EngineStats(), vocab_size=8)
@@ -57,3 +58,31 @@ def test_tokens_before_a_broken_law_are_still_verified() -> None:
     assert drafts.chains == [[1, 2], [3], []]
     assert drafts.lengths.tolist() == [2, 1, 0]
     assert drafts.sound == [True, False, False]
+
+
+class Greedy:
+    """Row 1 has no law at depth 1; a greedy draft tells no laws."""
+
+    family = "greedy"
+    taps: tuple[int, ...] = ()
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        sound = torch.tensor([[True, True], [True, False], [True, True]])
+        tokens = torch.tensor([[1, 2], [3, 4], [5, 6]])
+        return Proposal(tokens=tokens, lengths=torch.tensor([2, 2, 1]), logits=None, sound=sound)
+
+
+def test_a_greedy_draft_says_where_a_law_was_broken() -> None:
+    drafts = proposed(Greedy())
+    assert drafts.chains == [[1, 2], [3], [5]] and drafts.sound == [True, False, True]
+    assert drafts.lengths.tolist() == [2, 1, 1] and not drafts.sampled
+
+
+@pytest.mark.parametrize("drafter", [BrokenLater(), Greedy()])
+def test_what_was_drafted_is_looked_at_once(drafter: BrokenLater | Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    own = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: looks.append(tensor) or own(tensor))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: looks.append(tensor) or bool(own(tensor)))
+    proposed(drafter)
+    assert len(looks) == 1
