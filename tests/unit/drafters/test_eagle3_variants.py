@@ -199,9 +199,10 @@ class FullAttention:
         return output.transpose(1, 2)
 
 
+@pytest.mark.parametrize("architecture", ["Eagle3Speculator", "Eagle3DraftModel"])
 @torch.no_grad()
-def test_the_speculators_layout_is_read_back(target, tmp_path):
-    """Its layer's config is nested, and a missing `norm_before_residual` means true there."""
+def test_the_speculators_layout_is_read_back(architecture, target, tmp_path):
+    """Its layer's config is nested, and a missing `norm_before_residual` means true there. Its trainer writes the second name."""
     write(tmp_path, {"norm_before_residual": True})
     ids = torch.randint(3, VOCAB, (1, 14), generator=torch.Generator().manual_seed(1))
     taps, _ = target.states(ids, torch.ones_like(ids), TAPS)
@@ -209,7 +210,7 @@ def test_the_speculators_layout_is_read_back(target, tmp_path):
     (portable,) = checkpoint.load(tmp_path, target).unroll(batch)
     flat = config_of({})
     config = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": VOCAB,
+        "architectures": [architecture], "speculators_model_type": "eagle3", "draft_vocab_size": VOCAB,
         "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": flat.pop("eagle_aux_hidden_state_layer_ids"),
     }  # fmt: skip
     for name in ("architectures", "draft_vocab_size", "target_hidden_size"):
