@@ -30,7 +30,7 @@ from draftsmith.train.evaluation import evaluate_draft
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 MAX_LENGTH, HELD_OUT = 512, 0.05
-DOCUMENTS = 64  # held-out texts that every draft is evaluated on
+DOCUMENTS = 48  # held-out texts that every draft is evaluated on
 K = 4  # draft tokens of the rounds that tau is predicted for; the fewest that a family of the recipes can draft
 INTERPRETERS = {"speculators": "DRAFTSMITH_SPECULATORS_PYTHON"}
 VLLM = "DRAFTSMITH_VLLM_PYTHON"
