@@ -20,7 +20,7 @@ from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, 
 from draftsmith.serve.decide import Decision, Streams, chain_rule, decide
 from draftsmith.serve.draft_law import DraftLaw
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
-from draftsmith.serve.graphs import capture_drafts
+from draftsmith.serve.graphs import can_capture, capture_drafts
 from draftsmith.serve.intake import Intake
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
 from draftsmith.serve.memory import BlockPlan, most_tapped, plan_blocks
@@ -79,7 +79,7 @@ class Engine:
         pool = None
         if drafter is not None:
             pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
-        if config.compile == "auto":
+        if config.compile == "auto" and can_capture(target):
             capture_drafts(drafter, pool, max_batch=config.max_batch, max_blocks=max_blocks)
         tree = wanted_tree(config)
         self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree, fallback=fallback)
@@ -173,7 +173,7 @@ class Engine:
             reading = sum(row.request.num_tokens - row.request.draft_cached for row in schedule.drafting)
             tables = self._tables.of([row.request for row in rows])
             deciding = schedule.drafting + schedule.sampling
-            streams = Streams(deciding, self.target.device, rule=self._rule)
+            streams = Streams(deciding, self._tables.device, rule=self._rule)
         drafts = self._propose(schedule, tables, streams)
         chains: list[list[int]] = [[] for _ in rows]
         if drafts is not None:

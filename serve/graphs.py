@@ -23,6 +23,7 @@ from draftsmith.drafters.target import Target, TargetOutput
 from draftsmith.kernels.cuda_graphs import CudaRecorder, Graph, Recorder, row_buckets, sizes_up_to
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
 from draftsmith.serve.blocks import NULL_BLOCK
+from draftsmith.serve.parallel import LeadingTarget
 
 log = logging.getLogger(__name__)
 
@@ -154,9 +155,14 @@ class PassGraphs:
         return self.target.forward(static.ids[None], static.positions[None], context, static.wanted, static.shape.taps)
 
 
+def can_capture(target: Target) -> bool:
+    """A pass of a sharded target is a word to the other processes too, which no graph repeats."""
+    return target.device.type == "cuda" and not isinstance(target, LeadingTarget)
+
+
 def capture_drafts(drafter: ServingDrafter | None, pool: PagedPool | None, *, max_batch: int, max_blocks: int) -> None:
-    """Lets a drafter that can draft by graphs from `pool` on a GPU."""
-    if isinstance(drafter, Capturable) and pool is not None and pool.keys[0].is_cuda:
+    """Lets a drafter draft by graphs from `pool`, if it can."""
+    if isinstance(drafter, Capturable) and pool is not None:
         drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder())
 
 

@@ -14,7 +14,7 @@ from draftsmith.drafters.target import Target, TargetOutput
 from draftsmith.kernels.cuda_graphs import CudaRecorder
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 from draftsmith.serve.blocks import NULL_BLOCK
-from draftsmith.serve.graphs import PassGraphs, PassInputs
+from draftsmith.serve.graphs import PassGraphs, PassInputs, can_capture
 from draftsmith.serve.request import Request
 from draftsmith.serve.scheduler import Row
 from draftsmith.serve.trees import RoundTree, lay_out
@@ -115,6 +115,6 @@ class TargetRunner:
 
 def make_runner(target: Target, pool: PagedPool, *, max_batch: int, max_blocks: int, compile: str) -> TargetRunner:
     graphs = None
-    if compile == "auto" and target.device.type == "cuda":
+    if compile == "auto" and can_capture(target):
         graphs = PassGraphs(target, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder())
     return TargetRunner(target, pool, graphs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from draftsmith.drafters.target import Target, TargetOutput
 from draftsmith.kernels.cuda_graphs import CudaRecorder, row_buckets
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
 from draftsmith.serve.blocks import NULL_BLOCK
-from draftsmith.serve.graphs import PassGraphs, PassInputs, padding_lengths, token_buckets
+from draftsmith.serve.graphs import PassGraphs, PassInputs, can_capture, padding_lengths, token_buckets
+from draftsmith.serve.parallel import LeadingTarget
 
 BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 8, 5
 
@@ -187,3 +189,13 @@ def test_buckets():
     assert token_buckets(32) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32]
     assert padding_lengths(3, 7) == [1, 1, 5]
     assert padding_lengths(0, 0) == []
+
+
+def test_a_sharded_target_is_not_captured():
+    """Its passes are told to other processes, and a graph tells nobody."""
+
+    def on(kind: type, place: str) -> Target:
+        return Mock(spec=kind, device=torch.device(place))
+
+    assert can_capture(on(Target, "cuda"))
+    assert not can_capture(on(LeadingTarget, "cuda")) and not can_capture(on(Target, "cpu"))
