@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
+from draftsmith.drafters.spread import gathered
 from draftsmith.drafters.taps import FINAL
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
@@ -46,16 +47,21 @@ def adopt_last_layer(target: Target, attention: LlamaAttention, mlp: LlamaMLP, n
     A projection that also reads the embedding takes the target's as the half that reads the state. `norms` pairs the names of
     the target's norms with ours, which take their effective gains.
     """
-    theirs = dict(target.layers[-1].named_parameters())
-    for prefix, module in (("self_attn", attention), ("mlp", mlp)):
-        for name, own in module.named_parameters():
-            found = theirs.get(f"{prefix}.{name}")
-            if found is not None and found.shape[0] == own.shape[0] and own.shape[-1] in (found.shape[-1], 2 * found.shape[-1]):
-                own[..., -found.shape[-1] :] = found
-    modules = dict(target.layers[-1].named_modules())
-    for name, own in norms:
-        if name in modules:
-            own.weight.copy_(gains(modules[name], len(own.weight)))
+    with gathered(target.layers[-1]) as last:
+        theirs = dict(last.named_parameters())
+        for prefix, module in (("self_attn", attention), ("mlp", mlp)):
+            for name, own in module.named_parameters():
+                found = theirs.get(f"{prefix}.{name}")
+                if (
+                    found is not None
+                    and found.shape[0] == own.shape[0]
+                    and own.shape[-1] in (found.shape[-1], 2 * found.shape[-1])
+                ):
+                    own[..., -found.shape[-1] :] = found
+        modules = dict(last.named_modules())
+        for name, own in norms:
+            if name in modules:
+                own.weight.copy_(gains(modules[name], len(own.weight)))
 
 
 def gains(norm: torch.nn.Module, size: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.drafters.attention import register
+from draftsmith.drafters.causal_lm import whole
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 
@@ -46,5 +47,5 @@ def pruned_state(target: Target, layers: Sequence[int]) -> dict[str, torch.Tenso
             if int(number) not in layers:
                 continue
             name = f"{stack}{layers.index(int(number))}.{rest}"
-        state[name] = tensor.float()
+        state[name] = whole(tensor).float()
     return state

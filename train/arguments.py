@@ -40,7 +40,7 @@ def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_s
         deepspeed=deepspeed_config(config.deepspeed),
         seed=config.seed,
         disable_tqdm=True,
-        report_to="none",
+        report_to=list(config.report_to) or "none",
         remove_unused_columns=False,
         log_level="error",
     )

@@ -30,6 +30,7 @@ class RunFolder:
         self.out = Path(out)
         self.training = self.out / "training"
         self.metrics = self.out / "metrics.jsonl"
+        self.curves = self.out / "curves.png"
 
     def check(self, config: TrainConfig) -> None:
         """A `UserError` when `out` is no folder or holds another run that `config` would go on with."""

@@ -71,6 +71,11 @@ class TrainConfig:
     family: str = option(help="what to train", choices=FAMILIES, positional=True)
     target: str = option(help="the target: a folder or Hub id of a causal LM")
     data: str = option(help="folder written by `draftsmith generate`")
+    teacher: str = option(
+        "live",
+        "where taps and laws come from: the running target, or what generate stored of it (--store-taps, --top-logprobs)",
+        choices=("live", "stored"),
+    )
     out: str = option(help="folder of the draft; holds its metrics and, under training/, its checkpoints")
 
     steps: int | None = option(None, "optimizer steps to run at most")

@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target import Target
-from draftsmith.kernels.acceptance import expected_counts, expected_rounds, keep_probability, overlap
+from draftsmith.kernels.acceptance import bootstrap_ratio, expected_counts, expected_rounds, keep_probability, overlap
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.train.batches import collate
 from draftsmith.train.calibration import Reliability
@@ -264,5 +264,5 @@ def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate 
 
 def ratio(top: Sequence[float], bottom: Sequence[float], seed: int = 0) -> Estimate:
     """sum(top) / sum(bottom) with a 95 % interval over their pairs."""
-    interval = bootstrapratio(top, bottom, seed=seed)
+    interval = bootstrap_ratio(top, bottom, seed=seed)
     return Estimate(sum(top) / sum(bottom), interval.low, interval.high)

@@ -13,7 +13,10 @@ from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train.config import TrainConfig
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it trains, not what.
-CONTINUABLE = {"steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts", "out"}
+CONTINUABLE = {
+    "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts", "eval_tokens", "report_to",
+    "target_shares", "out",
+}  # fmt: skip
 
 
 def drafter_options(config: TrainConfig) -> DrafterOptions:
@@ -54,7 +57,19 @@ def check(config: TrainConfig) -> None:
                 f"option 'deepspeed' is {config.deepspeed!r} but no launcher started this process; "
                 "use torchrun --nproc_per_node N -m draftsmith.cli train ..."
             )
-    positive = ("steps", "epochs", "minutes", "batch_size", "accumulate", "max_length", "log_every", "save_every")
+    if config.target_shares > 1 and int(os.environ.get("WORLD_SIZE", "1")) % config.target_shares:
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} but {os.environ.get('WORLD_SIZE', '1')} processes run; start a "
+            f"multiple of {config.target_shares} with torchrun --nproc_per_node N -m draftsmith.cli train ..."
+        )
+    if config.target_shares > 1 and config.on_policy.share:
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} and 'on_policy.share' {config.on_policy.share}, but a target held "
+            "by several processes cannot decode for each of them apart; leave one of the two out"
+        )
+    positive = (
+        "steps", "epochs", "minutes", "batch_size", "accumulate", "max_length", "log_every", "save_every", "target_shares",
+    )  # fmt: skip
     for name in positive:
         value = to_dict(config)[name]
         if value is not None and value <= 0:
@@ -62,13 +77,52 @@ def check(config: TrainConfig) -> None:
     kind_of(config.divergence)
     if config.unroll.steps < 1:
         raise UserError(f"option 'unroll.steps' is {config.unroll.steps}; it must be 1 or more")
+    check_objective(config)
     for name, value in (
         ("held_out", config.held_out),
         ("optim.warmup", config.optim.warmup),
         ("optim.final", config.optim.final),
+        ("on_policy.share", config.on_policy.share),
     ):
         if not 0.0 <= value <= 1.0:
             raise UserError(f"option {name!r} is {value}; it must lie between 0 and 1")
+
+
+def check_objective(config: TrainConfig) -> None:
+    """Of the noise and of on-policy training."""
+    noise, own = config.unroll.noise, config.on_policy
+    if not 0 <= noise < float("inf"):
+        raise UserError(f"option 'unroll.noise' is {noise}; it must be 0 or a small number such as 0.1")
+    if noise and config.family == "draft-lm":
+        raise UserError(f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; remove it")
+    for name, count in (("refresh", own.refresh), ("k", own.k), ("tokens", own.tokens)):
+        if count < 1:
+            raise UserError(f"option 'on_policy.{name}' is {count}; it must be 1 or more")
+    weights = (own.accepted, own.first_rejected, own.later_rejected)
+    if min(weights) < 0 or own.accepted + own.first_rejected == 0:
+        raise UserError(
+            f"options 'on_policy.accepted', 'first_rejected' and 'later_rejected' are {weights}; none may be negative and one of "
+            "the first two must be more than 0"
+        )
+    if own.temperature < 0 or own.branches < 0:
+        raise UserError(
+            f"options 'on_policy.temperature' and 'branches' are {own.temperature} and {own.branches}; give 0 or more"
+        )
+
+
+def check_sparse(config: TrainConfig) -> None:
+    """What the likeliest tokens and their tail do not tell."""
+    refused = {
+        "divergence": config.divergence.startswith("ce"),
+        "unroll.weights": config.unroll.weights in ("d-pace", "expected-prefix"),
+        "on_policy.share": config.on_policy.share > 0,
+    }
+    for name, is_wrong in refused.items():
+        if is_wrong:
+            raise UserError(
+                f"option {name!r} needs whole laws and {config.data!r} stores the likeliest tokens; store its taps too "
+                "(draftsmith generate --store-taps), or use --teacher live"
+            )
 
 
 def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) -> int:

@@ -10,20 +10,28 @@ import torch
 
 from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.spread import load_spread
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.files import atomic_path
 from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train import arguments, resolve
 from draftsmith.train.batches import batches_per_epoch
+from draftsmith.train.best import BestDraft, Kept
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.curves import draw_curves
 from draftsmith.train.data import Corpus, check_tokenizer, read_corpus
-from draftsmith.train.evaluation import Evaluation, evaluate_draft, temperature_of
+from draftsmith.train.measurement import Figures, measure
+from draftsmith.train.on_policy import OnPolicy
+from draftsmith.train.on_policy_state import KeepTexts, load_texts
 from draftsmith.train.place import Place, find_place
 from draftsmith.train.reporting import Reporter
 from draftsmith.train.schedule import Clock
-from draftsmith.train.teacher import LiveTeacher
+from draftsmith.train.stored_teacher import LawTeacher, stored_teacher
+from draftsmith.train.teacher import LiveTeacher, Teacher
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 
@@ -31,16 +39,34 @@ from draftsmith.version import __version__
 def train(config: TrainConfig) -> None:
     place = find_place(config.dtype)
     # Before DeepSpeed's config exists: under ZeRO-3 loading would partition the target's weights.
-    target = Target.load(config.target, dtype=place.target_dtype, device=place.device)
+    target = load_target(config, place)
     corpus = load_corpus(config, target)
     if place.rank == 0:
         tell_what_is_missing(config, corpus)
     drafter = new_drafter(config, place, target, corpus)
     spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
-    trainee = Trainee(drafter, LiveTeacher(target), config.unroll, kind=kind_of(config.divergence), mean=config.mean)
+    kind = kind_of(config.divergence)
+    teacher = new_teacher(config, target, corpus, drafter)
+    trainee = Trainee(drafter, teacher, config.unroll, kind=kind, mean=config.mean, seed=config.seed)
     trainer = make_trainer(config, place, trainee, target, corpus, spare)
     trainer.train(resume_from_checkpoint=open_folder(config, place, trainer))
-    finish(config, trainer, target, corpus)
+    finish(config, trainer, corpus, target)
+
+
+def load_target(config: TrainConfig, place: Place) -> Target:
+    if config.target_shares == 1:
+        return Target.load(config.target, dtype=place.target_dtype, device=place.device)
+    model = load_spread(config.target, dtype=place.target_dtype, device=place.device, shares=config.target_shares)
+    return Target(model, config.target)
+
+
+def new_teacher(config: TrainConfig, target: Target, corpus: Corpus, drafter: TrainedDrafter) -> Teacher:
+    if config.teacher == "live":
+        return LiveTeacher(target)
+    teacher = stored_teacher(target, config.data, corpus.provenance, drafter.taps)
+    if isinstance(teacher, LawTeacher):
+        resolve.check_sparse(config)
+    return teacher
 
 
 def new_drafter(config: TrainConfig, place: Place, target: Target, corpus: Corpus) -> torch.nn.Module:
@@ -51,14 +77,20 @@ def new_drafter(config: TrainConfig, place: Place, target: Target, corpus: Corpu
 
 
 def load_corpus(config: TrainConfig, target: Target) -> Corpus:
-    corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
+    corpus = read_corpus(
+        config.data,
+        max_length=config.max_length,
+        vocab_size=target.vocab_size,
+        held_out_share=config.held_out,
+        split_long=config.long == "split",
+    )
     check_tokenizer(corpus.provenance, tokenizer_hash(target.tokenizer()), config.data)
     return corpus
 
 
 def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
     for count, what in (
-        (corpus.cut, f"cut to {config.max_length} tokens"),
+        (corpus.long, f"cut to {config.max_length} tokens" if config.long == "cut" else f"split at {config.max_length} tokens"),
         (corpus.empty, "left out, nothing in them is the target's"),
     ):
         if count:
@@ -69,18 +101,24 @@ def make_trainer(
     config: TrainConfig, place: Place, trainee: Trainee, target: Target, corpus: Corpus, spare: torch.nn.Module | None
 ) -> DraftTrainer:
     folder = RunFolder(config.out)
-    per_epoch = batches_per_epoch(len(corpus.train), config.batch_size)
+    row_length = config.max_length if config.packing else None
+    per_epoch = batches_per_epoch(corpus.train.lengths, batch_size=config.batch_size, seed=config.seed, row_length=row_length)
     steps = resolve.total_steps(config, per_epoch, place.world_size)
     clock = Clock(total_steps=steps, budget_s=config.minutes and config.minutes * 60)
+    on_policy = new_on_policy(config, place, target, corpus) if config.on_policy.share else None
     trainer = DraftTrainer(
         trainee,
         arguments.training_arguments(config, place, folder=folder.training, max_steps=steps),
         sequences=corpus.train,
+        row_length=row_length,
         optim=config.optim,
         clock=clock,
-        evaluate_held_out=partial(evaluate_held_out, config, target, corpus),
+        evaluate_held_out=partial(evaluate_held_out, config, target, corpus, rank=place.rank),
         spare=spare,
+        on_policy=on_policy,
     )
+    if on_policy is not None:
+        trainer.add_callback(KeepTexts(on_policy))
     trainer.add_callback(
         Reporter(
             folder,
@@ -90,6 +128,19 @@ def make_trainer(
         )
     )
     return trainer
+
+
+def new_on_policy(config: TrainConfig, place: Place, target: Target, corpus: Corpus) -> OnPolicy:
+    return OnPolicy(
+        config.on_policy,
+        target,
+        corpus.train,
+        batch_size=config.batch_size,
+        passes=config.accumulate,
+        seed=config.seed,
+        rank=place.rank,
+        max_length=config.max_length,
+    )
 
 
 def open_folder(config: TrainConfig, place: Place, trainer: DraftTrainer) -> str | None:
@@ -102,31 +153,43 @@ def open_folder(config: TrainConfig, place: Place, trainer: DraftTrainer) -> str
     if newest is None:
         return None
     trainer.clock.elapsed_s = newest.elapsed_s
+    if trainer.on_policy is not None:
+        load_texts(trainer.on_policy, newest.path, world_size=place.world_size)
     return str(newest.path)
 
 
-def evaluate_held_out(config: TrainConfig, target: Target, corpus: Corpus, drafter: torch.nn.Module) -> Evaluation | None:
-    """On held-out text at the temperature it was written at; None without any."""
+def evaluate_held_out(
+    config: TrainConfig, target: Target, corpus: Corpus, drafter: torch.nn.Module, step: int, *, rank: int
+) -> Figures | None:
+    """Of the draft as it is at `step`, which is kept if it is the best so far; None without held-out prompts.
+
+    Every rank does the same, because a target that is spread over them answers to all of them only.
+    """
     sequences = corpus.held_out.first(config.eval_prompts)
     if not sequences:
         return None
-    written_at = temperature_of(corpus.provenance, target)
-    return evaluate_draft(
+    figures = measure(
         drafter,
         target,
         sequences,
-        temperature=1.0 if written_at is None else written_at,
         k=config.unroll.steps,
+        max_new_tokens=config.eval_tokens,
         batch_size=config.batch_size,
     )
+    if rank == 0:
+        evaluation = [measurement.to_dict() for measurement in figures.measurements]
+        BestDraft(RunFolder(config.out).training).offer(drafter, step=step, tau=figures.tau.value, evaluation=evaluation)
+    return figures
 
 
-def finish(config: TrainConfig, trainer: DraftTrainer, target: Target, corpus: Corpus) -> None:
-    """Saves the trained draft with the record of its making."""
-    drafter = trainer.whole_drafter()
+def finish(config: TrainConfig, trainer: DraftTrainer, corpus: Corpus, target: Target) -> None:
+    """Saves the best draft of the run, which is the last where none was measured, with the record of its making."""
+    drafter, steps = trainer.whole_drafter(), trainer.state.global_step
+    figures = trainer.evaluate_held_out(drafter, steps)
     if not trainer.is_world_process_zero():
         return
-    evaluation = evaluate_held_out(config, target, corpus, drafter)
+    folder = RunFolder(config.out)
+    best = BestDraft(folder.training).read()
     record: dict[str, Any] = {
         "version": __version__,
         "config": to_dict(config),
@@ -134,14 +197,24 @@ def finish(config: TrainConfig, trainer: DraftTrainer, target: Target, corpus: C
         "seed": config.seed,
         "sequences": len(corpus.train),
         "held_out_sequences": len(corpus.held_out),
-        "cut_sequences": corpus.cut,
-        "steps": trainer.state.global_step,
+        "long_sequences": corpus.long,
+        "steps": steps,
+        "kept_step": steps if best is None else best.step,
         "elapsed_s": round(trainer.clock.elapsed_s, 1),
         "world_size": trainer.args.world_size,
         "metrics": trainer.last_metrics(),
     }
-    # Text that does not follow the law it is scored with says how training went, but is no measurement of the draft.
-    measured = evaluation is not None and temperature_of(corpus.provenance, target) is not None
-    checkpoint.save(drafter, config.out, target, training=record, evaluation=[evaluation.to_dict()] if measured else None)
-    figures = "" if evaluation is None else f"; held out at T={evaluation.temperature:g}: {evaluation.summary()}"
-    print(f"{config.family} draft in {config.out} after {trainer.state.global_step} steps{figures}")
+    if best is None:
+        checkpoint.save(drafter, config.out, target, training=record)
+    else:
+        checkpoint.save(best, config.out, target, training=record, evaluation=best.evaluation)
+    if folder.metrics.is_file():
+        with atomic_path(folder.curves) as picture:
+            draw_curves(folder.metrics, picture)
+    print(summary(config, steps, best, figures))
+
+
+def summary(config: TrainConfig, steps: int, best: Kept | None, figures: Figures | None) -> str:
+    kept = f", of step {best.step}, the best measured," if best is not None and best.step != steps else ""
+    told = "" if figures is None else f"; held out after the last step: {figures.summary()}"
+    return f"{config.family} draft{kept} in {config.out} after {steps} steps{told}"

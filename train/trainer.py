@@ -13,13 +13,15 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
-from draftsmith.kernels.divergence_weights import per_sample
-from draftsmith.train.batches import BatchPlan, collate
+from draftsmith.kernels.divergence_weights import per_sample, text_sums
+from draftsmith.train.batches import BatchPlan, pack
 from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data import Sequences, TokenSequence
-from draftsmith.train.evaluation import Evaluation
+from draftsmith.train.feature_noise import FeatureNoise
+from draftsmith.train.measurement import Figures
 from draftsmith.train.metrics import MetricWindow
 from draftsmith.train.objective import Unrollable, UnrolledLoss, unrolled_loss
+from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.position_weights import step_weighting
 from draftsmith.train.schedule import Clock, lr_factor
 from draftsmith.train.teacher import Teacher
@@ -43,33 +45,51 @@ class Trainee(torch.nn.Module):
         *,
         kind: Kind = FORWARD_KL,
         mean: str = "token",
+        seed: int = 0,
     ):
-        """`mean` is over "token" or "sample", texts."""
+        """`mean` is over "token" or "sample", texts; `seed` is of the noise."""
         super().__init__()
         self.drafter = drafter
         self.unroll = unroll
         self.weighting = step_weighting(unroll.weights, unroll.decay)
         self.kind = kind
         self.mean = mean
+        self.seed = seed
         self.teacher = teacher
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor,
+        places: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        step: int = 0,
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
-        """`labels` [B, L] are the tokens where the target wrote them and -100 elsewhere."""
-        weights = (labels != -100).float()
+        """`labels` [B, L] are the tokens where the target wrote them and -100 elsewhere; they count alike where no `weights`
+        [B, L] are given. `step` is the number of optimizer steps done."""
+        weights = weights_of(labels) if weights is None else weights
         if self.mean == "sample":
-            weights = per_sample(weights)
-        text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=weights)
+            weights = per_sample(weights, segments)
+        text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=weights, segments=segments, places=places)
         drafter: Unrollable = self.drafter
         unrolled = unrolled_loss(
-            drafter, self.teacher, text, num_steps=self.unroll.steps, weighting=self.weighting, kind=self.kind
+            drafter,
+            self.teacher,
+            text,
+            num_steps=self.unroll.steps,
+            weighting=self.weighting,
+            kind=self.kind,
+            noise=FeatureNoise(self.unroll.noise, self.seed, step) if self.unroll.noise else None,
         )
         return {"loss": unrolled.total / (unrolled.scale * num_items_in_batch), "unrolled": unrolled}
 
 
 class DraftTrainer(Trainer):
-    """`evaluate_held_out` gives the figures of an evaluation step; `spare` is a second draft, needed under ZeRO-3 only."""
+    """`evaluate_held_out` gives the figures of a draft at a step; `spare` is a second draft, needed under ZeRO-3 only. Rows are
+    packed up to `row_length` tokens where it is given."""
 
     def __init__(
         self,
@@ -79,15 +99,18 @@ class DraftTrainer(Trainer):
         sequences: Sequences,
         optim: OptimConfig,
         clock: Clock,
-        evaluate_held_out: Callable[[torch.nn.Module], Evaluation | None],
+        row_length: int | None = None,
+        evaluate_held_out: Callable[[torch.nn.Module, int], Figures | None],
         spare: torch.nn.Module | None = None,
+        on_policy: OnPolicy | None = None,
     ):
-        self.sequences = sequences
+        self.sequences, self.row_length = sequences, row_length
         self.mean = trainee.mean
         self.optim_config = optim
         self.clock = clock
         self.evaluate_held_out = evaluate_held_out
         self.spare = spare
+        self.on_policy = on_policy
         self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
         # The Trainer wants some evaluation data set to schedule evaluations; `evaluate` has its own.
         super().__init__(model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences, eval_dataset=sequences)
@@ -102,6 +125,7 @@ class DraftTrainer(Trainer):
             num_batches=self.args.max_steps * self.args.gradient_accumulation_steps,
             rank=self.args.process_index,
             world_size=self.args.world_size,
+            row_length=self.row_length,
         )
         return DataLoader(self.sequences, batch_sampler=plan, collate_fn=as_inputs, pin_memory=self.args.dataloader_pin_memory)
 
@@ -109,11 +133,12 @@ class DraftTrainer(Trainer):
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
         """The passes of an optimizer step, and what its loss is divided by: its trained tokens, or its texts that have any."""
-        passes, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.mean == "sample":
-            texts = sum((inputs["labels"] != -100).any(dim=-1).sum() for inputs in passes)
-            num_items = self.accelerator.gather(texts.to(device)).sum()
-        return passes, num_items
+        passes, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.on_policy is not None:
+            passes = self.on_policy.mix(passes, step=self.state.global_step, drafter=self.whole_drafter)
+            self.model.train()
+        num_items = torch.stack([num_items_of(inputs, self.mean) for inputs in passes]).sum()
+        return passes, self.accelerator.gather(num_items.to(device)).sum()
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.lr_scheduler is None:
@@ -131,7 +156,7 @@ class DraftTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor | UnrolledLoss]]:
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch, step=self.state.global_step)
         self.window.add(outputs["unrolled"], inputs["labels"] != -100)
         # Data-parallel ranks average their gradients, and `num_items_in_batch` already counts the tokens of all.
         loss = outputs["loss"] * self.accelerator.num_processes
@@ -144,9 +169,9 @@ class DraftTrainer(Trainer):
 
     def evaluate(self, *unused: object, **also_unused: object) -> dict[str, float]:
         """Called by the Trainer at evaluation steps."""
-        evaluation = self.evaluate_held_out(self.whole_drafter())
+        figures = self.evaluate_held_out(self.whole_drafter(), self.state.global_step)
         self.model.train()
-        metrics = {} if evaluation is None else {f"eval_{name}": value for name, value in evaluation.figures().items()}
+        metrics = {} if figures is None else {f"eval_{name}": value for name, value in figures.for_metrics().items()}
         self.log(metrics)
         # Also what marks this step as evaluated.
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -167,6 +192,16 @@ class DraftTrainer(Trainer):
         return next((entry for entry in reversed(self.state.log_history) if "loss" in entry), {})
 
 
+def weights_of(labels: torch.Tensor) -> torch.Tensor:
+    return (labels != -100).float()
+
+
+def num_items_of(inputs: dict[str, torch.Tensor], mean: str) -> torch.Tensor:
+    """What a pass adds to the divisor of the loss: the weights of its tokens, or how many of its texts have any."""
+    weights = inputs["weights"] if "weights" in inputs else weights_of(inputs["labels"])
+    return weights.sum() if mean == "token" else (text_sums(weights, inputs.get("segments")) > 0).float().sum()
+
+
 def once_each(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     by_storage = {(tensor.data_ptr(), tensor.shape, tensor.stride()): name for name, tensor in reversed(state.items())}
     # Empty tensors (of other ranks' parts) all have the same address.
@@ -183,9 +218,8 @@ def gather_into(spare: torch.nn.Module, partitioned: torch.nn.Module) -> None:
             own.copy_(whole)
 
 
-def as_inputs(sequences: list[TokenSequence]) -> dict[str, torch.Tensor]:
-    batch = collate(sequences)
+def as_inputs(rows: list[list[TokenSequence]]) -> dict[str, torch.Tensor]:
+    batch = pack(rows)
     labels = torch.where(batch.loss_mask, batch.input_ids, -100)
-    # The first token has no state to be predicted from.
-    labels[:, 0] = -100
-    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": labels}
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": labels, "places": batch.places}
+    return inputs if batch.segments is None else inputs | {"segments": batch.segments}

@@ -168,3 +168,29 @@ def test_another_step_is_another_loss(one_process):
         same_run(
             [{**line, "loss": other["loss"]} for line, other in zip(one_process, one_process[1:] + one_process[:1])], one_process
         )
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("eagle3", None), ("mtp", "zero2"), pytest.param("draft-lm", "zero3", marks=pytest.mark.long)]
+)
+def test_a_target_spread_over_two_processes_trains_alike(family, recipe, train, tmp_path, target_folder, data):
+    options = () if family != "draft-lm" else ("draft_lm.target_layers=[0,3]",)
+    finish(train("one", *SHORT_FLAGS, "--steps", "4", "--accumulate", "2", "--eval-tokens", "8", *options, family=family))
+    sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))
+    finish(
+        train(
+            "spread",
+            *SHORT_FLAGS,
+            "--steps",
+            "4",
+            "--target-shares",
+            "2",
+            "--eval-tokens",
+            "8",
+            *options,
+            *sharding,
+            family=family,
+            processes=2,
+        )
+    )
+    same_run(metrics(tmp_path / "spread"), metrics(tmp_path / "one"))
