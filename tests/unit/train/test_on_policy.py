@@ -248,3 +248,9 @@ def test_bad_options_are_one_sentence(changes: dict, named: str):
     config = TrainConfig(family="eagle3", target="t", data="d", out="o", on_policy=OnPolicyConfig(**changes))
     with pytest.raises(UserError, match=named):
         resolve.check(config)
+
+
+def test_what_is_written_while_training_has_no_stored_likeliest_tokens():
+    config = TrainConfig(family="eagle3", target="t", data="d", out="o", teacher="stored", on_policy=OnPolicyConfig(share=0.5))
+    with pytest.raises(UserError, match="teacher live"):
+        resolve.check_sparse(config)

@@ -8,14 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
+from draftsmith.train.config import UnrollConfig
 from draftsmith.train.objective import unrolled_loss
 from draftsmith.train.position_weights import DPace, ExpectedPrefix, Exponential, Judged, folded, step_weighting
 from draftsmith.train.teacher import LiveTeacher
+from draftsmith.train.trainer import Trainee, num_items_of
 from draftsmith.train.walk import by_position, by_round
 from draftsmith.train.weighted_text import WeightedText
 
@@ -229,3 +232,30 @@ def test_a_language_models_token_counts_for_every_round_that_reaches_it(target):
         value = unrolled_loss(drafter, LiveTeacher(target), single, num_steps=1, weighting=Exponential(1.0)).total.item()
         expected += value * sum(max(math.prod(chances[at - depth : at]), 1e-6) for depth in range(3))
     assert deep.total.item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("mean", ["token", "sample"])
+@pytest.mark.parametrize("name", ["d-pace", "exponential"])
+def test_token_and_sample_means_are_the_same_packed_apart_and_accumulated(name, mean, target):
+    """Three texts: a row each, all in one row, and one pass each, divided by what all of them count."""
+    drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0).to(torch.float64)
+    trainee = Trainee(drafter, LiveTeacher(target), UnrollConfig(steps=3, weights=name), mean=mean)
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 288, (size,), generator=generator) for size in (9, 4, 12)]
+    labels = [torch.where(torch.arange(len(one)) >= 2, one, -100) for one in ids]
+
+    def passed(input_ids: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        inputs = {"input_ids": input_ids, "attention_mask": (input_ids > 0).long(), "labels": labels}
+        return inputs if segments is None else inputs | {"segments": segments}
+
+    apart = [passed(one[None], label[None]) for one, label in zip(ids, labels)]
+    rows = passed(*(pad_sequence(each, batch_first=True, padding_value=value) for each, value in ((ids, 0), (labels, -100))))
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([len(one) for one in ids]))
+    packed = passed(torch.cat(ids)[None], torch.cat(labels)[None], numbers[None])
+
+    def loss(passes: list[dict[str, torch.Tensor]]) -> float:
+        count = torch.stack([num_items_of(inputs, mean) for inputs in passes]).sum()
+        return sum(float(trainee(**inputs, num_items_in_batch=count)["loss"].detach()) for inputs in passes)
+
+    # The weights of tokens are float32.
+    assert loss([rows]) == pytest.approx(loss(apart), rel=1e-6) and loss([packed]) == pytest.approx(loss(apart), rel=1e-6)
