@@ -36,6 +36,12 @@ class GenerateConfig:
     chat: str = option("auto", "wrap plain prompts in the chat template", choices=("auto", "always", "never"))
     prompts_split: str = option("train", "split of a prompts dataset")
     top_logprobs: int = option(0, "store the target's law as this many likeliest tokens and the tail; 64 is a good number")
+    store_taps: str | None = option(
+        None,
+        "store the target's hidden states beside the answers, in this precision, for train --teacher stored",
+        choices=("bf16", "fp8"),
+    )
+    taps: tuple[int, ...] | None = option(None, "raw layer ids to store [default: those an eagle3 draft reads]")
     batch: int = option(16, "answers written (or asked for) at once; the most that a kill can cost")
     shard: int = option(512, "answers a file")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)

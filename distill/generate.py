@@ -19,6 +19,7 @@ from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.place import load_target
 from draftsmith.distill.prompts import Prompt
 from draftsmith.distill.server_writer import ServerWriter
+from draftsmith.distill.store import check_cost, layout_of, store_taps
 from draftsmith.distill.writers import GivenWriter, TargetWriter, Writer, seed_of
 from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.target import Target
@@ -53,6 +54,10 @@ def run(config: GenerateConfig) -> int:
             f"every prompt of {config.prompts!r} with --max-tokens {config.max_tokens} passes the target's context of "
             f"{reference.max_positions} tokens; give shorter ones"
         )
+    layout = None
+    if config.store_taps is not None:
+        layout = layout_of(config, reference.target)
+        check_cost(config.out, reference.target, layout, most_tokens(config, prompts))
     writer, origin = new_writer(config, reference)
     folder = AnswerFolder(
         config.out,
@@ -64,13 +69,15 @@ def run(config: GenerateConfig) -> int:
     answer_all(config, writer, reference.target, prompts, folder)
     summary = folder.close()
     print(f"{summary['answers']} answers, {summary['tokens']} tokens in {config.out}")
+    if layout is not None:
+        store_taps(config, reference.target, layout, folder)
     if len(found) > len(prompts):
         print(f"{len(found) - len(prompts)} prompts were too long for the target's context and are left out", file=sys.stderr)
     return 0
 
 
 def open_reference(config: GenerateConfig) -> Reference:
-    if config.url is None or config.top_logprobs:
+    if config.url is None or config.top_logprobs or config.store_taps:
         target = load_target(config.target, dtype=config.dtype, device=config.device)
         # Nobody has checked that a server runs the same weights.
         revision = target.revision if config.url is None else None
@@ -97,6 +104,11 @@ def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, di
         writer = ServerWriter(config, reference.tokenizer)
         return writer, {"answered_by": f"server of {writer.model}"}
     return TargetWriter(reference.target, config), {}
+
+
+def most_tokens(config: GenerateConfig, prompts: list[Prompt]) -> int:
+    """Of the texts to come; answers end by themselves, so they may be fewer."""
+    return sum(len(prompt.ids) + (0 if config.keep_answers else config.max_tokens) for prompt in prompts)
 
 
 def answer_all(
@@ -194,6 +206,8 @@ def _check(config: GenerateConfig) -> None:
         raise UserError("--url and --keep-answers both say where answers come from; give one of them")
     if config.url is None and (config.model, config.api_key) != (None, None):
         raise UserError("--model and --api-key are about a server; give --url too")
+    if config.taps is not None and config.store_taps is None:
+        raise UserError("--taps are stored in a precision; give --store-taps bf16 or fp8 too")
     if config.temperature < 0 or not 0 < config.top_p <= 1:
         law = f"temperature {config.temperature} with top_p {config.top_p}"
         raise UserError(f"{law} is no sampling law; give temperature >= 0 and 0 < top_p <= 1")

@@ -133,6 +133,12 @@ def check_tokenizer(provenance: dict[str, Any], tokenizer_hash: str | None, fold
 
 def open_rows(folder: Path) -> Any:
     """The folder's rows as a `datasets.Dataset` of the columns that training reads."""
+    rows = load_rows(folder)
+    return rows.select_columns([name for name in (*REQUIRED, "name", "split") if name in rows.column_names])
+
+
+def load_rows(folder: Path) -> Any:
+    """With every column."""
     import datasets
 
     if not folder.is_dir():
@@ -148,8 +154,7 @@ def open_rows(folder: Path) -> Any:
     missing = [name for name in REQUIRED if name not in rows.column_names]
     if missing:
         raise UserError(f"data {str(folder)!r} has no column {missing[0]!r}; it needs {' and '.join(REQUIRED)}")
-    kept = [name for name in (*REQUIRED, "name", "split") if name in rows.column_names]
-    return rows.select_columns(kept)
+    return rows
 
 
 def _check_ids(pieces: Pieces, vocab_size: int, folder: Path) -> None:

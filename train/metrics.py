@@ -26,7 +26,8 @@ class MetricWindow:
     def add(self, unrolled: UnrolledLoss, loss_mask: torch.Tensor) -> None:
         sums = torch.stack([value.detach().double() for value in unrolled.sums])
         self.sums = sums if self.sums is None else self.sums + sums
-        self.walked = [*self.walked, (unrolled.keep.detach(), loss_mask)][-self.WALKED :]
+        if unrolled.keep is not None:
+            self.walked = [*self.walked, (unrolled.keep.detach(), loss_mask)][-self.WALKED :]
 
     def drain(self, reduce: Callable[..., torch.Tensor]) -> dict[str, float]:
         """forward_kl_s (or what is trained by), alpha_s (s from 1), outside and tau of the window over all ranks; the window is

@@ -60,7 +60,8 @@ class UnrolledLoss(NamedTuple):
     total: torch.Tensor  # scalar: sum over steps and positions of factor * weight * divergence, factors as in `StepWeighting`
     scale: float  # total / (scale * weights.sum()) is the token mean
     sums: StepSums
-    keep: torch.Tensor  # [B, L, S] chance that the text's token at this position is kept when drafted at depth s; 0 elsewhere
+    # [B, L, S] chance that the text's token at this position is kept when drafted at depth s; 0 elsewhere. None: laws are sparse.
+    keep: torch.Tensor | None
 
 
 def unrolled_loss(
@@ -94,8 +95,11 @@ def unrolled_loss(
         result.loss + confidence_loss(steps, predicted, result.alpha, weights) + 0.0 * sum(step.hidden.sum() for step in steps)
     )
     sizes = [len(one.weights) for one in predicted]
-    keep = [scatter(kept, one, text.weights) for kept, one in zip(result.keep.split(sizes), predicted, strict=True)]
-    return UnrolledLoss(total, weighting.scale(num_steps), _sums(result, predicted, sizes), torch.stack(keep, dim=-1))
+    keep = None
+    if result.keep is not None:
+        parts = zip(result.keep.split(sizes), predicted, strict=True)
+        keep = torch.stack([scatter(kept, one, text.weights) for kept, one in parts], dim=-1)
+    return UnrolledLoss(total, weighting.scale(num_steps), _sums(result, predicted, sizes), keep)
 
 
 def select(step: UnrolledStep, text: WeightedText) -> Predicted:

@@ -41,9 +41,14 @@ class LiveTeacher:
 
     def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
         tapped, hidden = self.target.states(text.input_ids, text.attention_mask, taps, text.segments)
+        return Taught(tapped, logits_at(self.target, hidden))
 
-        def laws(row: torch.Tensor, position: torch.Tensor) -> TargetLogits:
-            before = hidden[row, position - 1]
-            return lambda rows: self.target.head(before[rows])
 
-        return Taught(tapped, laws)
+def logits_at(target: Target, hidden: torch.Tensor) -> LawsAt:
+    """From states [B, L, H] that the target's head multiplies."""
+
+    def laws(row: torch.Tensor, position: torch.Tensor) -> TargetLogits:
+        before = hidden[row, position - 1]
+        return lambda rows: target.head(before[rows])
+
+    return laws
