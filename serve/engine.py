@@ -23,7 +23,7 @@ from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
 from draftsmith.serve.graphs import can_capture, capture_drafts
 from draftsmith.serve.intake import Intake
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
-from draftsmith.serve.memory import BlockPlan, most_tapped, plan_blocks
+from draftsmith.serve.memory import BlockPlan, most_tapped, most_unread, plan_blocks
 from draftsmith.serve.outcome import complaint, outcome
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.record import Sink
@@ -36,8 +36,6 @@ from draftsmith.serve.swap import Swap, apply_swap, prepare_swap
 from draftsmith.serve.trees import move_kept, straighten, wanted_tree
 
 log = logging.getLogger(__name__)
-
-MOST_UNREAD = 1024  # tokens of an answer whose taps are kept for a draft that does not come
 
 
 class Engine:
@@ -81,6 +79,8 @@ class Engine:
             pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
         if config.compile == "auto" and can_capture(target):
             capture_drafts(drafter, pool, max_batch=config.max_batch, max_blocks=max_blocks)
+        # Tokens of an answer whose taps are kept for a draft that does not come.
+        self.most_unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
         tree = wanted_tree(config)
         self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree, fallback=fallback)
         self._rule = chain_rule(config.verification, config.synthetic_acceptance)
@@ -284,7 +284,7 @@ class Engine:
         if drafts is not None and index < len(drafts.chains):
             self.drafting.advance(row, drafted, accepted, sound=drafts.sound[index])
         unread = request.computed - max(request.draft_cached, request.num_prompt, request.num_forgotten)
-        if request.taps and unread > MOST_UNREAD:
+        if request.taps and unread > self.most_unread:
             # Nobody has drafted it for so long that keeping what a draft would have to read costs more than it may bring.
             request.lost_taps = True
             request.taps.clear()

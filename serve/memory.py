@@ -16,6 +16,9 @@ CPU_BYTES = 2 * GIB
 # Of what a GPU has left when the weights are there: the rest is for activations, taps and graphs.
 GPU_SHARE = 0.8
 
+# Bounds of `most_unread`: more would cost a draft that comes back longer than it may bring, fewer would not outlast a short rest.
+FEWEST_UNREAD, MOST_UNREAD = 64, 1024
+
 
 class BlockPlan(NamedTuple):
     num_blocks: int  # the null block included
@@ -61,6 +64,13 @@ def most_tapped(target: Target, drafter: ServingDrafter, plan: BlockPlan, block_
     """Cached blocks that may carry taps: these take an eighth of what the pools do at most."""
     tap_bytes = len(drafter.taps) * target.hidden_size * target.dtype.itemsize * block_size
     return plan.num_blocks * block_bytes(target, drafter, block_size) // (8 * max(tap_bytes, 1))
+
+
+def most_unread(target: Target, drafter: ServingDrafter, plan: BlockPlan, config: EngineConfig) -> int:
+    """Tokens of an answer whose taps a request may keep for a draft that does not come: a full batch's take what the cached ones
+    may."""
+    tokens = most_tapped(target, drafter, plan, config.block_size) * config.block_size
+    return max(FEWEST_UNREAD, min(MOST_UNREAD, tokens // config.max_batch))
 
 
 def allowed_bytes(device: torch.device) -> int:

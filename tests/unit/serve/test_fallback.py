@@ -12,7 +12,6 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve import engine as engine_module
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.record import RoundRecord
@@ -117,11 +116,9 @@ def test_k_needs_a_drafter(target: Target) -> None:
         engine.set_k(request, 1)
 
 
-def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
-    target: Target, head: Eagle3, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "MOST_UNREAD", 10)
+def test_taps_of_a_text_nobody_drafts_do_not_pile_up(target: Target, head: Eagle3, greedy_text: Callable) -> None:
     engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:0", compile="off"))
+    engine.most_unread = 10
     request = engine.submit(PROMPT, GREEDY)
     kept = []
     while engine.busy:
@@ -133,10 +130,10 @@ def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
-    prefix_cache: bool, target: Target, head: Eagle3, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
+    prefix_cache: bool, target: Target, head: Eagle3, greedy_text: Callable
 ) -> None:
-    monkeypatch.setattr(engine_module, "MOST_UNREAD", 10)
     engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:3,3:0", compile="off", prefix_cache=prefix_cache))
+    engine.most_unread = 10
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
     first, second, _ = (
         engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
@@ -153,13 +150,11 @@ def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
     assert not engine.stats.fallbacks
 
 
-def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_risk(
-    target: Target, head: Eagle3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "MOST_UNREAD", 10)
+def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_risk(target: Target, head: Eagle3) -> None:
     for most, num_blocks in ((23, None), (60, 22)):
         config = EngineConfig(k=3, k_schedule="1:3,2:0", compile="off", block_size=4, num_blocks=num_blocks, max_length=84)
         engine = Engine(target, head, config)
+        engine.most_unread = 10
         long = engine.submit(PROMPT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
         short = engine.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
         while not short.finished:

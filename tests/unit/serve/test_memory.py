@@ -30,3 +30,17 @@ def test_a_gpu_gives_a_share_of_what_it_has_free(target: Target, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     assert memory.allowed_bytes(torch.device("cuda", 0)) == 800
     assert memory.allowed_bytes(torch.device("cpu")) == 2 * memory.GIB
+
+
+def test_taps_of_a_full_batch_take_what_the_cached_ones_may(target: Target) -> None:
+    head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    tap_bytes = len(head.taps) * target.hidden_size * target.dtype.itemsize
+    for gib, batch in ((0.01, 4), (0.01, 16), (2.0, 4)):
+        config = EngineConfig(num_blocks=int(gib * 2**14), max_batch=batch, compile="off")
+        plan = memory.plan_blocks(target, head, config)
+        most = memory.most_unread(target, head, plan, config)
+        pools = plan.num_blocks * memory.block_bytes(target, head, config.block_size)
+        if memory.FEWEST_UNREAD < most < memory.MOST_UNREAD:
+            assert 0.8 * pools < 8 * batch * most * tap_bytes <= pools
+        else:
+            assert most == (memory.MOST_UNREAD if gib > 1 else memory.FEWEST_UNREAD)
