@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from draftsmith.serve.aside import Aside
 from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.mailbox import Mailbox
 from draftsmith.serve.request import OnUpdate, Request, SamplingParams, Update
 
 
@@ -21,12 +22,11 @@ class Event(NamedTuple):
 class Exchange:
     """`timeout_s` bounds the time from here to the last update; `asyncio.TimeoutError` tells that it is over."""
 
-    def __init__(self, loop: EngineLoop, aside: Aside, timeout_s: float | None = None):
-        self.loop, self._aside = loop, aside
+    def __init__(self, loop: EngineLoop, aside: Aside, mailbox: Mailbox[Event], timeout_s: float | None = None):
+        self.loop, self._aside, self._mailbox = loop, aside, mailbox
         self.requests: list[Request] = []
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._here = asyncio.get_running_loop()
 
     async def submit(
         self,
@@ -53,9 +53,7 @@ class Exchange:
 
     def _forwarder(self, index: int) -> OnUpdate:
         def forward(request: Request, update: Update) -> None:
-            # The client's event loop may be gone while the engine still finishes a round.
-            if not self._here.is_closed():
-                self._here.call_soon_threadsafe(self._events.put_nowait, Event(index, request, update))
+            self._mailbox.put(self._events, Event(index, request, update))
 
         return forward
 

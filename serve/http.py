@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,8 +21,9 @@ from draftsmith.serve.api_schema import ANSWER_STATUSES, ChatBody, CompletionBod
 from draftsmith.serve.api_service import add_service_endpoints
 from draftsmith.serve.api_tokens import add_token_endpoints
 from draftsmith.serve.aside import Aside
-from draftsmith.serve.exchange import Exchange
+from draftsmith.serve.exchange import Event, Exchange
 from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.mailbox import Mailbox
 from draftsmith.serve.metrics import ServerMetrics
 from draftsmith.serve.protocol import ChatRequest, CompletionRequest, Conversation, Generation
 from draftsmith.serve.responses import Extras, Responder, chat_responder, completion_responder
@@ -44,6 +46,11 @@ class Server:
     aside: Aside = field(default_factory=Aside)
     vocabulary: Any = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def mailbox(self) -> Mailbox[Event]:
+        # Made by the first request, on the event loop that serves.
+        return Mailbox()
 
     @property
     def tokenizer(self) -> Any:
@@ -120,7 +127,7 @@ async def _answer(
     _check_count(server, len(prompts), num_choices)
     bad_words = await server.aside.run(lambda: bad_word_tokens(body.bad_words or (), server.tokenizer))
     params = [body.sampling(index, bad_words) for index in range(num_choices)]
-    exchange = Exchange(server.loop, server.aside, server.limits.timeout_s)
+    exchange = Exchange(server.loop, server.aside, server.mailbox, server.limits.timeout_s)
     await exchange.submit(
         [prompt.tokens for prompt in prompts for _ in range(num_choices)],
         params * len(prompts),
@@ -207,9 +214,10 @@ async def _chunks(server: Server, exchange: Exchange, responder: Responder) -> A
         yield closing
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 # Line ends to Unicode but not to server-sent events. Many a client (all on httpx's iter_lines) cuts an event in two there.
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':')).translate(LINE_ENDS)}\n\n"
+    return f"data: {_encode(body).translate(LINE_ENDS)}\n\n"

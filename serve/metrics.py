@@ -49,7 +49,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model))
         self._model = model
-        self._histograms = {
+        histograms = {
             name: Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
             for family, buckets in ((LATENCIES, SECONDS), (SIZES, COUNTS), (NUMBERS, FEW))
             for name, text in family.items()
@@ -65,8 +65,8 @@ class ServerMetrics:
             registry=self.registry,
         )
         self._class_names: set[str] = set()
-        for histogram in self._histograms.values():
-            histogram.labels(model)  # told from the first scrape on, empty
+        # Of the one model there is; told from the first scrape on, empty.
+        self._of_model = {name: histogram.labels(model) for name, histogram in histograms.items()}
 
     def finished(self, request: Request, *, num_choices: int = 1) -> None:
         """Latencies and sizes of a request that gave at least one token; `num_choices` were asked for its prompt."""
@@ -120,7 +120,7 @@ class ServerMetrics:
         return name
 
     def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(self._model).observe(value)
+        self._of_model[name].observe(value)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
