@@ -151,10 +151,10 @@ class _Batch:
         taps = [row.taps for row in rows if row.taps is not None]
         inputs = DraftInputs(
             tokens=torch.tensor([token for tokens in unread for token in tokens], device=self.device),
-            starts=torch.tensor([row.draft_cached for row in rows], device=self.device),
-            lengths=torch.tensor([len(tokens) for tokens in unread], device=self.device),
+            starts=torch.tensor([row.draft_cached for row in rows]),
+            lengths=torch.tensor([len(tokens) for tokens in unread]),
             taps=torch.cat(taps) if taps else None,
-            num_draft=torch.tensor(room, device=self.device),
+            num_draft=torch.tensor(room),
             sampling=SamplingRows.of([self.temperature] * len(rows), device=self.device),
             seeds=torch.tensor([row.seed for row in rows], device=self.device),
             pool=self.draft_pool,

@@ -130,10 +130,10 @@ class Tables:
         states = torch.randn(self.rows * NEW_TOKENS, width, device=self.device, dtype=self.target.dtype) if num_taps else None
         inputs = DraftInputs(
             tokens=torch.full((self.rows * (NEW_TOKENS + 1),), 7, device=self.device),
-            starts=torch.full((self.rows,), self.context - 1, device=self.device),
-            lengths=torch.full((self.rows,), NEW_TOKENS + 1, device=self.device),
+            starts=torch.full((self.rows,), self.context - 1),
+            lengths=torch.full((self.rows,), NEW_TOKENS + 1),
             taps=states,
-            num_draft=torch.full((self.rows,), k, device=self.device),
+            num_draft=torch.full((self.rows,), k),
             sampling=SamplingRows.of([1.0] * self.rows, device=self.device),
             seeds=torch.arange(self.rows, device=self.device),
             pool=self.draft_pool,
