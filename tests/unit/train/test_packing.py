@@ -17,6 +17,7 @@ from draftsmith.drafters.options import (
     MedusaOptions,
     MlpOptions,
     MtpOptions,
+    PeagleOptions,
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
@@ -30,6 +31,7 @@ ROWS = ((3, 1, 6), (0, 4, 2), (5,))  # which texts share a row: sums of 47, 28 a
 OPTIONS = {
     "eagle3": Eagle3Options(),
     "eagle1": Eagle1Options(),
+    "p-eagle": PeagleOptions(),
     "mtp": MtpOptions(),
     "draft-lm": DraftLmOptions(num_layers=2, hidden_size=32),
     "medusa": MedusaOptions(num_heads=3),
