@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +16,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from draftsmith.cli import main
+from draftsmith.errors import UserError
 from draftsmith.files import write_json
+from draftsmith.train.hub import push
 
 
 class Hub(ThreadingHTTPServer):
@@ -32,6 +36,9 @@ class Hub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.large: dict[str, bytes] = {}
         self.commits: list[str] = []
+        self.uploads = 0
+        # Paths that answer with a status instead, so many times each.
+        self.failing: dict[str, tuple[int, int]] = {}
 
     @property
     def url(self) -> str:
@@ -62,8 +69,22 @@ class HubHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def failed(self) -> bool:
+        for part, (status, times) in self.server.failing.items():
+            if part in self.path and times > 0:
+                self.server.failing[part] = (status, times - 1)
+                self.answer({"error": "the test says so"}, status)
+                return True
+        return False
+
     def do_PUT(self) -> None:
-        self.server.large[self.path.rsplit("/", 1)[1]] = self.body()
+        body = self.body()
+        if self.failed():
+            return
+        oid = self.path.rsplit("/", 1)[1]
+        assert hashlib.sha256(body).hexdigest() == oid
+        self.server.large[oid] = body
+        self.server.uploads += 1
         self.answer({})
 
     def do_GET(self) -> None:
@@ -73,6 +94,10 @@ class HubHandler(BaseHTTPRequestHandler):
         body = self.body()
         if self.headers.get("Authorization") != "Bearer hf_good":
             self.answer({"error": "Invalid username or password."}, 401)
+        elif self.failed():
+            pass
+        elif self.path == "/api/repos/create" and self.server.created:
+            self.answer({"error": "You already created this model repo", "url": f"{self.server.url}/ann/draft"}, 409)
         elif self.path == "/api/repos/create":
             self.server.created.append(json.loads(body))
             self.answer({"url": f"{self.server.url}/ann/draft", "name": "ann/draft"})
@@ -89,16 +114,18 @@ class HubHandler(BaseHTTPRequestHandler):
             ]
             self.answer({"files": files})
         elif self.path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                {**wanted, "actions": {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}}}
-                for wanted in json.loads(body)["objects"]
-            ]
-            self.answer({"transfer": "basic", "objects": objects})
+            self.answer({"transfer": "basic", "objects": [self.place(wanted) for wanted in json.loads(body)["objects"]]})
         elif "/commit/" in self.path:
             self.commit(body)
             self.answer({"commitUrl": f"{self.server.url}/ann/draft/commit/1", "commitOid": "1" * 40, "hookOutput": ""})
         else:
             self.answer({"error": f"unexpected {self.path}"}, 400)
+
+    def place(self, wanted: dict) -> dict:
+        """Where a large file goes; nowhere if it is here already."""
+        if wanted["oid"] in self.server.large:
+            return wanted
+        return {**wanted, "actions": {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}}}
 
     def commit(self, body: bytes) -> None:
         for line in body.splitlines():
@@ -110,10 +137,6 @@ class HubHandler(BaseHTTPRequestHandler):
                 self.server.files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 self.server.files[value["path"]] = self.server.large[value["oid"]]
-
-
-def upload_mode(path: str) -> dict:
-    return {"path": path, "uploadMode": "lfs" if path.endswith("safetensors") else "regular", "shouldIgnore": False}
 
 
 @pytest.fixture
@@ -145,6 +168,7 @@ def export(draft: Path, hub: Hub, token: str, *options: str) -> subprocess.Compl
         str(draft),
         "--to",
         "hf",
+        "--no-prove",
         "--out",
         str(draft.parent / "out"),
         *options,
@@ -179,6 +203,68 @@ def test_a_refused_push_keeps_the_export_and_says_so(draft: Path, hub: Hub) -> N
     assert "Traceback" not in finished.stderr
     assert (draft.parent / "out" / "model.safetensors").is_file()
     assert hub.files == {}
+
+
+@pytest.fixture
+def folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An export, as small as can be, and a client in this process that knows the hub: it reads the environment once only."""
+    for name, value in {"ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    path = tmp_path / "export"
+    path.mkdir()
+    (path / "README.md").write_text("---\ntags: [draft-model]\n---\n# A draft\n")
+    (path / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    return path
+
+
+def pushed(folder: Path) -> str:
+    return push(folder, "ann/draft", private=False, message="a draft")
+
+
+def test_a_second_push_goes_into_the_repository_that_is_there(folder: Path, hub: Hub) -> None:
+    for _ in range(2):
+        assert pushed(folder) == f"{hub.url}/ann/draft"
+        (folder / "README.md").write_text("---\ntags: [draft-model]\n---\n# The same draft\n")
+    # The Hub answered 409 to its creation, and held the weights already.
+    assert len(hub.created) == 1 and len(hub.commits) == 2 and hub.uploads == 1
+
+
+# What fails, and the status it fails with.
+FAILURES = {
+    "create": ("/api/repos/create", 403),
+    "storage": ("/large/", 403),
+    "conflict": ("/commit/", 409),
+    "gone": ("/preupload/", 404),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_push_that_fails_is_one_sentence_and_goes_on_later(what: str, folder: Path, hub: Hub) -> None:
+    path, status = FAILURES[what]
+    hub.failing[path] = (status, 99)
+    with pytest.raises(UserError) as caught:
+        pushed(folder)
+    told = str(caught.value)
+    assert told.startswith("the upload to 'ann/draft' failed (") and str(status) in told and "run --push again" in told
+    assert "\n" not in told
+    assert hub.files == {}, "nothing is shown before all of it is there"
+    sent = hub.uploads
+    hub.failing.clear()
+    pushed(folder)
+    assert hub.uploads == 1 and (sent == 1) == (what == "conflict"), "what was sent is not sent again"
+    assert hub.files == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_hub_that_is_not_there_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    with pytest.raises(UserError, match="the upload to 'ann/draft' failed") as caught:
+        pushed(folder)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_malformed_repository_name_is_refused_before_any_work(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
