@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ class Checkpoint(NamedTuple):
     path: Path
     step: int
     elapsed_s: float  # of training until then
+    processes: int  # that wrote it
+    passes: int  # forward passes of an optimizer step, over all of them: what the position in the data is counted in
 
 
 class RunFolder:
@@ -36,11 +39,31 @@ class RunFolder:
         """A `UserError` when `out` is no folder or holds another run that `config` would go on with."""
         if self.out.is_file():
             raise UserError(f"out {str(self.out)!r} is a file; give a folder")
-        if not config.resume or self.newest() is None:
+        newest = self.newest()
+        if not config.resume or newest is None:
             return
         if change := different_from(config, read_json(self.training / "run.json", "record of the run")):
             raise UserError(
                 f"out {str(self.out)!r} holds another run ({change}); give the same options, another --out, or --no-resume"
+            )
+        self._check_processes(config, newest, int(os.environ.get("WORLD_SIZE", "1")))
+
+    def _check_processes(self, config: TrainConfig, newest: Checkpoint, processes: int) -> None:
+        """Other processes may go on with a run whose optimizer steps stay as large as they were."""
+        if processes * config.accumulate != newest.passes:
+            mend = (
+                f"give --accumulate {newest.passes // processes}"
+                if newest.passes % processes == 0
+                else f"start a number of processes that divides {newest.passes}"
+            )
+            raise UserError(
+                f"out {str(self.out)!r} holds a run of {newest.passes} batches an optimizer step, and {processes} x accumulate "
+                f"{config.accumulate} are {processes * config.accumulate}; {mend}"
+            )
+        if config.deepspeed is not None and processes != newest.processes:
+            raise UserError(
+                f"out {str(self.out)!r} holds DeepSpeed checkpoints in {newest.processes} parts, one a process, and {processes} "
+                f"processes run; start {newest.processes}"
             )
 
     def open(self, config: TrainConfig) -> None:
@@ -57,12 +80,13 @@ class RunFolder:
         found = []
         for marker in self.training.glob(f"checkpoint-*/{MARKER}"):
             record = read_json(marker, "checkpoint marker")
-            found.append(Checkpoint(marker.parent, record["step"], record["elapsed_s"]))
+            found.append(Checkpoint(marker.parent, **record))
         return max(found, key=lambda checkpoint: checkpoint.step, default=None)
 
-    def complete(self, *, step: int, elapsed_s: float) -> None:
+    def complete(self, *, step: int, elapsed_s: float, processes: int, passes: int) -> None:
         """Says that checkpoint-`step` is whole."""
-        write_json(self.training / f"checkpoint-{step}" / MARKER, {"step": step, "elapsed_s": elapsed_s})
+        record = {"step": step, "elapsed_s": elapsed_s, "processes": processes, "passes": passes}
+        write_json(self.training / f"checkpoint-{step}" / MARKER, record)
 
 
 def keep_until(metrics: Path, step: int) -> None:

@@ -85,7 +85,12 @@ class Reporter(TrainerCallback):
             # Every rank has written its part.
             torch.distributed.barrier()
         if state.is_world_process_zero:
-            self.folder.complete(step=state.global_step, elapsed_s=self.clock.elapsed_s)
+            self.folder.complete(
+                step=state.global_step,
+                elapsed_s=self.clock.elapsed_s,
+                processes=args.world_size,
+                passes=args.world_size * args.gradient_accumulation_steps,
+            )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
         if self.progress is not None:

@@ -16,6 +16,8 @@ from draftsmith.train.config import TrainConfig
 CONTINUABLE = {
     "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts", "eval_tokens", "report_to",
     "target_shares", "out",
+    # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
+    "accumulate",
 }  # fmt: skip
 
 

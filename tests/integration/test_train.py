@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +21,9 @@ from safetensors.torch import load_file
 
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.errors import UserError
 from draftsmith.files import write_json
+from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.run import run
 
@@ -123,8 +126,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-SHORT = {"steps": 8, "log_every": 1, "batch_size": 4, "optim": OptimConfig(schedule="constant", warmup=0.0)}
-SHORT_FLAGS = ("--log-every", "1", "--batch-size", "4", "optim.schedule=constant", "optim.warmup=0")
+SHORT = {"eval_prompts": 0, "steps": 8, "log_every": 1, "batch_size": 4, "optim": OptimConfig(schedule="constant", warmup=0.0)}
+SHORT_FLAGS = ("--eval-prompts", "0", "--log-every", "1", "--batch-size", "4", "optim.schedule=constant", "optim.warmup=0")
 
 
 @pytest.fixture(scope="session")
@@ -175,7 +178,22 @@ def test_another_step_is_another_loss(one_process):
 )
 def test_a_target_spread_over_two_processes_trains_alike(family, recipe, train, tmp_path, target_folder, data):
     options = () if family != "draft-lm" else ("draft_lm.target_layers=[0,3]",)
-    finish(train("one", *SHORT_FLAGS, "--steps", "4", "--accumulate", "2", "--eval-tokens", "8", *options, family=family))
+    finish(
+        train(
+            "one",
+            *SHORT_FLAGS,
+            "--steps",
+            "4",
+            "--accumulate",
+            "2",
+            "--eval-prompts",
+            "4",
+            "--eval-tokens",
+            "8",
+            *options,
+            family=family,
+        )
+    )
     sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))
     finish(
         train(
@@ -194,3 +212,39 @@ def test_a_target_spread_over_two_processes_trains_alike(family, recipe, train, 
         )
     )
     same_run(metrics(tmp_path / "spread"), metrics(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)], ids=["one to two", "two to one"])
+def test_a_run_goes_on_with_another_number_of_processes(counts, train, tmp_path, one_process, target_folder, data):
+    """Two batches an optimizer step throughout: of two ranks, or of one that accumulates."""
+    for steps, processes in zip((4, 8), counts):
+        if processes == 2:
+            finish(train("moved", *SHORT_FLAGS, "--steps", f"{steps}", processes=2))
+        else:
+            run(config(target_folder, data, tmp_path / "moved", **SHORT | {"steps": steps, "accumulate": 2}))
+    same_run(metrics(tmp_path / "moved"), one_process)
+
+
+def test_another_size_of_optimizer_steps_is_refused_with_the_mend(target_folder, data, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run(config(target_folder, data, out, accumulate=2, **SHORT | {"steps": 1}))
+    with pytest.raises(UserError, match=r"2 batches an optimizer step, and 1 x accumulate 3 are 3; give --accumulate 2"):
+        run(config(target_folder, data, out, accumulate=3, **SHORT))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"2 x accumulate 2 are 4; give --accumulate 1"):
+        run(config(target_folder, data, out, accumulate=2, **SHORT))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match=r"start a number of processes that divides 2"):
+        run(config(target_folder, data, out, **SHORT))
+
+
+def test_parts_of_a_deepspeed_optimizer_want_their_number_of_processes(target_folder, data, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "out")
+    settings = config(target_folder, data, folder.out, deepspeed=str(ROOT / "recipes/zero2.json"), **SHORT)
+    folder.open(settings)
+    folder.complete(step=1, elapsed_s=0.0, processes=2, passes=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    folder.check(settings)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match=r"in 2 parts, one a process, and 1 processes run; start 2"):
+        folder.check(replace(settings, accumulate=2))
