@@ -106,10 +106,6 @@ def check_objective(config: TrainConfig) -> None:
             f"options 'on_policy.accepted', 'first_rejected' and 'later_rejected' are {weights}; none may be negative and one of "
             "the first two must be more than 0"
         )
-    if own.share and config.teacher == "stored":
-        raise UserError(
-            f"option 'on_policy.share' is {own.share} but nothing is stored of what is written while training; use --teacher live"
-        )
     if own.temperature < 0 or own.branches < 0:
         raise UserError(
             f"options 'on_policy.temperature' and 'branches' are {own.temperature} and {own.branches}; give 0 or more"
@@ -121,6 +117,7 @@ def check_sparse(config: TrainConfig) -> None:
     refused = {
         "divergence": config.divergence.startswith("ce"),
         "unroll.weights": config.unroll.weights in ("d-pace", "expected-prefix"),
+        "on_policy.share": config.on_policy.share > 0,
     }
     for name, is_wrong in refused.items():
         if is_wrong:
