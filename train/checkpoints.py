@@ -74,7 +74,14 @@ class RunFolder:
             self.metrics.unlink(missing_ok=True)
         else:
             keep_until(self.metrics, newest.step)
+            self._drop_unfinished()
         write_json(self.training / "run.json", to_dict(config))
+
+    def _drop_unfinished(self) -> None:
+        """What a kill cut short. Left there, the Trainer would count it among its newest and delete a whole one for it."""
+        whole = {marker.parent for marker in self.training.glob(f"checkpoint-*/{MARKER}")}
+        for path in {*self.training.glob("checkpoint-*")} - whole | {*self.training.glob(".best-*")}:
+            shutil.rmtree(path)
 
     def newest(self) -> Checkpoint | None:
         found = []

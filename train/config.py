@@ -94,6 +94,7 @@ class TrainConfig:
     seed: int = option(0, "seed of the new draft and of the order of the data")
     dtype: str = option("auto", "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it", choices=DTYPES)
     deepspeed: str | None = option(None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun")
+    gradient_checkpointing: bool = option(False, "run the draft's MLPs again in the backward pass: less memory, more time")
     target_shares: int = option(
         1, "processes that hold one copy of the frozen target between them; more than 1 when it is too large"
     )

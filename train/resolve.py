@@ -15,7 +15,7 @@ from draftsmith.train.config import TrainConfig
 # Options that may differ between a run and its continuation: they change how long or how loudly it trains, not what.
 CONTINUABLE = {
     "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts", "eval_tokens", "report_to",
-    "target_shares", "out",
+    "target_shares", "gradient_checkpointing", "out",
     # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
     "accumulate",
 }  # fmt: skip

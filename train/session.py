@@ -28,6 +28,7 @@ from draftsmith.train.measurement import Figures, measure
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.on_policy_state import KeepTexts, load_texts
 from draftsmith.train.place import Place, find_place
+from draftsmith.train.recompute import recompute_mlps
 from draftsmith.train.reporting import Reporter
 from draftsmith.train.schedule import Clock
 from draftsmith.train.stored_teacher import LawTeacher, stored_teacher
@@ -45,6 +46,8 @@ def train(config: TrainConfig) -> None:
         tell_what_is_missing(config, corpus)
     drafter = new_drafter(config, place, target, corpus)
     spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
+    if config.gradient_checkpointing:
+        recompute_mlps(drafter, config.family)
     kind = kind_of(config.divergence)
     teacher = new_teacher(config, target, corpus, drafter)
     trainee = Trainee(drafter, teacher, config.unroll, kind=kind, mean=config.mean, seed=config.seed)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from draftsmith.errors import UserError
 from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
 from draftsmith.kernels.divergence_weights import per_sample, text_sums
 from draftsmith.train.batches import BatchPlan, pack
@@ -176,6 +178,17 @@ class DraftTrainer(Trainer):
         # Also what marks this step as evaluated.
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # A full disk comes as any of these.
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(
+                f"the checkpoint of step {self.state.global_step} cannot be written ({said[0]}); make room in "
+                f"{self.args.output_dir!r} and start again: the run goes on from the one before"
+            ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Tied weights once: safetensors refuses tensors that share memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +26,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.train.checkpoints import RunFolder
+from draftsmith.train.checkpoints import Checkpoint, RunFolder
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.run import run
 
@@ -130,6 +133,69 @@ SHORT = {"eval_prompts": 0, "steps": 8, "log_every": 1, "batch_size": 4, "optim"
 SHORT_FLAGS = ("--eval-prompts", "0", "--log-every", "1", "--batch-size", "4", "optim.schedule=constant", "optim.warmup=0")
 
 
+def in_a_save(training: Path) -> bool:
+    """A checkpoint is there and not yet whole."""
+    return any(not (path / "complete.json").exists() for path in training.glob("checkpoint-*"))
+
+
+@pytest.mark.long
+def test_kills_at_any_moment_cost_at_most_one_save_interval(train, tmp_path):
+    interval, chance = 10, Random(0)
+    options = ("--steps", "120", "--log-every", "5", "--save-every", f"{interval}", "--eval-prompts", "2", "--eval-tokens", "8",
+               "--eval-every", "15", "optim.lr=3e-3")  # fmt: skip
+    finish(train("whole", *options))
+    folder = RunFolder(tmp_path / "killed")
+    for moment in ("in a save", "any", "in a save", "any", "any"):
+        before = folder.newest()
+        killed = train("killed", *options)
+        wait_until(killed, partial(goes_on, folder, before))
+        if moment == "any":
+            time.sleep(chance.uniform(0.0, 0.4))
+        else:
+            wait_until(killed, partial(in_a_save, folder.training), pause_s=0.0)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert not (folder.out / "draftsmith.json").exists(), "the kill came too late to show anything"
+        reached = max(json.loads(line)["step"] for line in folder.metrics.read_text().splitlines() if line.endswith("}"))
+        assert reached - folder.newest().step <= interval
+    finish(train("killed", *options))
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    for name in ("model.safetensors", "training/best.json"):
+        assert (folder.out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def goes_on(folder: RunFolder, before: Checkpoint | None) -> bool:
+    newest = folder.newest()
+    return newest is not None and newest != before
+
+
+def wait_until(process: subprocess.Popen, happened: Callable[[], bool], *, pause_s: float = 0.002) -> None:
+    while not happened():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(pause_s)
+
+
+def test_a_full_disk_costs_the_checkpoint_being_written(target_folder, data, tmp_path, monkeypatch):
+    settings = config(target_folder, data, tmp_path / "full", **SHORT | {"save_every": 2})
+    whole = replace(settings, out=str(tmp_path / "whole"))
+    run(whole)
+    honest = torch.save
+
+    def full(value: object, path: object, *rest: object, **options: object) -> None:
+        if "checkpoint-6" in str(path):
+            Path(str(path)).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest(value, path, *rest, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"checkpoint of step 6 cannot be written .*No space left.*; make room in"):
+        run(settings)
+    assert RunFolder(settings.out).newest().step == 4
+    monkeypatch.setattr(torch, "save", honest)
+    run(settings)
+    assert metrics(tmp_path / "full") == metrics(tmp_path / "whole")
+
+
 @pytest.fixture(scope="session")
 def one_process(tmp_path_factory: pytest.TempPathFactory, target_folder: str, data: Path) -> list[dict]:
     """What two ranks with one pass a step must reproduce: one rank with two, which sees the same batches."""
@@ -149,7 +215,9 @@ def same_run(ranks: list[dict], one_process: list[dict]) -> None:
 @pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_zero_on_two_processes_equals_one(stage, train, tmp_path, one_process):
     recipe = str(ROOT / f"recipes/zero{stage}.json")
-    finish(train("ranks", *SHORT_FLAGS, "--steps", "8", "--deepspeed", recipe, processes=2))
+    # What is computed again is the same, also of weights that were put away in between.
+    again = ("--gradient-checkpointing",) if stage > 1 else ()
+    finish(train("ranks", *SHORT_FLAGS, *again, "--steps", "8", "--deepspeed", recipe, processes=2))
     same_run(metrics(tmp_path / "ranks"), one_process)
     # The saved draft is whole, whatever was partitioned.
     state = load_file(tmp_path / "ranks/model.safetensors")
