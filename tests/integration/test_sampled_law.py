@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from draftsmith.drafters.text_first import TextFirst
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.control import FixedControl, RoundPlan, Wish
 
 HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 FALSE_ALARM = 1e-6
@@ -54,6 +55,29 @@ def make(family: str, target: Target) -> ServingDrafter:
         for parameter in drafter.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     return drafter.eval()
+
+
+class Sure(FixedControl):
+    """Every row's drafts end where the drafter does not think them likely enough."""
+
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+        return RoundPlan([wish.most for wish in wishes], least_survival=0.25)
+
+
+class Looking:
+    """Withdraws drafts from the first on that is not the likeliest of its law, as a guess made after the draw would."""
+
+    def __init__(self, drafter: ServingDrafter):
+        self.drafter = drafter
+        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
+        self.cached_after = drafter.cached_after
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        proposal = self.drafter.propose(inputs)
+        real = proposal.tokens.clamp(min=0)[..., None]
+        chosen = proposal.logits.gather(-1, real)[..., 0]
+        likely = (chosen == proposal.logits.amax(dim=-1)).long().cumprod(dim=1).sum(dim=1)
+        return replace(proposal, lengths=torch.minimum(proposal.lengths, likely.to(proposal.lengths)))
 
 
 class Lying:
@@ -129,4 +153,27 @@ def test_a_wrong_q_is_rejected(
     target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
 ) -> None:
     found = fit(start(live_server, target, Lying(make("draft-lm", target))), prompt, law)
+    assert found.p_value < FALSE_ALARM, found
+
+
+def test_rounds_ended_by_the_drafters_own_guesses_keep_the_law(
+    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+) -> None:
+    drafter = make("dspark", target)
+    with torch.no_grad():
+        # Guesses that depend on the state and the token before.
+        drafter.confidence_head.proj.weight.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(2))
+        drafter.markov_head.markov_w1.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(3))
+    server = start(live_server, target, drafter)
+    server.engine.scheduler.control = Sure()
+    found = fit(server, prompt, law)
+    assert found.p_value > FALSE_ALARM, found
+    # Answers are so short that most have one round to draft in; some offered in it, some did not.
+    assert 0.1 * NUM_SAMPLES < server.engine.stats.num_drafts < 0.9 * NUM_SAMPLES
+
+
+def test_a_guess_made_after_the_draw_is_rejected(
+    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+) -> None:
+    found = fit(start(live_server, target, Looking(make("draft-lm", target))), prompt, law)
     assert found.p_value < FALSE_ALARM, found

@@ -21,7 +21,10 @@ from draftsmith.train.export_config import ExportConfig
 from draftsmith.train.layouts.table import WRITERS
 
 ENGINES = [
-    (family, engine) for family in ("p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark") for engine in WRITERS[family]
+    (family, engine)
+    for family in ("p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark")
+    for engine in WRITERS[family]
+    if engine != "triton"  # a repository around the vllm layout
 ]
 
 
