@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.files import read_json
 from draftsmith.train.checkup.finding import FAIL, Finding, table
 from draftsmith.train.doctor_config import DoctorConfig
 from draftsmith.train.quiet import quiet
@@ -16,6 +19,7 @@ MOST_SECONDS = 3600.0
 
 
 def run(config: DoctorConfig) -> int:
+    config = with_target(config)
     check_options(config)
     findings = examine(config)
     failed = any(finding.status == FAIL for finding in findings)
@@ -40,6 +44,14 @@ def show_data(config: DoctorConfig, findings: list[Finding]) -> None:
 
     text = shown(config.data, config.target, count=config.show, max_length=config.max_length, in_colour=sys.stdout.isatty())
     print(f"{text}\n")
+
+
+def with_target(config: DoctorConfig) -> DoctorConfig:
+    """Data alone is judged with the target that it says it was written by."""
+    if config.data is None or config.target is not None or config.url is not None:
+        return config
+    written_by = read_json(Path(config.data) / "provenance.json", "data provenance").get("target")
+    return replace(config, target=written_by)
 
 
 def examine(config: DoctorConfig) -> list[Finding]:

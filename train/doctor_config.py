@@ -9,7 +9,7 @@ from draftsmith.config import option
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    target: str | None = option(None, "folder or Hub id of the target")
+    target: str | None = option(None, "folder or Hub id of the target [default: the one that the data names]")
     draft: str | None = option(None, "draft checkpoint to check against the target")
     data: str | None = option(None, "generated dataset to check against both")
     rows: int = option(256, "rows of the data to read, spread over all of it")

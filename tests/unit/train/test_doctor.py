@@ -21,6 +21,7 @@ from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
+from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.checkup.data import check_ends, check_masks, check_start, rendered
 from draftsmith.train.checkup.data_tokens import Row, check_after_end, check_known, check_unused, check_vocabulary
@@ -295,6 +296,16 @@ def test_the_first_rows_are_shown_whole_with_their_masks(
     assert line in out and "--- row 2" in out and "--- row 3" not in out
     run(DoctorConfig(target=target.name, data=make_data(rows), show=0))
     assert "--- row" not in capsys.readouterr().out
+
+
+def test_data_alone_is_judged_with_the_target_it_names(
+    target: Target, diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
+) -> None:
+    assert diagnose(target=None, data=make_data())["data.target"]["status"] == "ok"
+    with pytest.raises(UserError, match="target"):
+        diagnose(target=None, data=make_data(target=None))
+    with pytest.raises(UserError, match="provenance"):
+        diagnose(target=None, data=str(tmp_path / "gone"))
 
 
 def test_colours_replace_brackets_and_text_cannot_steer_the_terminal() -> None:
