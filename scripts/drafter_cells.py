@@ -61,15 +61,15 @@ class Plan:
     served: bool  # the first drafts by vLLM too
 
     def cells(self) -> Iterator[Cell]:
-        """Seed by seed, so that an interrupted run has compared something."""
+        """Seed by seed, so that an interrupted run has compared something, and what is compared is trained close together."""
         for seed in range(self.seeds):
+            if THEIRS in self.peers:
+                yield from self.equal(seed)
+                yield self.theirs("peers", THEIRS, seed, THEIR_RECIPE, self.minutes)
             for family in self.families:
                 yield self.ours("families", family, seed, family, recipe(family))
             for name in self.objectives:
                 yield self.ours("objectives", name, seed, "eagle3", (*recipe("eagle3"), *OBJECTIVES[name]))
-            if THEIRS in self.peers:
-                yield self.theirs("peers", THEIRS, seed, THEIR_RECIPE, self.minutes)
-                yield from self.equal(seed)
             if self.served and seed == 0:
                 yield from self.to_serve()
 
