@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from draftsmith.errors import UserError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"  # how the first EAGLE drafts were published; nothing here writes it
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in _weight_files(folder):
         try:
-            tensors |= load_file(path)
+            tensors |= _load_pickled(path) if path.name == PICKLED else load_file(path)
         except FileNotFoundError as error:
             raise UserError(f"draft weights {str(path)!r} do not exist; check the path or train the draft again") from error
         except (SafetensorError, OSError) as error:
@@ -39,9 +41,21 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _load_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors alone: an unpickler that builds nothing else, so that a file can run no code."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(
+            f"draft weights {str(path)!r} hold more than tensors or are damaged ({reason}); use safetensors"
+        ) from error
+
+
 def _weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
-        return [folder / WEIGHTS]
+        plain = folder / WEIGHTS
+        return [folder / PICKLED] if not plain.is_file() and (folder / PICKLED).is_file() else [plain]
     index = files.read_json(folder / INDEX, "weight index")
     return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
