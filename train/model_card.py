@@ -92,9 +92,10 @@ def summary(record: dict[str, Any]) -> str:
     data = record.get("data") or {}
     if not {"prompts", "answers", "tokens", "temperature"} <= data.keys() or "steps" not in record:
         return ""
+    config = record.get("config") or {}
     return (
-        f"Forward KL against the live target, {record['steps']} steps, on {data['answers']} answers ({data['tokens']} tokens) "
-        f"that the target wrote at temperature {data['temperature']:g} to prompts from `{data['prompts']}`. "
+        f"{config.get('divergence', 'forward-kl')} from the target's laws, {record['steps']} steps, on {data['answers']} answers "
+        f"({data['tokens']} tokens) that the target wrote at temperature {data['temperature']:g} to prompts from `{data['prompts']}`. "
     )
 
 
