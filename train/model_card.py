@@ -62,22 +62,34 @@ def measured(found: list[dict[str, Any]]) -> str:
     if not found:
         return "Nothing was measured for this checkpoint. Run `draftsmith eval` and export again."
     k = max(evaluation["k"] for evaluation in found)
-    rows = [
-        "| temperature | tau (95 %) | " + " | ".join(f"alpha_{i + 1}" for i in range(k)) + " | tokens |",
-        "|" + "---|" * (k + 3),
+    decoded = any("measured" in evaluation for evaluation in found)
+    head = [
+        "temperature",
+        "tau (95 %)",
+        *(["tau decoded (95 %)"] if decoded else []),
+        *(f"alpha_{i + 1}" for i in range(k)),
+        "tokens",
     ]
+    rows = [head, ["---"] * len(head)]
     for evaluation in found:
         alphas = [*evaluation["alpha"], *[None] * (k - len(evaluation["alpha"]))]
+        taus = [interval(evaluation["tau"])]
+        if decoded:
+            taus.append(interval(evaluation["measured"]["tau"]) if "measured" in evaluation else "-")
         cells = ["-" if alpha is None else f"{alpha['value']:.3f}" for alpha in alphas]
-        tau = evaluation["tau"]
-        interval = f"{tau['value']:.2f} ({tau['low']:.2f} to {tau['high']:.2f})"
-        rows.append(f"| {evaluation['temperature']:g} | {interval} | " + " | ".join(cells) + f" | {evaluation['tokens']} |")
+        rows.append([f"{evaluation['temperature']:g}", *taus, *cells, str(evaluation["tokens"])])
     explanation = (
         f"tau: tokens per target forward with a chain of {k} drafted tokens, the target's own token included. "
         "alpha_i: probability that the i-th drafted token is kept, given that all before it were. "
         f"Method: {found[0]['method']}."
     )
-    return "\n".join(rows) + "\n\n" + explanation
+    if decoded:
+        explanation += " Decoded: counted in lossless decoding of held-out prompts."
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n" + explanation
+
+
+def interval(tau: dict[str, float]) -> str:
+    return f"{tau['value']:.2f} ({tau['low']:.2f} to {tau['high']:.2f})"
 
 
 def training(record: dict[str, Any]) -> str:
@@ -95,7 +107,8 @@ def summary(record: dict[str, Any]) -> str:
     config = record.get("config") or {}
     return (
         f"{config.get('divergence', 'forward-kl')} from the target's laws, {record['steps']} steps, on {data['answers']} answers "
-        f"({data['tokens']} tokens) that the target wrote at temperature {data['temperature']:g} to prompts from `{data['prompts']}`. "
+        f"({data['tokens']} tokens) that the target wrote at temperature {data['temperature']:g} to prompts from "
+        f"`{data['prompts']}`. "
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ GENERATE_ROWS = 16  # answers written at once while data is generated
 
 
 def make_plan(config: PlanConfig) -> Plan:
+    load = os.getloadavg()[0]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(config.target, dtype="auto" if device.type == "cuda" else torch.float32, device=device)
     corpus = None if config.data is None else corpus_of(config, target)
@@ -51,7 +53,7 @@ def make_plan(config: PlanConfig) -> Plan:
         raise UserError(f"no draft can be planned for {config.target!r}: {next(iter(refused.values()))}")
     if corpus is None:
         data = data_of(data.tokens, generation_speed(config, target, planned[0]))
-    return Plan(config, target, data, planned, refused)
+    return Plan(config, load, target, data, planned, refused)
 
 
 def corpus_of(config: PlanConfig, target: Target) -> Corpus:

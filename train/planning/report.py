@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,13 @@ from draftsmith.train.planning.forecast import Forecast, Spread
 from draftsmith.train.planning.planned import Planned
 
 SCHEMA = 1
+BUSY = 0.5  # others' share of the cores above which times are not to be trusted
 HEAD = ("draft", "taps", "trained", "k", "tau", "needs", "speed-up", "train h", "memory", "run on disk", "taps on disk")
 
 
 class Plan(NamedTuple):
     config: PlanConfig
+    load: float  # processes that wanted a core before anything was timed
     target: Target
     data: Data
     planned: list[Planned]
@@ -26,12 +29,13 @@ class Plan(NamedTuple):
 
 
 def report(plan: Plan) -> dict[str, Any]:
-    config, target, data, planned, refused = plan
+    config, load, target, data, planned, refused = plan
     return {
         "schema": SCHEMA,
         "target": {"name": config.target, "bytes": num_bytes(target.model), "vocab_size": target.vocab_size},
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        "load_before": round(load, 2),
         "context": config.context,
         "data": data._asdict(),
         "drafts": [of_candidate(one) for one in planned],
@@ -77,7 +81,7 @@ def recommended(planned: list[Planned], streams: int) -> Planned | None:
 
 
 def table(plan: Plan) -> str:
-    config, _, data, planned, refused = plan
+    config, load, _, data, planned, refused = plan
     parts = [data_line(data, generated=config.data is None)]
     for streams in sorted(set(config.streams)):
         one = planned[0].times[streams]
@@ -87,6 +91,8 @@ def table(plan: Plan) -> str:
         parts.append(advice(config, planned, streams))
     notes = sorted({f"{one.candidate.family}: {one.expectation.source}" for one in planned if one.expectation is not None})
     parts.append("tau is expected from\n" + "\n".join(f"  {note}" for note in notes) if notes else "no acceptance is known yet")
+    if load > BUSY * (os.cpu_count() or 1):
+        parts.append(f"this machine was busy with other work (load {load:.1f}): times are worth little, plan again when it rests")
     parts += [f"{name} is left out: {reason}" for name, reason in refused.items()]
     parts.append(
         "needs: the tau at which drafting costs what it gains. Times are of this machine and of forwards alone: a server's own "

@@ -93,7 +93,7 @@ def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
 ) -> None:
     asked: list[Any] = []
 
-    def snapshot(name: str, *, ignore_patterns: list[str] | None) -> str:
+    def snapshot(name: str, *, ignore_patterns: list[str] | None, revision: str | None = None) -> str:
         asked.append((name, ignore_patterns))
         return tiny_target("llama")
 
@@ -134,6 +134,17 @@ def test_the_card_shows_what_was_measured(draft: Path) -> None:
     assert "| 0 | 2.50 (2.49 to 2.51) | 0.710 | 0.620 | - | 1234 |" in card
     assert card.index("| 0 | 2.50") < card.index("| 1 | 2.25")
     assert '"steps": 7' in card and "Method: by a test." in card
+
+
+def test_the_card_shows_decoded_beside_predicted(draft: Path) -> None:
+    decoded = evaluation(1.0, 2.25) | {"measured": {"tau": estimate(2.31)}}
+    set_record(draft, evaluation=[decoded, evaluation(0.0, 2.5)])
+    card = (export(draft) / "README.md").read_text()
+    assert "| temperature | tau (95 %) | tau decoded (95 %) | alpha_1 |" in card
+    assert (
+        "| 1 | 2.25 (2.24 to 2.26) | 2.31 (2.30 to 2.32) | 0.710 |" in card and "| 0 | 2.50 (2.49 to 2.51) | - | 0.710 |" in card
+    )
+    assert "counted in lossless decoding" in card
 
 
 def test_the_card_names_data_and_method(draft: Path) -> None:
