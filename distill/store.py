@@ -88,7 +88,7 @@ def _store_shard(part: Path, layout: TapLayout, target: Target, batch: int) -> N
             mask = torch.arange(ids.shape[1]) < torch.tensor([lengths[row] for row in rows])[:, None]
             taps, final = target.states(ids, mask.long().to(target.device), layout.taps)
             for at, row in enumerate(rows):
-                writer.put(row, None if taps is None else taps[at, : lengths[row]], final[at, : lengths[row]])
+                writer.put(row, taps[at, : lengths[row]], final[at, : lengths[row]])
 
 
 def _is_stored(part: Path, layout: TapLayout, target: Target) -> bool:

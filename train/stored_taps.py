@@ -1,10 +1,10 @@
 """Hidden states of the target, stored beside the shards of a data folder: one safetensors file a shard, every text checksummed.
 
     part-00003.parquet -> taps-00003.safetensors
-    final  [T, H] bfloat16                what the target's head multiplies: its laws, as exactly as bfloat16 has them
-    taps   [T, n, H] bfloat16, or float8_e4m3 with scales [T, n] float32: the states of the raw layer ids in the metadata
     ends   [rows] int64                   tokens of the shard up to the end of each text
     crc    [rows] int64                   CRC-32 of the bytes of each text, final then taps then scales
+    final  [T, H] bfloat16                what the target's head multiplies: its laws, as exactly as bfloat16 has them
+    taps   [T, n, H] bfloat16, or float8_e4m3 with scales [T, n] float32: the states of the raw layer ids in the metadata
 
 T tokens of the shard, H the target's width.
 """
@@ -45,13 +45,14 @@ class TapLayout:
         return 2 * self.hidden_size + (2 * width if self.precision == "bf16" else width + 4 * len(self.taps))
 
     def tensors(self, tokens: int, rows: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """In the order of the file: wide numbers first, so that each stands at a multiple of its size."""
         shape = (tokens, len(self.taps), self.hidden_size)
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"final": (torch.bfloat16, (tokens, self.hidden_size))}
-        if self.precision == "bf16":
-            found["taps"] = (torch.bfloat16, shape)
-        else:
-            found |= {"taps": (torch.float8_e4m3fn, shape), "scales": (torch.float32, shape[:2])}
-        return found | {"ends": (torch.int64, (rows,)), "crc": (torch.int64, (rows,))}
+        is_fp8 = self.precision == "fp8"
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"ends": (torch.int64, (rows,)), "crc": (torch.int64, (rows,))}
+        if is_fp8:
+            found["scales"] = (torch.float32, shape[:2])
+        found["final"] = (torch.bfloat16, (tokens, self.hidden_size))
+        return found | {"taps": (torch.float8_e4m3fn if is_fp8 else torch.bfloat16, shape)}
 
 
 def tap_file(part: Path) -> Path:
@@ -79,12 +80,11 @@ class TapWriter:
         self._parts = {name: memory[slice(*place["data_offsets"])] for name, place in places.items()}
         self._store("ends", 0, torch.from_numpy(self.ends))
 
-    def put(self, row: int, taps: torch.Tensor | None, final: torch.Tensor) -> None:
+    def put(self, row: int, taps: torch.Tensor, final: torch.Tensor) -> None:
         """Of one text: taps [n, taps * H] in the layout's order, final [n, H]."""
         begin = int(self.ends[row - 1]) if row else 0
         crc = self._store("final", begin, final.to(torch.bfloat16))
-        states = final.new_zeros(len(final), 0) if taps is None else taps
-        states = states.view(len(final), len(self.layout.taps), self.layout.hidden_size)
+        states = taps.reshape(len(final), len(self.layout.taps), self.layout.hidden_size)
         if self.layout.precision == "bf16":
             crc = self._store("taps", begin, states.to(torch.bfloat16), crc)
         else:
@@ -100,6 +100,10 @@ class TapWriter:
         self._parts[name][begin * size : begin * size + len(stored)] = stored
         return zlib.crc32(stored, crc)
 
+    def flush(self) -> None:
+        for part in self._parts.values():
+            part.flush()
+
 
 @contextmanager
 def writing(part: Path, layout: TapLayout, lengths: Sequence[int], *, revision: str) -> Iterator[TapWriter]:
@@ -114,8 +118,7 @@ def writing(part: Path, layout: TapLayout, lengths: Sequence[int], *, revision: 
     with atomic_path(tap_file(part)) as temporary:
         writer = TapWriter(temporary, layout, lengths, metadata)
         yield writer
-        for memory in writer._parts.values():
-            memory.flush()
+        writer.flush()
 
 
 def bytes_of(values: torch.Tensor) -> np.ndarray:
@@ -136,7 +139,8 @@ class StatesOf:
         self.precision = self.metadata.get("precision", "")
         self.ends: torch.Tensor = self._file.get_tensor("ends")
         self._crc: torch.Tensor = self._file.get_tensor("crc")
-        self._names = [name for name in ("final", "taps", "scales") if name in self._file.keys()]  # noqa: SIM118
+        stored = set(self._file.keys())
+        self._names = [name for name in ("final", "taps", "scales") if name in stored]
         self._intact: set[int] = set()
 
     def is_of(self, part: Path, *, revision: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -165,7 +166,8 @@ def test_a_flipped_byte_is_found_in_the_text_that_has_it(target, stored):
     path = tap_file(folder / "part-00001.parquet")
     damaged = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(damaged[:8], "little")
-    damaged[begin + 5] ^= 4  # in the first text of the second shard
+    first = json.loads(damaged[8:begin])["final"]["data_offsets"][0]
+    damaged[begin + first + 5] ^= 4  # in the first text of the second shard
     path.write_bytes(damaged)
     teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
     teacher.read(text_of(corpus, [[0], [6]]), TAPS)
