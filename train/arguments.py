@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
+from draftsmith.errors import UserError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.place import Place
 from draftsmith.train.resolve import deepspeed_config, save_interval
 
 
 def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_steps: int) -> TrainingArguments:
+    check_trackers(config.report_to)
     on_cpu = place.device.type == "cpu"
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -49,3 +52,12 @@ def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_s
     if arguments.device.type == "cuda":
         arguments._n_gpu = 1
     return arguments
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    installed = get_available_reporting_integrations()
+    for name in names:
+        if name not in installed:
+            raise UserError(
+                f"option 'report_to' names {name!r}, which is no tracker installed here ({', '.join(installed) or 'none'})"
+            )

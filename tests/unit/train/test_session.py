@@ -211,6 +211,11 @@ def test_held_out_prompts_are_decoded_while_training_and_the_best_draft_is_kept(
     assert kept.tau.value == pytest.approx(best["eval_tau"])
 
 
+def test_a_tracker_that_is_not_installed_is_one_sentence(configure):
+    with pytest.raises(UserError, match="'report_to' names 'abacus', which is no tracker installed here"):
+        run(configure(report_to=("abacus",)))
+
+
 def test_without_held_out_prompts_the_last_draft_is_kept(configure):
     config = configure(steps=5)
     run(config)
