@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+_linear = torch.ops.mkldnn._linear_pointwise.default
 # The number of rows oneDNN lays weights out for. What is good for 8 was as good for 2 and for 64.
 _TYPICAL_ROWS = 8
 
@@ -58,10 +59,11 @@ class PackedLinear:
         else:
             flat = torch.nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, padded_rows(count) - count))
             joined = self._multiply(flat)[:count].view(*rows.shape[:-1], -1)
-        return (joined,) if len(self.sizes) == 1 else joined.split(self.sizes, dim=-1)
+        # Not the tensor's own `split`, half of whose time is Python.
+        return (joined,) if len(self.sizes) == 1 else torch.split_with_sizes(joined, self.sizes, -1)
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise.default(rows, self._packed, self._bias, "none", [], "")
+        return _linear(rows, self._packed, self._bias, "none", [], "")
 
 
 def packable(weight: torch.Tensor) -> bool:

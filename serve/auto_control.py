@@ -16,7 +16,7 @@ from draftsmith.serve.survival import Survival
 DECIDE_EVERY = 8  # rounds of a bucket
 # A change of k must promise so much more tokens a second.
 GAIN_WANTED = 0.02
-# Trials of other k may cost this share of the time, and a few rounds of a bucket to begin with.
+# Trials of other k may cost this share of the time, and a few rounds to begin with.
 TRIAL_SHARE = 0.004
 FIRST_TRIALS = 5.0
 TRIAL_ROUNDS = 2
@@ -54,9 +54,6 @@ class _Bucket:
     k: int
     rounds: int = 0
     due: int = 0  # round of the next decision
-    spent_s: float = 0.0
-    lost_s: float = 0.0  # what trials cost beyond what the same tokens would have taken at `k`
-    surprise_s: float = 0.0  # what a trial lost beyond what was reckoned: reading text late, say
     trial: _Trial | None = None
     tried: dict[int, int] = field(default_factory=dict)  # round of the last trial of each k
     pauses: dict[int, int] = field(default_factory=dict)
@@ -86,6 +83,10 @@ class AutoControl:
         self.latency, self.survival = LatencyTable(), Survival()
         self._buckets: dict[int, _Bucket] = {}
         self._catch_up_s = self._drafting_s = 0.0  # fading sums: reading text late, and rounds that drafted
+        # One account for all buckets: were each given its first trials, a load that passes through many would pay for little else.
+        self._spent_s = 0.0
+        self._lost_s = 0.0  # what trials cost beyond what the same tokens would have taken at the bucket's k
+        self._surprise_s = 0.0  # what a trial lost beyond what was reckoned: reading text late, say
 
     def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
         deepest = min(max((wish.most for wish in wishes), default=0), MAX_AUTO_K)
@@ -107,7 +108,7 @@ class AutoControl:
             self.survival.add(*offer, times)
         plan = result.plan if isinstance(result.plan, _Plan) else _Plan([], bucket_of(result.num_tokens))
         number, bucket = plan.number, self._bucket(plan.number)
-        bucket.spent_s += result.seconds
+        self._spent_s += result.seconds
         if result.k > 0:
             late_s = max(0.0, result.seconds - self.latency.seconds(number, result.k)) if result.catching_up else 0.0
             self._catch_up_s = 0.995 * self._catch_up_s + late_s
@@ -141,13 +142,13 @@ class AutoControl:
     def _account(self, bucket: _Bucket, trial: _Trial, result: RoundResult) -> None:
         tokens = result.num_rows + sum(offer.accepted for offer in result.offers)
         lost_s = max(0.0, result.seconds - tokens / trial.rate)
-        bucket.lost_s += lost_s
+        self._lost_s += lost_s
         trial.lost_s += lost_s
         # A round that also catches up measures nothing, nor does one whose rows may not draft so deep, but a trial must end even
         # where every round is like that.
         trial.rounds_left -= 0.25 if result.catching_up or result.k != trial.k else 1.0
         if trial.rounds_left <= 0:
-            bucket.surprise_s += 0.3 * (max(0.0, trial.lost_s - trial.expected_s) - bucket.surprise_s)
+            self._surprise_s += 0.3 * (max(0.0, trial.lost_s - trial.expected_s) - self._surprise_s)
             bucket.trial, bucket.due = None, 0
 
     def _rate(self, number: int, load: _Load, k: int) -> float:
@@ -191,8 +192,8 @@ class AutoControl:
             known = self.latency.measured(number, k)
             num_rounds, doubt = (TRIAL_ROUNDS, 1.0) if known else (TRIAL_ROUNDS + 1, 1.3)
             loss_s = num_rounds * max(0.0, doubt * self.latency.seconds(number, k) * (1.0 - rates[k] / rates[now]))
-            allowed_s = TRIAL_SHARE * bucket.spent_s + FIRST_TRIALS * self.latency.seconds(number, now)
-            if bucket.lost_s + loss_s + bucket.surprise_s > allowed_s:
+            allowed_s = TRIAL_SHARE * self._spent_s + FIRST_TRIALS * self.latency.seconds(number, now)
+            if self._lost_s + loss_s + self._surprise_s > allowed_s:
                 continue
             if now == 0:
                 # Only trials draft now, so what earlier ones saw is old.
