@@ -93,8 +93,10 @@ def eagle3_from(
         shapes["draft_id_to_target_id"] = (draft_vocab,)
     if parallel:
         shapes["mask_hidden"] = (1, num_taps * width)
-    own_embeddings = {"model.embed_tokens.weight": (vocab, hidden)}
-    parameters = Parameters(NAME, shapes, optional=own_embeddings, strict=True)
+    optional = {"model.embed_tokens.weight": (vocab, hidden)}
+    # Every layer has this norm and only the first one uses it.
+    optional |= {f"model.layers.{layer}.hidden_norm.weight": (hidden,) for layer in range(1, config["num_hidden_layers"])}
+    parameters = Parameters(NAME, shapes, optional=optional, strict=True)
     for name, tensor in tensors.items():
         if "t2d" in name:
             continue
