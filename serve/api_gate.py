@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftsmith.serve.api_errors import Refusal, overloaded
 
-OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/load", "/openapi.json")
+OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/dashboard")
 ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 

@@ -86,6 +86,7 @@ class ServeConfig:
         "none", "what every response tells of its drafts, as vLLM does", choices=("none", "summary", "detailed")
     )
     log_stats_s: float = option(10.0, "seconds between two log lines of throughput and acceptance; 0: none")
+    dashboard_text: bool = option(False, "show text being written at /dashboard, but of no request that keeps out of learning")
     name: str | None = option(None, "model name in the API; default: the target's")
     k: str = option(
         "4", "draft tokens a round, or auto: as many as pay, measured while serving; a request may ask for its own number"

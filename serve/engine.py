@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -90,6 +90,8 @@ class Engine:
         self.intake = Intake(target, k=k, has_drafter=drafter is not None, max_length=plan.max_length, seed=config.seed)
         self._tables = BlockTables(config.max_batch, max_blocks, target.device)
         self._swaps: deque[Swap] = deque()  # filled by any thread, emptied by the engine's
+        # Hears each request's share of a round: its drafts, how many were accepted, what was committed.
+        self.onlooker: Callable[[Request, list[int], int, list[int]], None] | None = None
 
     def submit(
         self,
@@ -238,6 +240,8 @@ class Engine:
             self._extend(row.request, committed, text, now_s)
             self._remember(row.request)
             self._count(row.request, index, drafts, accepted, len(committed))
+            if self.onlooker is not None:
+                self.onlooker(row.request, chain, accepted, committed)
             if laws is not None and chain and committed and self.recorder.wants(row.request):
                 self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, self.stats.draft_version)
             if reason is FinishReason.ERROR:

@@ -21,6 +21,7 @@ from draftsmith.serve.api_schema import ANSWER_STATUSES, ChatBody, CompletionBod
 from draftsmith.serve.api_service import add_service_endpoints
 from draftsmith.serve.api_tokens import add_token_endpoints
 from draftsmith.serve.aside import Aside
+from draftsmith.serve.dashboard import Dashboard, add_dashboard
 from draftsmith.serve.exchange import Event, Exchange
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.mailbox import Mailbox
@@ -44,6 +45,7 @@ class Server:
     report: Level = "none"  # of every response's drafts; a request may ask for more
     load: Load = field(default_factory=Load)
     aside: Aside = field(default_factory=Aside)
+    dashboard: Dashboard | None = None
     vocabulary: Any = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -84,6 +86,8 @@ def create_app(server: Server) -> FastAPI:
     add_error_handlers(app)
     add_service_endpoints(app, server)
     add_token_endpoints(app, server)
+    if server.dashboard is not None:
+        add_dashboard(app, server, server.dashboard)
 
     @app.post("/v1/completions", responses={**events_of(CompletionBody), **documented(*ANSWER_STATUSES)})
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -134,6 +138,7 @@ async def _answer(
         request_class=body.request_class,
         tenant=tenant_of(request.headers.get("authorization", "")) if len(server.limits.api_keys) > 1 else "",
         learn=request.headers.get(LEARN_HEADER, "on").lower() not in ("off", "false", "0", "no"),
+        answer=responder.id,
     )
     if body.stream:
         events = _stream(server, exchange, responder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.metrics_engine import EngineCollector
 from draftsmith.serve.request import Request
@@ -65,6 +66,7 @@ class ServerMetrics:
             registry=self.registry,
         )
         self._class_names: set[str] = set()
+        self.by_class: dict[str, AcceptanceCounts] = {}  # of finished requests
         # Of the one model there is; told from the first scrape on, empty.
         self._of_model = {name: histogram.labels(model) for name, histogram in histograms.items()}
 
@@ -111,6 +113,12 @@ class ServerMetrics:
             ("draftsmith_class_accepted_tokens", sum(stats.accepted)),
         ):
             self._classes[name].labels(self._model, label).inc(value)
+        # Behind a stop that trimmed a round nothing is known of its drafts.
+        known = [
+            kept if committed <= kept else offered
+            for offered, kept, committed in zip(stats.offered, stats.accepted, stats.committed)
+        ]
+        self.by_class.setdefault(label, AcceptanceCounts()).add(known, stats.accepted, stats.committed)
 
     def _class_label(self, name: str) -> str:
         if name not in self._class_names:

@@ -26,6 +26,10 @@ from draftsmith.errors import UserError
 from draftsmith.serve.api_gate import Limits
 from draftsmith.serve.api_report import Level
 from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.dashboard import Dashboard
+from draftsmith.serve.dashboard_learning import Learning
+from draftsmith.serve.dashboard_samples import History
+from draftsmith.serve.dashboard_text import TextView
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.http import Server, create_app
 from draftsmith.serve.log_line import StatsLog
@@ -202,8 +206,18 @@ def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, servi
     """Blocks until SIGTERM or SIGINT, then lets running requests finish and flushes the sink."""
     loop = EngineLoop(engine).start()
     name = config.name or engine.target.name
+    metrics = ServerMetrics(engine, name)
+    history = History(engine, metrics.by_class).start()
+    view = TextView() if config.dashboard_text else None
+    if view is not None:
+        engine.onlooker = view.hear
     server = Server(
-        loop, name, ServerMetrics(engine, name), limits_of(config), cast(Level, config.per_request_spec_decode_metrics)
+        loop,
+        name,
+        metrics,
+        limits_of(config),
+        cast(Level, config.per_request_spec_decode_metrics),
+        dashboard=Dashboard(history, Learning(config.versions, config.learn), view),
     )
     stats_log = StatsLog(engine, config.log_stats_s).start()
     watcher = None
@@ -227,6 +241,7 @@ def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, servi
         pass
     finally:
         stats_log.stop()
+        history.stop()
         if watcher is not None:
             watcher.stop()
         loop.close(drain_s=config.drain_s)

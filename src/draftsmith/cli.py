@@ -74,6 +74,11 @@ COMMANDS = {
         "draftsmith.train.plan:run",
         "which draft for this target, what it gains and what the run takes",
     ),
+    "top": Command(
+        "draftsmith.serve.top_config:TopConfig",
+        "draftsmith.serve.top:run",
+        "a running server in the terminal: tau, alpha, speed, versions, the learner",
+    ),
 }
 
 

@@ -1,0 +1,87 @@
+"""What `/openapi.json` says of `/dashboard/data`, which `draftsmith top` and the page at `/dashboard` both read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class Rates(BaseModel):
+    rounds: int
+    tau: float | None
+    alpha: list[float | None]
+
+
+class RoundCounts(BaseModel):
+    rounds: int
+    committed: int
+    reached: list[int]
+    accepted: list[int]
+
+
+class Point(BaseModel):
+    """An interval that ended at `time_s`. `plain_s`: what its rounds would have taken without drafts, where that is known."""
+
+    time_s: float
+    seconds: float
+    tokens: int
+    busy_s: float
+    plain_s: float | None
+    running: int
+    waiting: int
+    kv_usage: float
+    draft_version: str
+    drafting: RoundCounts
+    classes: dict[str, RoundCounts]
+
+
+class Summary(Rates):
+    seconds: float
+    tokens_per_s: float | None
+    busy_tokens_per_s: float | None
+    plain_tokens_per_s: float | None
+    speedup: float | None
+
+
+class Identity(BaseModel):
+    model: str
+    version: str
+    time_s: float
+    started_s: float
+    lossless: bool
+    drafter: str | None
+    draft_version: str
+    running: int
+    waiting: int
+    kv_usage: float
+    records: int
+    swaps: int
+    shows_text: bool
+
+
+class PublishedVersion(BaseModel):
+    version: int
+    parent: int | None
+    family: str
+    created_s: float
+    gate: dict[str, Any]
+    live: bool
+
+
+class BufferSize(BaseModel):
+    shards: int
+    bytes: int
+
+
+class DashboardBody(BaseModel):
+    server: Identity
+    now: Summary
+    classes: dict[str, Rates]
+    served: dict[str, Rates]
+    points: list[Point]
+    versions: list[PublishedVersion]
+    decisions: list[dict[str, Any]]
+    alarms: list[dict[str, Any]]
+    learner: dict[str, Any] | None
+    buffer: BufferSize | None

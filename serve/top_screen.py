@@ -1,0 +1,167 @@
+"""What `draftsmith top` shows: lines of text from one answer of `/dashboard/data`. Pure functions, no terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+Data = dict[str, Any]
+
+BOLD, FAINT, RED, GREEN, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
+BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))  # eighths of a character, from low to full
+ASCII_BLOCKS = "_.-=+*#@"
+VERSIONS_SHOWN, DECISIONS_SHOWN = 4, 8
+LABEL_WIDTH = 12
+
+
+class Line(NamedTuple):
+    text: str
+    style: str = ""  # of the whole line
+
+
+def render(lines: Sequence[Line], *, width: int, height: int) -> str:
+    """One screen. What does not fit is cut: a line that wrapped would shift all below it."""
+    shown = [f"{line.style}{printable(line.text)[:width]}{PLAIN if line.style else ''}\x1b[K" for line in lines[:height]]
+    return "\x1b[H" + "\r\n".join(shown) + "\x1b[J"
+
+
+def printable(text: str) -> str:
+    """Names and reasons come from clients and files; a terminal must not obey them."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def screen(data: Data, points: Sequence[Data], *, width: int, blocks: str = BLOCKS) -> list[Line]:
+    return [
+        *_head(data),
+        *_rates(data, points, width, blocks),
+        *_classes(data),
+        *_versions(data),
+        *_learner(data),
+        *_decisions(data),
+        Line("q quits", FAINT),
+    ]
+
+
+def one_line(data: Data) -> str:
+    """A refresh for a pipe or a log."""
+    server, now = data["server"], data["now"]
+    clock = time.strftime("%H:%M:%S", time.localtime(server["time_s"]))
+    text = (
+        f"{clock} {server['model']} version {server['draft_version'] or '-'}: {number(now['tokens_per_s'], 1)} tok/s, "
+        f"{speedup(now)}, tau {number(now['tau'], 2)}, alpha {alphas(now)}, "
+        f"{server['running']} running, {server['waiting']} waiting, {len(data['alarms'])} alarms"
+    )
+    return printable(text)
+
+
+def _head(data: Data) -> Iterator[Line]:
+    server = data["server"]
+    drafter = f"{server['drafter']} version {server['draft_version']}" if server["drafter"] else "no drafter"
+    yield Line(
+        f"draftsmith {server['version']}  {server['model']}  {drafter}  up {lasted(server['time_s'] - server['started_s'])}", BOLD
+    )
+    if not server["lossless"]:
+        yield Line("LOSSY: answers need not have the target's law", RED)
+    yield _row(
+        "requests", f"{server['running']} running, {server['waiting']} waiting, cache {100 * server['kv_usage']:.0f} % full"
+    )
+
+
+def _rates(data: Data, points: Sequence[Data], width: int, blocks: str) -> Iterator[Line]:
+    now = data["now"]
+    yield _row(
+        "tok/s", f"{number(now['tokens_per_s'], 1)}, {number(now['busy_tokens_per_s'], 1)} while there is work; {speedup(now)}"
+    )
+    taus = [_ratio(one["drafting"]["committed"], one["drafting"]["rounds"]) for one in points]
+    yield _row("tau", f"{number(now['tau'], 2)}  {sparkline(taus, max(0, width - LABEL_WIDTH - 8), blocks)}")
+    yield _row("alpha", alphas(now))
+    yield Line("")
+
+
+def _classes(data: Data) -> Iterator[Line]:
+    if data["classes"]:
+        yield Line(f"{'class':24} {'rounds':>8} {'tau':>6}  alpha by position, last 15 minutes", FAINT)
+        for name, rates in data["classes"].items():
+            yield Line(f"{(name or '(no class)')[:24]:24} {rates['rounds']:8} {number(rates['tau'], 2):>6}  {alphas(rates)}")
+        yield Line("")
+
+
+def _versions(data: Data) -> Iterator[Line]:
+    if data["versions"]:
+        yield Line(f"{'version':9} {'gate: alpha':>20} {'gain':>8} {'p':>9}  {'served: tau':>11}  alpha by position", FAINT)
+        for one in reversed(data["versions"][-VERSIONS_SHOWN:]):
+            gate, served = one["gate"] or {}, data["served"].get(str(one["version"]))
+            change = f"{number(gate.get('alpha_live'), 4)} -> {number(gate.get('alpha_candidate'), 4)}"
+            yield Line(
+                f"{str(one['version']) + (' live' if one['live'] else ''):9} {change:>20} {number(gate.get('gain'), 4):>8} "
+                f"{number(gate.get('p_value'), 5):>9}  {number(served and served['tau'], 2):>11}  {alphas(served)}",
+                BOLD if one["live"] else "",
+            )
+        yield Line("")
+
+
+def _learner(data: Data) -> Iterator[Line]:
+    learner, buffer = data["learner"], data["buffer"]
+    if learner is not None:
+        state = "running" if learner["age_s"] < 60 else f"silent for {lasted(learner['age_s'])}"
+        counts = ", ".join(
+            f"{learner.get(name, '-')} {name.replace('_', ' ')}" for name in ("updates", "texts", "fresh", "held_out")
+        )
+        yield _row("learner", f"{state}: {counts}, loss {number(learner.get('loss'), 3)}")
+    if buffer is not None:
+        size = f"{buffer['bytes'] / 2**20:.1f} MiB in {buffer['shards']} shards"
+        yield _row("buffer", f"{size}, {data['server']['records']} rounds recorded by this server")
+    if learner is not None or buffer is not None:
+        yield Line("")
+
+
+def _decisions(data: Data) -> Iterator[Line]:
+    for one in reversed(data["decisions"][-DECISIONS_SHOWN:]):
+        clock = time.strftime("%H:%M:%S", time.localtime(one.get("time_s", 0.0)))
+        version = "" if one.get("version") is None else f" version {one['version']}"
+        style = RED if one in data["alarms"] else GREEN if one.get("decision") == "accept" else ""
+        gain = "" if one.get("gain") is None else f" ({number(one['gain'], 4)})"
+        yield Line(f"{clock} {one.get('decision', '')}{version}: {one.get('reason', '')}{gain}", style)
+
+
+def _row(label: str, text: str) -> Line:
+    return Line(f"{label:{LABEL_WIDTH}}{text}")
+
+
+def number(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) and math.isfinite(value) else "-"
+
+
+def alphas(rates: Data | None) -> str:
+    if not rates or not rates["alpha"]:
+        return "-"
+    return " ".join(number(value, 2) for value in rates["alpha"])
+
+
+def speedup(now: Data) -> str:
+    if now["speedup"] is None:
+        return "without drafts not measured (--k auto does)"
+    return f"x{now['speedup']:.2f} against {number(now['plain_tokens_per_s'], 1)} without drafts"
+
+
+def lasted(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def sparkline(values: Sequence[float | None], width: int, blocks: str) -> str:
+    """The latest values that fit, a character each; a blank where there is none."""
+    shown = values[-width:] if width else []
+    known = [value for value in shown if value is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if value is None else blocks[round((value - low) * scale)] for value in shown)
+
+
+def _ratio(above: float, below: float) -> float | None:
+    return above / below if below else None
