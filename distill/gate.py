@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from draftsmith.distill.config import GateConfig
-from draftsmith.distill.scoring import Scorer
+from draftsmith.distill.scoring import Scored, Scorer
+from draftsmith.distill.sequential import Evidence
 from draftsmith.distill.traffic import ServedText
 
 
@@ -30,6 +31,14 @@ class Comparison(NamedTuple):
     second: float
 
 
+class Predicted(NamedTuple):
+    """alpha that needs no target: from the logged laws alone, where they tell enough."""
+
+    alpha_logged_live: float
+    alpha_logged_candidate: float
+    logged_share: float  # of the scored positions
+
+
 def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Comparison:
     """Does `second` exceed `first`? One array a request, the same positions in both.
 
@@ -39,7 +48,7 @@ def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Compar
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a)]
     if not pairs:
         return Comparison(0.0, 1.0, 0, 0, math.nan, math.nan)
-    differences = np.array([float(np.mean(b - a)) for a, b in pairs])
+    differences = np.array([difference(a, b) for a, b in pairs])
     total, square = float(differences.sum()), float((differences**2).sum())
     p_value = math.exp(-(total**2) / (2 * square)) if square > 0 else 1.0
     everything = [np.concatenate(side) for side in zip(*pairs, strict=True)]
@@ -53,12 +62,29 @@ def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Compar
     )
 
 
+def difference(first: np.ndarray, second: np.ndarray) -> float:
+    """Of one request, over its positions."""
+    return float(np.mean(second - first))
+
+
+def differences_of(texts: Sequence[ServedText], first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> dict[str, float]:
+    """By request, where it has a position."""
+    return {text.request: difference(a, b) for text, a, b in zip(texts, first, second, strict=True) if len(a)}
+
+
 @dataclass(frozen=True)
 class Decision:
     decision: str  # accept, hold or refuse
     reason: str
     comparison: Comparison | None = None
-    level: float = math.nan  # what the p-value was held against
+    evidence: float = math.nan  # for this line of candidates, over all looks; see `sequential.py`
+    level: float = math.nan  # what its inverse is held against
+    predicted: Predicted | None = None
+
+    @property
+    def p_value(self) -> float:
+        """Bound on the chance of so much evidence at any look ever, if no candidate were better."""
+        return min(1.0, 1 / self.evidence) if self.evidence > 0 else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         numbers = self.comparison._asdict() if self.comparison else {}
@@ -67,15 +93,23 @@ class Decision:
             "decision": self.decision,
             "reason": self.reason,
             **{renamed.get(name, name): value for name, value in numbers.items()},
+            "p_value": self.p_value,
+            "evidence": self.evidence,
             "level": self.level,
+            **(self.predicted._asdict() if self.predicted else {}),
         }
 
 
 def decide(
-    live: Scorer, candidate: torch.nn.Module, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int, looks: int
+    live: Scorer,
+    candidate: torch.nn.Module,
+    texts: Sequence[ServedText],
+    config: GateConfig,
+    *,
+    max_depth: int,
+    evidence: Evidence,
 ) -> Decision:
-    """`looks` counts the decisions since the last promotion, this one included: the allowed error is spread over all of them,
-    error / (looks * (looks + 1)) each, which sums to `error` however many there will be."""
+    """`evidence` of all looks since the last promotion; this look is added to it."""
     if not all(bool(torch.isfinite(parameter).all()) for parameter in candidate.parameters()):
         return Decision("refuse", "the candidate has weights that are not finite")
     if len(texts) < config.requests:
@@ -89,18 +123,29 @@ def decide(
     new = Scorer(candidate, live.target, max_length=live.max_length).score(chosen, max_depth=max_depth)
     if any(np.isnan(one.alpha).any() for one in new):
         return Decision("refuse", "the candidate gives laws that are not finite")
-    return weigh(compare([scored[index].alpha for index in agreeing], [one.alpha for one in new]), config, looks)
+    old = [scored[index] for index in agreeing]
+    before, after = [one.alpha for one in old], [one.alpha for one in new]
+    value = evidence.look(differences_of(chosen, before, after), config.error)
+    return dataclasses.replace(weigh(compare(before, after), value, config), predicted=predicted(old, new))
 
 
-def weigh(comparison: Comparison, config: GateConfig, looks: int) -> Decision:
-    level = config.error / (looks * (looks + 1))
-    decision = Decision("hold", "", comparison, level)
+def predicted(live: Sequence[Scored], candidate: Sequence[Scored]) -> Predicted:
+    """From the positions whose logged law suffices for both drafts, so that the two numbers are about the same text."""
+    first, second = (np.concatenate([one.logged for one in side]) for side in (live, candidate))
+    suffices = ~(np.isnan(first) | np.isnan(second))
+    if not suffices.any():
+        return Predicted(math.nan, math.nan, 0.0)
+    return Predicted(float(first[suffices].mean()), float(second[suffices].mean()), float(suffices.mean()))
+
+
+def weigh(comparison: Comparison, evidence: float, config: GateConfig) -> Decision:
+    decision = Decision("hold", "", comparison, evidence, config.error)
     if comparison.requests < config.requests:
         return dataclasses.replace(decision, reason=f"{comparison.requests} scored requests, {config.requests} are needed")
     if comparison.gain <= 0:
         return dataclasses.replace(decision, reason="no gain")
     if comparison.gain < config.gain:
         return dataclasses.replace(decision, reason=f"a gain below {config.gain}")
-    if comparison.p_value > level:
+    if evidence * config.error < 1:
         return dataclasses.replace(decision, reason="a gain without enough evidence")
     return dataclasses.replace(decision, decision="accept", reason="a gain with evidence")

@@ -19,6 +19,7 @@ from draftsmith.distill.place import load_target
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.regression import Watched, served_by, watch
 from draftsmith.distill.scoring import Scorer
+from draftsmith.distill.sequential import Ledger
 from draftsmith.distill.state import Counters, StateFolder, TrafficState
 from draftsmith.distill.status import Status, describe
 from draftsmith.distill.traffic import OpenRequests, ServedText, is_held_out
@@ -43,6 +44,7 @@ class Daemon:
         self.reader = BufferReader(config.buffer)
         self.saves = StateFolder(self.root)
         self.counters, self.fresh, self.window, self.open = Counters(), [], [], OpenRequests()
+        self.ledger = Ledger()
         self.since_watch = 0  # held-out texts since the last look at the live version
         self.saved_s = self.retained_s = self.active_s = time.monotonic()
         self.report: UpdateReport | None = None
@@ -56,7 +58,7 @@ class Daemon:
         if restored is None:
             return
         self.reader.cursor = dict(restored.cursor)
-        self.counters = restored.counters
+        self.counters, self.ledger = restored.counters, restored.ledger
         self.fresh, self.window = restored.traffic.fresh, restored.traffic.window
         self.open = OpenRequests(restored.traffic.open)
         if restored.live_version != self.publisher.version:
@@ -173,6 +175,7 @@ class Daemon:
     def start_over(self) -> None:
         """The candidate becomes the live draft again."""
         self.learner.restart(self.publisher.live.state_dict())
+        self.ledger.gate.new_candidate()
 
     @property
     def depth(self) -> int:
@@ -183,11 +186,8 @@ class Daemon:
         return min(self.config.learn.max_length, self.target.max_positions)
 
     def gate(self) -> None:
-        looks = self.counters.gate_looks + 1
-        candidate = self.learner.drafter
-        decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, looks=looks)
-        if decision.comparison is not None:
-            self.counters.gate_looks = looks
+        candidate, evidence = self.learner.drafter, self.ledger.gate
+        decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, evidence=evidence)
         if decision.decision == "accept":
             self.publish(decision)
             self.counters.is_gate_due = False
@@ -224,7 +224,8 @@ class Daemon:
     def _new_live_version(self) -> None:
         """Error budgets and the watch count from here."""
         self._new_scorers()
-        self.counters.gate_looks = self.counters.watch_looks = self.since_watch = 0
+        self.ledger = Ledger()
+        self.since_watch = 0
 
     def decided(self, decision: Decision, *, version: int | None = None) -> None:
         """Every decision with its numbers: a line for people, a line in decisions.jsonl."""
@@ -239,7 +240,6 @@ class Daemon:
         texts = served_by(self.window, self.publisher.version)
         if len(texts) < self.config.gate.requests:
             return
-        self.counters.watch_looks += 1
         self.watched = watch(
             self.live,
             self.parent,
@@ -247,7 +247,7 @@ class Daemon:
             self.config.gate,
             version=self.publisher.version,
             max_depth=self.depth,
-            looks=self.counters.watch_looks,
+            evidence=self.ledger,
         )
         if self.watched.reason and self.publisher.parent is not None:
             self.roll_back(self.watched)
@@ -269,6 +269,7 @@ class Daemon:
             self.learner,
             cursor=self.reader.cursor,
             counters=self.counters,
+            ledger=self.ledger,
             live_version=self.publisher.version,
             target_revision=self.target.revision,
             traffic=TrafficState(self.open.all_records(), self.fresh, self.window),

@@ -2,7 +2,8 @@
 
 The draft is unrolled over the text, and alpha = sum_v min(p_v, q_v) is taken over the full vocabulary under the request's own
 sampling, with p from the target's states that the unroll needs anyway. The 64 tokens of p that a record holds would prove only
-a lower bound, far too low for a target whose laws are flat; they tell whether this target served the text.
+a lower bound, far too low for a target whose laws are flat; they tell whether this target served the text. Where they do suffice,
+the alpha that they give is told beside it: it needs no trust in the learner's own target.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from draftsmith.distill.logged_alpha import logged_alpha
 from draftsmith.distill.logged_law import Logged, disagreement, sampling_rows
 from draftsmith.distill.traffic import ServedText
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
@@ -35,6 +37,7 @@ class Scored(NamedTuple):
     kept: np.ndarray  # [n] whether the token that was really offered there was accepted
     version: list[str]  # [n] the draft that really offered it
     is_consistent: bool  # the logged p agrees with this target
+    logged: np.ndarray  # [n] alpha from the logged p alone; NaN where that does not suffice
 
 
 class Position(NamedTuple):
@@ -51,6 +54,7 @@ class Rows(NamedTuple):
 
     alpha: torch.Tensor
     disagreement: torch.Tensor
+    logged: torch.Tensor
 
 
 class Scorer:
@@ -94,7 +98,7 @@ def _score_batch(
     ]
     chunks = [positions[at : at + CHUNK] for at in range(0, len(positions), CHUNK)]
     parts = [_alphas(drafter, target, target_hidden, steps, chunk) for chunk in chunks]
-    nothing = Rows(torch.zeros(0), torch.zeros(0))
+    nothing = Rows(torch.zeros(0), torch.zeros(0), torch.zeros(0))
     alphas = Rows(*(torch.cat(values) for values in zip(nothing, *parts, strict=True)))
     return [_gather(row, positions, alphas) for row in range(len(texts))]
 
@@ -142,7 +146,8 @@ def _alphas(
     target_logits = target.head(target_hidden[rows, before])
     alpha = overlap(process(target_logits, sampling), q_logits)
     is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
-    return Rows(torch.where(is_finite, alpha, math.nan).cpu(), disagreement(logged, target_logits))
+    told = torch.where(is_finite.cpu(), logged_alpha(logged, q_logits), math.nan)
+    return Rows(torch.where(is_finite, alpha, math.nan).cpu(), disagreement(logged, target_logits), told)
 
 
 def full_vocabulary(logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
@@ -161,4 +166,5 @@ def _gather(row: int, positions: Sequence[Position], alphas: Rows) -> Scored:
     kept = np.array([one.depth < one.record.accepted for one in logged], dtype=np.float64)
     is_consistent = not mine or float(alphas.disagreement[mine].mean()) <= MAX_DISAGREEMENT
     alpha = alphas.alpha[mine].double().numpy()
-    return Scored(alpha, kept, [one.record.draft_version for one in logged], is_consistent)
+    versions = [one.record.draft_version for one in logged]
+    return Scored(alpha, kept, versions, is_consistent, alphas.logged[mine].double().numpy())

@@ -25,19 +25,20 @@ from draftsmith import files
 from draftsmith.distill import record_table
 from draftsmith.distill.folder import Cursor
 from draftsmith.distill.learner import Learner
+from draftsmith.distill.sequential import Ledger
 from draftsmith.distill.traffic import ServedText, stitch
 from draftsmith.serve.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FOLDER = re.compile(r"state-(\d{8})")
 LEARNER = "learner"
 
 
 @dataclass
 class Counters:
-    """Totals since the first start; looks since the live version was chosen."""
+    """Totals since the first start."""
 
     records: int = 0
     damaged_shards: int = 0
@@ -50,8 +51,6 @@ class Counters:
     held: int = 0
     refused: int = 0
     rolled_back: int = 0
-    gate_looks: int = 0
-    watch_looks: int = 0
     is_gate_due: bool = False  # stays set while held-out requests are too few, or a full disk prevents a publication
 
     def count(self, decision: str) -> None:
@@ -73,6 +72,7 @@ class TrafficState:
 class Restored:
     cursor: Cursor
     counters: Counters
+    ledger: Ledger
     live_version: int  # that the candidate was being compared with
     traffic: TrafficState
 
@@ -93,6 +93,7 @@ class StateFolder:
         *,
         cursor: Cursor,
         counters: Counters,
+        ledger: Ledger,
         live_version: int,
         target_revision: str,
         traffic: TrafficState,
@@ -113,6 +114,7 @@ class StateFolder:
                 "schema": SCHEMA_VERSION,
                 "cursor": cursor,
                 "counters": asdict(counters),
+                "ledger": ledger.to_dict(),
                 "live_version": live_version,
                 "target_revision": target_revision,
                 "steps": learner.steps,
@@ -140,13 +142,13 @@ class StateFolder:
         if values["target_revision"] != target_revision:
             raise ValueError("it learned for other weights of the target")
         tables = {name: _records(folder / f"{name}.parquet") for name in ("open", "fresh", "window", "reservoir")}
-        counters = Counters(**values["counters"])
+        counters, ledger = Counters(**values["counters"]), Ledger.from_dict(values["ledger"])
         _load_tensors(learner, folder)
         learner.steps, learner.updates = values["steps"], values["updates"]
         learner.reservoir.texts = _texts(tables["reservoir"])
         learner.reservoir.seen = values["reservoir_seen"]
         traffic = TrafficState(tables["open"], _texts(tables["fresh"]), _texts(tables["window"]))
-        return Restored(values["cursor"], counters, values["live_version"], traffic)
+        return Restored(values["cursor"], counters, ledger, values["live_version"], traffic)
 
     def _sweep(self) -> None:
         """What a kill left half-written."""

@@ -54,6 +54,6 @@ def describe(decision: Decision, version: int | None) -> str:
     if comparison is not None and comparison.requests:
         text += (
             f" (alpha {comparison.first:.4f} -> {comparison.second:.4f}, gain {comparison.gain:+.4f} over {comparison.requests} "
-            f"requests, p <= {comparison.p_value:.2g} against {decision.level:.2g})"
+            f"requests, p <= {decision.p_value:.2g} against {decision.level:.2g} at any look)"
         )
     return text

@@ -1,0 +1,67 @@
+"""alpha by what a record holds of p, without the target: exact where a filter cut inside the logged tokens, else bounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from draftsmith.distill.logged_law import Logged
+from draftsmith.kernels.laws import TopLaw, top_overlap
+
+# What the unlogged mass may leave open. Beyond it a position says nothing.
+MOST_OPEN = 0.02
+
+
+def logged_alpha(logged: Sequence[Logged], q_logits: torch.Tensor) -> torch.Tensor:
+    """[n] on the CPU, the middle of its bounds, NaN where they are too far apart; `q_logits` [n, V] are processed."""
+    if not logged:
+        return torch.zeros(0)
+    low, high = top_overlap(sampled_law(logged, q_logits.device), q_logits)
+    return torch.where(high - low <= MOST_OPEN, (low + high) / 2, math.nan).cpu()
+
+
+def sampled_law(logged: Sequence[Logged], device: torch.device | str = "cpu") -> TopLaw:
+    """The logged laws under their requests' sampling. The tail is 0 where the law's support lies inside the logged tokens."""
+    laws = [one.record.p[one.depth] for one in logged]
+    width = max(len(law.ids) for law in laws)
+    ids = torch.tensor([law.ids + [0] * (width - len(law.ids)) for law in laws], device=device)
+    probs = torch.stack([_tempered(one, width) for one in logged]).to(device)
+    tail = (1 - probs.sum(-1)).clamp(min=0)
+    settings = torch.tensor([_settings(one, width) for one in logged], dtype=probs.dtype, device=device)
+    top_k, top_p, min_p = settings.T[:, :, None]
+    # transformers' order; each filter sees the law that the one before left.
+    probs, tail = _keep(probs, tail, torch.arange(width, device=device)[None] < top_k)
+    before = probs.cumsum(-1) - probs
+    probs, tail = _keep(probs, tail, before < top_p)
+    probs, tail = _keep(probs, tail, probs >= min_p * probs[:, :1])
+    return TopLaw(ids, probs.float().log(), tail.float())
+
+
+def _tempered(one: Logged, width: int) -> torch.Tensor:
+    """[width] float64 probabilities at the request's temperature, likeliest first."""
+    law, temperature = one.record.p[one.depth], one.record.temperature
+    logprobs = torch.full((width,), -math.inf, dtype=torch.float64)
+    logprobs[: len(law.ids)] = torch.tensor(law.logprobs, dtype=torch.float64)
+    if temperature == 0:
+        return torch.nn.functional.one_hot(torch.tensor(0), width).double()
+    return (logprobs / temperature - law.log_norm).exp()
+
+
+def _settings(one: Logged, width: int) -> tuple[float, float, float]:
+    """Neutral ones where they are off, and for a greedy law, which no filter changes."""
+    record = one.record
+    if record.temperature == 0:
+        return width, math.inf, 0.0
+    # More than are logged, or off: the cut, if any, lies in the tail.
+    top_k = record.top_k if 0 < record.top_k <= width else width
+    return top_k, record.top_p if record.top_p < 1 else math.inf, record.min_p
+
+
+def _keep(probs: torch.Tensor, tail: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is removed is less likely than all that stays, so the tail goes with it."""
+    is_cut = (~kept & (probs > 0)).any(-1)
+    probs = probs.where(kept, 0.0)
+    normalised = probs / probs.sum(-1, keepdim=True)
+    return torch.where(is_cut[:, None], normalised, probs), tail.where(~is_cut, 0.0)

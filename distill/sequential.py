@@ -1,0 +1,111 @@
+"""Evidence that one draft is accepted more than another, which may be looked at after every request, for as long as one likes.
+
+Each request gives one difference d between two drafts. If neither is better, swapping their names changes nothing: given its
+size and all that came before, d is positive as often as negative. A bet that pays tanh(c d) per unit of stake is then fair
+whatever c is, as long as c does not depend on signs that are still unseen, and the money won from a stake of 1 passes 1 / error
+with at most the chance `error`, at any time ever (Ville's inequality). So nothing is paid for a further look.
+
+Half of the stake is bet on each request once, by the candidate of the moment. The other half waits for candidates that improve:
+at look n a share 1 / (n (n + 1)) of it is bet on the whole window anew, and what it brought is put aside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Of logs of money: beyond it nothing is decided differently, and exp would overflow.
+MOST_LOG = 500.0
+# Sizes of the bets, in units of one over the typical |d|: an advantage of mu such units is found fastest with a bet of about mu.
+BETS = (0.1, 0.3, 1.0)
+BOUNDED_BETS = (0.1, 0.3, 0.9)
+
+
+@dataclass
+class Evidence:
+    """Of one question, from the last time it was settled. `value` is the money: the chance that it ever reaches x is 1 / x."""
+
+    looks: int = 0
+    num_seen: int = 0
+    squares: float = 0.0  # sum of d^2 over all requests ever bet on
+    log_wealth: list[float] = field(default_factory=lambda: [0.0] * len(BETS))
+    aside: float = 0.0  # won by the bets on whole windows
+    seen: list[str] = field(default_factory=list)  # requests of the latest window: each is bet on once
+
+    @property
+    def value(self) -> float:
+        return 0.5 * float(np.exp(np.minimum(self.log_wealth, MOST_LOG)).mean()) + 0.5 * self.aside
+
+    def look(self, differences: Mapping[str, float], error: float) -> float:
+        """`differences` of the requests of the window, oldest first; returns the new `value`, to be held against 1 / error."""
+        self.looks += 1
+        window = np.array(list(differences.values()))
+        self._bet_once(np.array([d for request, d in differences.items() if request not in self.seen]))
+        self._bet_anew(window, error)
+        self.seen = list(differences)
+        return self.value
+
+    def _bet_once(self, new: np.ndarray) -> None:
+        self.num_seen += len(new)
+        self.squares += float((new**2).sum())
+        if self.squares > 0:
+            # Sizes are no signs: the bet on a request may know the size of its own difference.
+            units = new / math.sqrt(self.squares / self.num_seen)
+            self.log_wealth = [log + log_won(units, bet) for log, bet in zip(self.log_wealth, BETS, strict=True)]
+
+    def _bet_anew(self, window: np.ndarray, error: float) -> None:
+        share = 1 / (self.looks * (self.looks + 1))
+        squares = float((window**2).sum())
+        # exp(c s - c^2 V / 2), which a fair bet of this size never falls below, is largest at the level for this c.
+        bet = math.sqrt(2 * math.log(2 / (error * share)) / squares) if squares > 0 else 0.0
+        self.aside += share * math.exp(min(MOST_LOG, log_won(window, bet)))
+
+    def new_candidate(self) -> None:
+        """Another one takes the place of those that the winnings speak for: winnings are given up, losses are not forgiven."""
+        self.log_wealth = [min(0.0, log) for log in self.log_wealth]
+        self.aside = 0.0
+
+
+def log_won(differences: np.ndarray, bet: float) -> float:
+    """Log of what a stake of 1 becomes when all of it is bet on one after another. 1 + tanh(x) = 2 / (1 + exp(-2 x))."""
+    return float((math.log(2) - np.logaddexp(0.0, -2 * bet * differences)).sum())
+
+
+@dataclass
+class BoundedEvidence:
+    """Of differences in [-1, 1] that are zero on average if all is well, and need not be symmetric, such as alpha minus what was
+    accepted. A bet that pays c d is then fair, for any c in (0, 1); it may not know the size of its own d."""
+
+    log_wealth: list[float] = field(default_factory=lambda: [0.0] * len(BOUNDED_BETS))
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> float:
+        return float(np.exp(np.minimum(self.log_wealth, MOST_LOG)).mean())
+
+    def look(self, differences: Mapping[str, float]) -> float:
+        """As `Evidence.look`, each request once."""
+        new = np.array([d for request, d in differences.items() if request not in self.seen])
+        self.log_wealth = [log + float(np.log1p(bet * new).sum()) for log, bet in zip(self.log_wealth, BOUNDED_BETS, strict=True)]
+        self.seen = list(differences)
+        return self.value
+
+
+@dataclass
+class Ledger:
+    """What the learner may ask at any time: is the candidate better than the live draft, and did the live one turn out worse?"""
+
+    gate: Evidence = field(default_factory=Evidence)
+    served: BoundedEvidence = field(default_factory=BoundedEvidence)  # the live draft is accepted less than it scores
+    parent: Evidence = field(default_factory=Evidence)  # its parent scores more
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> Ledger:
+        return cls(Evidence(**values["gate"]), BoundedEvidence(**values["served"]), Evidence(**values["parent"]))
