@@ -23,7 +23,7 @@ PEERS = (THEIRS,)
 ON_CPU = ("--loss-implementation", "eager", "--draft-attn-impl", "sdpa", "--hidden-states-dtype", "float32")
 # Their defaults but for the tokens of a step, 8,192 of which would leave them a few steps, and the learning rate, 1e-3: what did
 # best of those tried on this target (docs/benchmarks/drafters.md).
-THEIR_RECIPE = ("--total-seq-len", "320", "--lr", "3e-3")
+THEIR_RECIPE = ("--total-seq-len", "320", "--lr", "1e-2")
 # One configuration for both: the same layer, tokens of a step, unrolled steps, optimizer, divergence and arithmetic.
 EQUAL_TEXTS, EQUAL_STEPS = 8, 4
 EQUAL_OURS = ("--batch-size", str(EQUAL_TEXTS), f"unroll.steps={EQUAL_STEPS}", "unroll.decay=1", "--dtype", "float32")
