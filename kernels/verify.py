@@ -89,8 +89,9 @@ def verify_chain_torch(
         rest_p = log_p[final_rows[rejected]]
         rest_q = one_hot_logits(draft_tokens[at], rest_p) if log_q is None else drawn_law(log_q[at], draft_tokens[at])
         residual = residual_law(rest_p, rest_q)
-        has_mass = (residual > -math.inf).any(dim=-1, keepdim=True)
-        final_logits[rejected] = torch.where(has_mass, residual, final_logits[rejected])
+        # A choice of rows, which is several times cheaper than one of numbers.
+        kept = residual.amax(dim=-1) > -math.inf
+        final_logits[rejected.nonzero()[kept, 0]] = residual[kept]
     purposes = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
     emitted = race(final_logits, stream_keys(seeds, positions + accepted, purposes))
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
@@ -104,8 +105,10 @@ def accepts(log_u: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> to
 def residual_law(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """log max(p - q, 0) of laws given as logprobs [N, V]; -inf everywhere when p = q."""
     # log(p - q) = log p + log(1 - exp(log q - log p)), without the cancellation of p - q in a narrow float.
-    gap = torch.where(log_q == -math.inf, -math.inf, log_q - log_p)
-    return torch.where(gap < 0, log_p + torch.log(-torch.expm1(gap)), -math.inf)
+    gap = log_q - log_p  # NaN where both are -inf, where no mass is left either
+    # Of positive numbers alone: a CPU's logarithm of others takes ten times as long.
+    share = torch.expm1(gap).neg_().clamp_(min=torch.finfo(gap.dtype).tiny)
+    return share.log_().add_(log_p).masked_fill_(~(gap < 0), -math.inf)
 
 
 def residual_logits(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
@@ -117,7 +120,7 @@ def residual_logits(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Ten
 def drawn_law(log_q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """log_q [N, V] where it can have drawn `tokens` [N]; elsewhere no law, whose residual is p."""
     drawn = (tokens >= 0) & (log_q.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] > -math.inf)
-    return torch.where(drawn[:, None], log_q, -math.inf)
+    return log_q.masked_fill(~drawn[:, None], -math.inf)
 
 
 def one_hot_logits(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
