@@ -20,15 +20,16 @@ from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, 
 from draftsmith.serve.decide import Decision, Streams, chain_rule, decide
 from draftsmith.serve.draft_law import DraftLaw
 from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
+from draftsmith.serve.emission import Emission
 from draftsmith.serve.graphs import can_capture, capture_drafts
 from draftsmith.serve.intake import Intake
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
 from draftsmith.serve.memory import BlockPlan, most_tapped, most_unread, plan_blocks
-from draftsmith.serve.outcome import complaint, outcome
+from draftsmith.serve.outcome import Outcome, complaint, outcome
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.record import Sink
 from draftsmith.serve.recorder import Recorder, RoundLaws
-from draftsmith.serve.request import Completion, FinishReason, OnUpdate, Request, SamplingParams, TokenLogprob, Update
+from draftsmith.serve.request import Completion, FinishReason, OnUpdate, Request, SamplingParams
 from draftsmith.serve.runner import BlockTables, PassOutput, make_runner
 from draftsmith.serve.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.stats import EngineStats
@@ -86,6 +87,8 @@ class Engine:
         self._rule = chain_rule(config.verification, config.synthetic_acceptance)
         self.draft_law = DraftLaw(greedy=config.draft_sampling == "greedy", tune=config.tune_draft_temperature)
         self.recorder = Recorder(sink, target=target.name, target_revision=target.revision)
+        self.emission = Emission(self.recorder)
+        self.overlaps = target.device.type == "cuda"  # a pass runs on while the host goes on
         k = config.k if tree is None else tree.nodes
         self.intake = Intake(target, k=k, has_drafter=drafter is not None, max_length=plan.max_length, seed=config.seed)
         self._tables = BlockTables(config.max_batch, max_blocks, target.device)
@@ -113,8 +116,10 @@ class Engine:
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         if not request.finished:
+            self.emission.flush()
             self._finish(request, reason)
-            self._report(request, [], "", [])
+            self.emission.add(request, Outcome([], reason), [])
+            self.emission.flush()
 
     def set_k(self, request: Request, k: int) -> None:
         """Another draft length for a request from its next round on; 0 stops drafting it."""
@@ -170,6 +175,7 @@ class Engine:
             schedule = self.scheduler.schedule()
             rows = schedule.rows
             if not rows:
+                self.emission.flush()
                 return False
             self._note_admissions(rows)
             reading = sum(row.request.num_tokens - row.request.draft_cached for row in schedule.drafting)
@@ -183,6 +189,9 @@ class Engine:
         with self.stats.phase("verify"):
             taps = self.drafting.taps if any(row.request.k > 0 for row in rows) else ()
             output = self.runner.run(rows, chains, tables, taps, None if drafts is None else drafts.tree)
+        if self.overlaps:
+            with self.stats.phase("host"):
+                self.emission.flush()  # of the round before, while the device works
         decision = Decision([], [])
         if schedule.num_deciding:
             with self.stats.phase("sample"):
@@ -236,8 +245,9 @@ class Engine:
                 continue
             logits = output.logits[begin : begin + len(chain) + 1]
             begin += len(chain) + 1
-            committed, text, reason = outcome(row.request, emitted[index], self.target.eos_token_ids)
-            self._extend(row.request, committed, text, now_s)
+            given = outcome(row.request, emitted[index], self.target.eos_token_ids)
+            committed, reason = given.committed, given.finish_reason
+            self._extend(row.request, committed, now_s)
             self._remember(row.request)
             self._count(row.request, index, drafts, accepted, len(committed))
             if self.onlooker is not None:
@@ -250,7 +260,9 @@ class Engine:
                 self._finish(row.request, reason)
             alternatives = row.request.params.logprobs
             logprobs = [] if alternatives is None else token_logprobs(logits, committed, alternatives)
-            self._report(row.request, committed, text, logprobs)
+            self.emission.add(row.request, given, logprobs)
+        if not (self.overlaps and self.scheduler.busy):
+            self.emission.flush()
 
     def _observe(
         self, schedule: Schedule, chains: list[list[int]], emitted: list[list[int]], reading: int, seconds: float
@@ -293,12 +305,11 @@ class Engine:
             request.lost_taps = True
             request.taps.clear()
 
-    def _extend(self, request: Request, committed: list[int], text: str, now_s: float) -> None:
+    def _extend(self, request: Request, committed: list[int], now_s: float) -> None:
         if request.first_token_s is None:
             request.first_token_s = now_s
         request.last_token_s = now_s
         request.tokens += committed
-        request.text += text
         self.stats.num_generation_tokens += len(committed)
 
     def _remember(self, request: Request) -> None:
@@ -318,13 +329,6 @@ class Engine:
         self.scheduler.remove(request)
         self.drafting.finished(request)
         self.stats.finished[reason.value] += 1
-
-    def _report(self, request: Request, tokens: list[int], text: str, logprobs: list[TokenLogprob]) -> None:
-        request.logprobs += logprobs
-        if request.finished and self.recorder.wants(request):
-            self.recorder.finish(request)
-        if request.on_update is not None:
-            request.on_update(request, Update(tokens, text, logprobs, request.finish_reason))
 
     def _round_laws(self, rows: list[Row], drafts: Drafts | None, output: PassOutput) -> RoundLaws | None:
         # What a stand-in drafted tells nobody anything about the draft.

@@ -10,22 +10,34 @@ from draftsmith.serve.request import FinishReason, Request
 
 class Outcome(NamedTuple):
     committed: list[int]
-    text: str
     finish_reason: FinishReason | None
+    text: str = ""  # of what a stop string was looked for in
+    unspoken: int = 0  # of the committed tokens, how many `late_text` is to make text of
 
 
 def outcome(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> Outcome:
-    """Does not change the request but for its text stream."""
+    """Does not change the request but for its text stream, and that only where a stop string may end the answer."""
     committed, reason, silent = _trim(request, emitted, eos_token_ids)
     if committed[-1] < 0:
-        return Outcome([], "", FinishReason.ERROR)
-    stream = request.text_stream
+        return Outcome([], FinishReason.ERROR)
+    stream, count = request.text_stream, len(committed) - silent
     if stream is None:
-        return Outcome(committed, "", reason)
-    step = stream.push(committed[: len(committed) - silent])
+        return Outcome(committed, reason)
+    if not stream.stop:
+        return Outcome(committed, reason, unspoken=count)
+    step = stream.push(committed[:count])
     if step.stopped:
-        return Outcome(committed[: step.num_tokens], step.text, FinishReason.STOP)
-    return Outcome(committed, step.text + (stream.finish() if reason is not None else ""), reason)
+        return Outcome(committed[: step.num_tokens], FinishReason.STOP, step.text)
+    return Outcome(committed, reason, step.text)
+
+
+def late_text(request: Request, given: Outcome) -> str:
+    """The text that nothing depended on, to be made once for each outcome and in their order."""
+    stream = request.text_stream
+    if stream is None or not given.committed:
+        return ""
+    text = stream.push(given.committed[: given.unspoken]).text if given.unspoken else ""
+    return text + stream.finish() if given.finish_reason is not None else text
 
 
 def complaint(request: Request, *, sound: bool) -> str:
