@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from draftsmith.serve.detokenizer import BROKEN
 from draftsmith.serve.request import Request
 from draftsmith.serve.responses import Vocabulary
 
@@ -69,6 +70,7 @@ def pieces(shown: ShownRound, vocabulary: Vocabulary) -> dict[str, Any]:
 def _continuation(vocabulary: Vocabulary, before: Sequence[int], tokens: Sequence[int]) -> str:
     if not tokens:
         return ""
-    head = vocabulary.decode(list(before))
-    whole = vocabulary.decode([*before, *tokens])
+    # Half a character is left to whoever completes it.
+    head = vocabulary.decode(list(before)).rstrip(BROKEN)
+    whole = vocabulary.decode([*before, *tokens]).rstrip(BROKEN)
     return whole[len(head) :]

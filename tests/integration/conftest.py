@@ -15,6 +15,8 @@ from draftsmith.drafters.target import Target
 from draftsmith.serve.api_gate import Limits
 from draftsmith.serve.api_report import Level
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.dashboard import Dashboard
+from draftsmith.serve.dashboard_samples import History
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.http import Server, create_app
 from draftsmith.serve.loop import EngineLoop
@@ -31,7 +33,10 @@ class LiveServer:
         self.engine, self.loop = engine, EngineLoop(engine).start()
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = create_app(Server(self.loop, MODEL, ServerMetrics(engine, MODEL), limits, report))
+        metrics = ServerMetrics(engine, MODEL)
+        # Not started: its tests look when they want to.
+        self.dashboard = Dashboard(History(engine, metrics.by_class))
+        app = create_app(Server(self.loop, MODEL, metrics, limits, report, dashboard=self.dashboard))
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()

@@ -71,3 +71,7 @@ def test_a_character_of_several_tokens_is_whole_inside_its_text(target: Target) 
     request = Request(id="r", tokens=list(tokens), num_prompt=1, params=SamplingParams(), seed=0, k=2, max_tokens=4)
     view.hear(request, list(tokens[1:]), 2, list(tokens[1:]))
     assert pieces(view.after(0)[0], tokenizer)["accepted"] == "\u00e9"
+    # Drafted by half and completed by the target.
+    view.hear(request, list(tokens[1:2]), 1, list(tokens[1:]))
+    shown = pieces(view.after(1)[0], tokenizer)
+    assert (shown["accepted"], shown["target"]) == ("", "\u00e9")
