@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from draftsmith.distill import record_table
@@ -52,6 +51,10 @@ class BufferWriter:
             Path(self.folder.root).mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._run, name="buffer-writer", daemon=True)
         self._thread.start()
+
+    @property
+    def share(self) -> float:
+        return 1.0
 
     def put(self, record: RoundRecord) -> None:
         if len(self._queue) >= self.queue_records or self._closing:
@@ -89,7 +92,7 @@ class BufferWriter:
     def _write(self, table: pa.Table) -> bool:
         """False when the disk refused: the records stay queued."""
         data = io.BytesIO()
-        pq.write_table(table, data, compression="zstd")
+        record_table.write(table, data)
         try:
             self.folder.write(f"{int(time.time() * 1000):013d}-{self.writer}-{self._number:08d}.parquet", data.getvalue())
         except OSError as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from draftsmith.kernels.filters import SamplingRows
-from draftsmith.serve.record import RoundRecord
+from draftsmith.serve.record import Laws, RoundRecord
 
 
 class Logged(NamedTuple):
@@ -31,14 +31,21 @@ def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") 
 
 
 def disagreement(logged: Sequence[Logged], target_logits: torch.Tensor) -> torch.Tensor:
-    """[n] total variation, on the logged tokens, between the logged p and the law of raw `target_logits` [n, V]."""
-    laws = [one.record.p[one.depth] for one in logged]
-    width = max(len(law.ids) for law in laws)
-    ids = torch.tensor([law.ids + [0] * (width - len(law.ids)) for law in laws], device=target_logits.device)
-    padding = [[-math.inf] * (width - len(law.ids)) for law in laws]
-    logprobs = torch.tensor([law.logprobs + rest for law, rest in zip(laws, padding, strict=True)], device=target_logits.device)
+    """[n] total variation, on the logged tokens, between the logged p and the law of raw `target_logits` [n, V]; 0 where a
+    record tells of no law but that it was this one."""
+    told = [Laws.of(one.record.p)[one.depth : one.depth + 1].arrays for one in logged]
+    width = max(law.ids.shape[1] for law in told)
+    if width == 0:
+        return torch.zeros(len(told))
+    ids = torch.from_numpy(np.concatenate([_widened(law.ids, width, 0) for law in told])).to(target_logits.device).long()
+    padded = np.concatenate([_widened(law.logprobs, width, -np.inf) for law in told])
+    logprobs = torch.from_numpy(padded).to(target_logits.device)
     if int(ids.max()) >= target_logits.shape[-1]:
-        return torch.ones(len(laws))
+        return torch.ones(len(told))
     ours = target_logits.float().log_softmax(-1).gather(-1, ids).exp()
-    difference = torch.where(logprobs == -math.inf, 0.0, (ours - logprobs.exp()).abs())
+    difference = torch.where(logprobs == -torch.inf, 0.0, (ours - logprobs.exp()).abs())
     return difference.sum(-1).cpu() / 2
+
+
+def _widened(values: np.ndarray, width: int, filler: float) -> np.ndarray:
+    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)

@@ -36,15 +36,17 @@ class Exchange:
         request_class: str,
         tenant: str,
         learn: bool,
+        answer: str,
     ) -> None:
         """One engine request a (prompt, params) pair; when one is refused none is taken."""
         intake = self.loop.engine.intake
 
+        def request(index: int, prompt: Sequence[int], choice: SamplingParams) -> Request:
+            forward = self._forwarder(index)
+            return intake.request(prompt, choice, forward, request_class=request_class, tenant=tenant, learn=learn, answer=answer)
+
         def make() -> list[Request]:
-            return [
-                intake.request(prompt, choice, self._forwarder(index), request_class=request_class, tenant=tenant, learn=learn)
-                for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))
-            ]
+            return [request(index, prompt, choice) for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))]
 
         requests = await self._aside.run(make)
         # Back on the event loop's thread: whoever is cancelled while it waits has nothing in the engine yet.

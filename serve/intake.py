@@ -40,15 +40,19 @@ class Intake:
         request_class: str = "",
         tenant: str = "",
         learn: bool = True,
+        answer: str | None = None,
     ) -> Request:
-        """Raises `UserError` for what cannot be honoured. `text` False skips detokenisation unless a stop string needs it."""
+        """Raises `UserError` for what cannot be honoured. `text` False skips detokenisation unless a stop string needs it.
+
+        `answer` is the id under which a client knows the request, and others that belong to the same answer.
+        """
         prompt = list(prompt_ids)
         max_tokens = self.max_tokens(prompt, params)
         stream = None
         if text or params.stop:
             stream = TextStream(self._decoder, context=prompt, stop=params.stop, min_tokens=params.min_tokens)
         return Request(
-            id=f"{uuid.uuid4().hex}-{next(self._numbers)}",
+            id=f"{answer or uuid.uuid4().hex}-{next(self._numbers)}",
             tokens=prompt,
             num_prompt=len(prompt),
             params=params,

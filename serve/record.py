@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, overload
 
-SCHEMA_VERSION = 1
+import numpy as np
+
+SCHEMA_VERSION = 2
 TOP = 64
 
 
@@ -16,6 +20,57 @@ class Law:
     ids: list[int]
     logprobs: list[float]
     tail: float  # probability outside `ids`
+    log_norm: float = 0.0  # of p: log sum_v exp(logprob_v / temperature); 0.0 where the temperature is 0 or 1
+
+
+class LawArrays(NamedTuple):
+    """n laws of up to k tokens each."""
+
+    ids: np.ndarray  # [n, k] int32
+    logprobs: np.ndarray  # [n, k] float32; -inf where a law has no more tokens
+    tail: np.ndarray  # [n] float32
+    log_norms: np.ndarray  # [n] float32
+
+
+class Laws(Sequence[Law]):
+    """Laws of consecutive positions, a part of arrays that whoever looks first may have to make: not the engine's thread."""
+
+    def __init__(self, source: Callable[[], LawArrays], begin: int, end: int):
+        self._source, self._begin, self._end = source, begin, end
+
+    @classmethod
+    def of(cls, laws: Sequence[Law]) -> Laws:
+        if isinstance(laws, Laws):
+            return laws
+        width = max((len(law.ids) for law in laws), default=0)
+        arrays = LawArrays(
+            np.array([[*law.ids, *[0] * (width - len(law.ids))] for law in laws], dtype=np.int32).reshape(len(laws), width),
+            np.array([[*law.logprobs, *[-np.inf] * (width - len(law.ids))] for law in laws], dtype=np.float32).reshape(
+                len(laws), width
+            ),
+            np.array([law.tail for law in laws], dtype=np.float32),
+            np.array([law.log_norm for law in laws], dtype=np.float32),
+        )
+        return cls(lambda: arrays, 0, len(laws))
+
+    @property
+    def arrays(self) -> LawArrays:
+        return LawArrays(*(values[self._begin : self._end] for values in self._source()))
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    @overload
+    def __getitem__(self, index: int) -> Law: ...
+    @overload
+    def __getitem__(self, index: slice) -> Laws: ...
+    def __getitem__(self, index: int | slice) -> Law | Laws:
+        places = range(self._begin, self._end)[index]
+        if isinstance(places, range):
+            return Laws(self._source, places.start, places.stop)
+        ids, logprobs, tail, log_norms = self._source()
+        kept = int(np.isfinite(logprobs[places]).sum())
+        return Law(ids[places, :kept].tolist(), logprobs[places, :kept].tolist(), float(tail[places]), float(log_norms[places]))
 
 
 @dataclass(slots=True)
@@ -45,16 +100,35 @@ class RoundRecord:
     accepted: int  # how many of `drafted` were kept before any trimming
     committed: list[int]  # what was emitted after stop and EOS trimming
     emitted: int  # the residual or bonus token
-    p: list[Law] = field(default_factory=list)  # target law at temperature 1 without filters, per drafted position
-    p_log_norm: list[float] = field(
-        default_factory=list
-    )  # log sum_v exp(logprob_v / temperature); 0.0 where temperature is 0 or 1
-    q: list[Law] = field(default_factory=list)  # the law the draft token was sampled from; one-hot for deterministic drafts
+    p: Sequence[Law] = field(default_factory=list)  # target law at temperature 1 without filters, per drafted position
+    q: Sequence[Law] = field(default_factory=list)  # the law the draft token was sampled from; one-hot for deterministic drafts
+    share: float = 1.0  # the chance with which its request was chosen to be recorded
+    last: bool = False  # no record of its request follows
     schema: int = SCHEMA_VERSION
+
+
+def hashed(request_id: str) -> str:
+    """How records name a request. Requests of one answer are `ANSWER-NUMBER`: who knows the answer's id finds them all."""
+    answer, _, number = request_id.rpartition("-")
+    return f"{hashed_answer(answer)}-{number}"
+
+
+def hashed_answer(answer: str) -> str:
+    return hashlib.sha256(answer.encode()).hexdigest()[:16]
+
+
+def uniform(request_id: str) -> float:
+    """A number in [0, 1) that is the request's own."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=6).digest(), "big") / 2**48
 
 
 class Sink(Protocol):
     """Takes records off the engine's thread; must never block and never raise into it."""
+
+    @property
+    def share(self) -> float:
+        """The part of new requests that it wants recorded, from 0 to 1; one that falls behind asks for fewer, whole ones."""
+        ...
 
     def put(self, record: RoundRecord) -> None: ...
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 
-from draftsmith.kernels.laws import TopLaw, top_law
+from draftsmith.kernels.laws import top_law
 from draftsmith.serve.drafting import Drafts
-from draftsmith.serve.record import TOP, Law, RoundRecord, Sink
+from draftsmith.serve.record import TOP, LawArrays, Laws, RoundRecord, Sink, hashed, uniform
 from draftsmith.serve.request import Request
 from draftsmith.serve.scheduler import Row
 
 log = logging.getLogger(__name__)
 
+# Logits of rounds whose laws the sink has not looked at yet; beyond it the engine's thread makes the oldest laws itself.
+MAX_RAW_BYTES = 128 << 20
+
 
 class RoundLaws:
-    """p and q at every drafted position of one engine round, as Python lists; one top-k for all rows together.
+    """p and q at every drafted position of one engine round. On a CPU the engine's thread only copies logits, which is cheap; the
+    likeliest tokens are found by whoever looks first, the sink's thread.
 
     Args:
         raw: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive ones.
@@ -27,49 +34,64 @@ class RoundLaws:
     """
 
     def __init__(self, raw: torch.Tensor, drafts: Drafts, temperatures: Sequence[float]):
-        self.begins: list[int] = []
-        rows: list[int] = []
-        spread: list[float] = []
-        begin = 0
-        for chain, temperature in zip(drafts.chains, temperatures):
-            self.begins.append(len(rows))
-            rows += range(begin, begin + len(chain))
-            spread += [temperature] * len(chain)
-            begin += len(chain) + 1
-        logits = raw[rows]
-        self.p = _laws(top_law(logits, TOP))
-        self.log_norms = _log_norms(logits, spread)
-        self.q = _draft_laws(drafts, sum(len(chain) for chain in drafts.chains))
+        lengths = [len(chain) for chain in drafts.chains]
+        self.begins = [0, *accumulate(lengths)]
+        firsts = [0, *accumulate(length + 1 for length in lengths)]
+        rows = [first + depth for first, length in zip(firsts, lengths) for depth in range(length)]
+        self._p_logits: torch.Tensor | None = raw[rows]
+        self._q_logits = _draft_logits(drafts, lengths)
+        self._tokens = [token for chain in drafts.chains for token in chain]
+        self._spread = [temperature for temperature, length in zip(temperatures, lengths) for _ in range(length)]
+        self._lock = threading.Lock()
+        self._made: tuple[LawArrays, LawArrays] | None = None
+        if raw.is_cuda:
+            # There it costs a launch, and the memory of many rounds' logits would be the models'.
+            self.make()
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(logits.nbytes for logits in (self._p_logits, self._q_logits) if logits is not None)
+
+    def p(self, index: int) -> Laws:
+        return Laws(lambda: self.make()[0], self.begins[index], self.begins[index + 1])
+
+    def q(self, index: int) -> Laws:
+        return Laws(lambda: self.make()[1], self.begins[index], self.begins[index + 1])
+
+    def make(self) -> tuple[LawArrays, LawArrays]:
+        """The arrays of p and q; after it the logits are gone."""
+        with self._lock:
+            if self._made is None:
+                assert self._p_logits is not None
+                p = _arrays(self._p_logits, _log_norms(self._p_logits, self._spread))
+                none = np.zeros(len(self._tokens), dtype=np.float32)
+                if self._q_logits is None:
+                    ids = np.array(self._tokens, dtype=np.int32)[:, None]
+                    q = LawArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none)
+                else:
+                    q = _arrays(self._q_logits, none)
+                self._made, self._p_logits, self._q_logits = (p, q), None, None
+            return self._made
 
 
-def _laws(law: TopLaw) -> list[Law]:
-    return [Law(*parts) for parts in zip(law.ids.tolist(), law.logprobs.tolist(), law.tail.tolist())]
+def _draft_logits(drafts: Drafts, lengths: list[int]) -> torch.Tensor | None:
+    """[n, V], a copy: the drafter may use its memory again."""
+    if drafts.logits is None:
+        return None
+    return torch.cat([drafts.logits[row, :length] for row, length in enumerate(lengths)])
 
 
-def _log_norms(logits: torch.Tensor, temperatures: list[float]) -> list[float]:
+def _arrays(logits: torch.Tensor, log_norms: np.ndarray) -> LawArrays:
+    law = top_law(logits, TOP)
+    return LawArrays(law.ids.int().cpu().numpy(), law.logprobs.float().cpu().numpy(), law.tail.float().cpu().numpy(), log_norms)
+
+
+def _log_norms(logits: torch.Tensor, temperatures: list[float]) -> np.ndarray:
     """log sum_v exp(logprob_v / temperature), 0 where the temperature is 0 or 1."""
     if all(temperature in (0.0, 1.0) for temperature in temperatures):
-        return [0.0] * len(temperatures)
+        return np.zeros(len(temperatures), dtype=np.float32)
     scale = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=logits.device)[:, None]
-    return torch.logsumexp(torch.log_softmax(logits, dim=-1) / scale, dim=-1).tolist()
-
-
-def _draft_laws(drafts: Drafts, num_rows: int) -> list[Law]:
-    if drafts.logits is None:
-        return [Law([token], [0.0], 0.0) for chain in drafts.chains for token in chain]
-    if num_rows == sum(drafts.tokens.shape[1] for _ in drafts.chains):
-        used = drafts.logits.flatten(0, 1)
-    else:
-        used = torch.cat([drafts.logits[b, : len(chain)] for b, chain in enumerate(drafts.chains)])
-    return [_finite(law) for law in _laws(top_law(used, TOP))]
-
-
-def _finite(law: Law) -> Law:
-    """Without the entries of probability zero: -inf is no JSON number and says nothing."""
-    keep = [i for i, logprob in enumerate(law.logprobs) if logprob > float("-inf")]
-    if len(keep) == len(law.ids):
-        return law
-    return Law([law.ids[i] for i in keep], [law.logprobs[i] for i in keep], law.tail)
+    return torch.logsumexp(torch.log_softmax(logits.float(), dim=-1) / scale, dim=-1).cpu().numpy()
 
 
 class Recorder:
@@ -78,9 +100,16 @@ class Recorder:
     def __init__(self, sink: Sink | None, *, target: str, target_revision: str):
         self.sink, self.target, self.target_revision = sink, target, target_revision
         self.num_records = 0
+        self._unmade: deque[RoundLaws] = deque()
 
     def wants(self, request: Request) -> bool:
-        return self.sink is not None and request.learn
+        """Whether its rounds are recorded: decided once, so that what is recorded is whole requests."""
+        if self.sink is None or not request.learn:
+            return False
+        if request.record_share is None:
+            share = self.sink.share
+            request.record_share = share if uniform(request.id) < share else 0.0
+        return request.record_share > 0
 
     def round(
         self,
@@ -96,22 +125,36 @@ class Recorder:
         """One round with drafted tokens; row `index` of `laws`. `committed` is in `request.tokens` already."""
         request = row.request
         position = request.num_tokens - len(committed)
-        span = slice(laws.begins[index], laws.begins[index] + len(drafted))
         record = self._record(request, position, request.tokens[request.recorded : position], version)
         record.drafted, record.accepted, record.committed, record.emitted = drafted, accepted, committed, emitted
         if not request.params.adjusts:
-            record.p, record.p_log_norm, record.q = laws.p[span], laws.log_norms[span], laws.q[span]
+            record.p, record.q = laws.p(index), laws.q(index)
+            self._bound(laws)
         self._put(request, record)
 
     def finish(self, request: Request) -> None:
-        """Tokens committed since the last record, so that the request's text is complete."""
-        if request.recorded < request.num_tokens:
-            self._put(request, self._record(request, request.num_tokens, request.tokens[request.recorded :], ""))
+        """Tokens committed since the last record, so that the request's text is complete, and that nothing follows."""
+        record = self._record(request, request.num_tokens, request.tokens[request.recorded :], "")
+        record.last = True
+        self._put(request, record)
+
+    def _bound(self, laws: RoundLaws) -> None:
+        if self._unmade and self._unmade[-1] is laws:
+            return
+        self._unmade.append(laws)
+        while self._unmade and self._unmade[0].raw_bytes == 0:
+            self._unmade.popleft()
+        raw_bytes = sum(one.raw_bytes for one in self._unmade)
+        while raw_bytes > MAX_RAW_BYTES:
+            oldest = self._unmade.popleft()
+            raw_bytes -= oldest.raw_bytes
+            oldest.make()
 
     def _record(self, request: Request, position: int, context: list[int], version: str) -> RoundRecord:
         params = request.params
+        assert request.record_share is not None
         return RoundRecord(
-            request=hashlib.sha256(request.id.encode()).hexdigest()[:16],
+            request=hashed(request.id),
             round=request.num_records,
             request_class=request.request_class,
             target=self.target,
@@ -128,6 +171,7 @@ class Recorder:
             accepted=0,
             committed=[],
             emitted=-1,
+            share=request.record_share,
         )
 
     def _put(self, request: Request, record: RoundRecord) -> None:

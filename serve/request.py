@@ -169,6 +169,7 @@ class Request:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_records: int = 0
     recorded: int = 0  # tokens[:recorded] are in records already
+    record_share: float | None = None  # the chance it had of being recorded; 0 where it is not, None until that is decided
     num_preemptions: int = 0
     arrival_s: float = field(default_factory=time.monotonic)
     admitted_s: float | None = None

@@ -28,6 +28,8 @@ PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]
 
 
 class ListSink:
+    share = 1.0
+
     def __init__(self) -> None:
         self.records: list[RoundRecord] = []
 
@@ -127,9 +129,9 @@ def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(temperature
                 assert float(told.sum()) + record.p[depth].tail == pytest.approx(1, abs=1e-5)
                 if temperature not in (0.0, 1.0):
                     norm = torch.logsumexp(torch.log_softmax(logits[depth], -1) / temperature, -1)
-                    assert record.p_log_norm[depth] == pytest.approx(float(norm), abs=1e-4)
+                    assert record.p[depth].log_norm == pytest.approx(float(norm), abs=1e-4)
                 else:
-                    assert record.p_log_norm[depth] == 0.0
+                    assert record.p[depth].log_norm == 0.0
                 q = torch.nn.functional.one_hot(proposal.tokens[0, depth], target.vocab_size).double()
                 if proposal.logits is not None:
                     q = torch.softmax(proposal.logits[0, depth].double(), -1)

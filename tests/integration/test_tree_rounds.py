@@ -165,6 +165,8 @@ def test_what_is_told_of_a_token_does_not_depend_on_trees(load: Callable[[str], 
 
 
 class Notes:
+    share = 1.0
+
     def __init__(self) -> None:
         self.records: list[RoundRecord] = []
 

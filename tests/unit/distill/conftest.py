@@ -79,14 +79,12 @@ def serve_one(target: Target, drafter: Bigram, prompt: list[int], request: str, 
         )  # fmt: skip
         accepted = int(verdict.accepted)
         committed = verdict.tokens[0, : accepted + 1].tolist()
-        scale = traffic.temperature or 1.0
         records.append(
             RoundRecord(
                 request=request, round=len(records), request_class="", target=target.name, target_revision=target.revision,
                 draft_version=traffic.version, time_s=float(len(records)), temperature=traffic.temperature, top_k=traffic.top_k,
                 top_p=1.0, min_p=0.0, position=position, context=tokens[recorded:], drafted=drafted, accepted=accepted,
-                committed=committed, emitted=committed[-1], p=laws(raw[: len(drafted)]),
-                p_log_norm=(raw[: len(drafted)].log_softmax(-1) / scale).logsumexp(-1).tolist(), q=laws(torch.stack(q_rows)),
+                committed=committed, emitted=committed[-1], p=laws(raw[: len(drafted)]), q=laws(torch.stack(q_rows)),
             )
         )  # fmt: skip
         tokens += committed

@@ -15,8 +15,6 @@ import datasets
 import fsspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from draftsmith.distill import buffer as buffer_module
 from draftsmith.distill import record_table
@@ -51,35 +49,31 @@ def record(request: str = "r", number: int = 0, **changes: object) -> RoundRecor
         "committed": [7, 8, 4],
         "emitted": 4,
         "p": [law(7), law(8), law(9)],
-        "p_log_norm": [0.0, 0.0, 0.0],
         "q": [law(6), law(7, 2), law(8, 1)],
     }
     return RoundRecord(**{**values, **changes})
 
 
 def same(left: RoundRecord, right: RoundRecord) -> bool:
-    """Up to float32."""
-    return rounded(dataclasses.asdict(left)) == rounded(dataclasses.asdict(right))
+    """Up to float32, and half a step of what is stored of a logprob."""
+    return rounded(plain(left)) == rounded(plain(right)) and all(
+        a.ids == b.ids and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=0.5001 / record_table.STEPS)
+        for name in ("p", "q")
+        for a, b in zip(getattr(left, name), getattr(right, name), strict=True)
+    )
+
+
+def plain(one: RoundRecord) -> dict:
+    tails = {name: [(law.tail, law.log_norm) for law in getattr(one, name)] for name in ("p", "q")}
+    return {**dataclasses.asdict(dataclasses.replace(one, p=[], q=[])), **tails}
 
 
 def rounded(value: object) -> object:
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [rounded(item) for item in value]
     return float(np.float32(value)) if isinstance(value, float) else value
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 6)), max_size=12))
-def test_table_round_trip_of_ragged_records(shapes: list[tuple[int, int, int]]) -> None:
-    records = [
-        record(str(index), p=[law(1, width + 1)] * depth, q=[law(2, 1)] * depth, context=list(range(length)), drafted=[3] * depth)
-        for index, (depth, length, width) in enumerate(shapes)
-    ]
-    back = record_table.from_table(record_table.to_table(records))
-    assert len(back) == len(records)
-    assert all(same(left, right) for left, right in zip(records, back))
 
 
 def test_written_records_are_read_once_and_open_as_a_dataset(tmp_path: Path) -> None:
@@ -172,7 +166,7 @@ def test_damaged_shard_is_skipped_with_one_line(tmp_path: Path, damage: str, cap
         case "empty":
             victim.write_bytes(b"")
         case "other columns":
-            buffer_module.pq.write_table(buffer_module.pa.table({"x": [1]}), victim)
+            buffer_module.record_table.pq.write_table(buffer_module.pa.table({"x": [1]}), victim)
     reader = BufferReader(str(tmp_path))
     with caplog.at_level(logging.WARNING):
         reading = reader.read()

@@ -57,6 +57,8 @@ class Same:
 
 
 class Records(list[RoundRecord]):
+    share = 1.0
+
     def put(self, record: RoundRecord) -> None:
         self.append(record)
 
