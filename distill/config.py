@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.drafters.options import LoraOptions
 from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
+from draftsmith.train.config import WEIGHTS
 
 POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -63,7 +65,11 @@ class LearnConfig:
     branches: int = option(16, "rejected continuations a step, when later-rejected is on")
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: int = option(4, "draft depths trained")
-    step_decay: float = option(0.9, "weight of depth s is this to the power s")
+    weights: str = option("exponential", "what a depth counts, as in train --unroll.weights", choices=WEIGHTS)
+    step_decay: float = option(0.9, "exponential: weight of depth s is this to the power s")
+    proximal: float = option(0.0, "weight decay towards the live version instead of zero; 10 holds a draft close, 0 is off")
+    lora: LoraOptions | None = option(None, "draft-lm: train adapters on the live version, merged when a version is published")
+    budget: float = option(1.0, "most of the wall time that learning may take, for a device that it shares with a server")
     max_length: int = option(1024, "longest sequence; longer ones are cut at the end")
 
 
@@ -76,6 +82,7 @@ class GateConfig:
     error: float = option(0.05, "chance of publishing any candidate that is no better, between two promotions")
     gain: float = option(0.002, "least gain in alpha worth a swap")
     drop: float = option(0.03, "loss of live alpha that calls for a rollback, if the evidence holds")
+    floor: float = option(0.3, "alpha on a changed target's traffic that takes an older draft out of quarantine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +107,12 @@ class DistillConfig:
     until_idle_s: float | None = option(None, "stop when the buffer brought nothing for so long; without it run until SIGTERM")
     max_updates: int | None = option(None, "stop after so many updates in all")
     threads: int | None = option(None, "CPU threads; few leave the cores to the server")
+    status_port: int | None = option(
+        None, "serve the status as JSON at / and Prometheus text at /metrics of this port; 0 finds one"
+    )
+    status_host: str = option("127.0.0.1", "address of that port")
+    server: str | None = option(None, "URL of a server on the same device; learning gives way while it exceeds --tpot-ms")
+    tpot_ms: float | None = option(None, "bound on the p95 of that server's time per output token")
     seed: int = option(0, "of the replay")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from draftsmith.distill import learner as learning
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.latency_guard import LatencyGuard, scraper
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.loop import Daemon
+from draftsmith.distill.status import Status
+from draftsmith.distill.status_server import StatusServer
+from draftsmith.distill.throttle import Guard, NoGuard, Throttle
 from draftsmith.errors import UserError
 
 
@@ -23,17 +27,40 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
     with learner_lock(config.versions), stopping(stop):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        Daemon(config).loop(stop)
+        learn(config, stop)
     return 0
+
+
+def learn(config: DistillConfig, stop: threading.Event) -> None:
+    status, throttle = Status(config.versions), Throttle(config.learn.budget, guard_of(config), stop)
+    with ExitStack() as closing:
+        if config.status_port is not None:
+            server = StatusServer(status, config.status_host, config.status_port)
+            closing.callback(server.close)
+            status.event(f"status at http://{config.status_host}:{server.port}")
+        while True:
+            daemon = Daemon(config, status, throttle)
+            daemon.loop(stop)
+            if not daemon.is_outdated:
+                return
+            status.event(f"target {config.target!r} has new weights, which the servers run already; reading it again")
+
+
+def guard_of(config: DistillConfig) -> Guard:
+    if config.server is None or config.tpot_ms is None:
+        return NoGuard()
+    return LatencyGuard(scraper(config.server), config.tpot_ms / 1000)
 
 
 @contextmanager
 def stopping(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT end the loop after the work in hand. Signals are the main thread's only."""
+    """SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main thread's only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handled = (signal.SIGTERM, signal.SIGINT)
+    handled = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
+        handled.append(signal.SIGHUP)
     before = [signal.signal(number, lambda *_: stop.set()) for number in handled]
     try:
         yield
@@ -44,6 +71,10 @@ def stopping(stop: threading.Event) -> Iterator[None]:
 
 def check(config: DistillConfig) -> None:
     learning.check(config.learn)
+    if (config.server is None) != (config.tpot_ms is None):
+        raise UserError("server and tpot_ms belong together; give both or neither")
+    if config.tpot_ms is not None and not config.tpot_ms > 0:
+        raise UserError(f"tpot_ms is {config.tpot_ms}; it must be above 0, for example 25")
     gate = config.gate
     if not 0 < gate.held_out < 1:
         raise UserError(f"gate.held_out is {gate.held_out}; it must lie between 0 and 1, for example 0.2")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from draftsmith.distill.adapters import adapt, rebase
 from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.traffic import ServedText, branches
 from draftsmith.drafters.target import Target
@@ -19,12 +21,18 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train.objective import UnrolledLoss, unrolled_loss
 from draftsmith.train.place import fast_at_bf16
-from draftsmith.train.position_weights import Exponential
+from draftsmith.train.position_weights import step_weighting
 from draftsmith.train.roles import RoleWeights, Row, branch_row, padded_rows, text_row
 from draftsmith.train.teacher import LiveTeacher
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
+
+Rest = Callable[[float], None]  # hears the seconds of a piece of work
+
+
+def no_rest(worked_s: float) -> None:
+    """On a device of its own the learner needs none."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +69,53 @@ class Learner:
         self.is_bf16_fast = fast_at_bf16(target.device)
         self.reservoir = Reservoir(config.reservoir)
         self.weights = role_weights(config.positions)
-        self.updates = self.steps = 0
-        self.optimizer = self._new_optimizer()
+        self.weighting = step_weighting(config.weights, config.step_decay)
+        if config.lora is not None:
+            adapt(drafter, config.lora, seed=seed)
+        self.updates = 0
+        self._begin()
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.config.lr, weight_decay=self.config.weight_decay)
-
-    def restart(self, weights: dict[str, torch.Tensor]) -> None:
-        """From other weights, with a fresh optimizer."""
-        self.drafter.load_state_dict(weights)
+    def _begin(self) -> None:
+        """From the draft's weights as they are, which are the live version's."""
         self.steps = 0
         self.optimizer = self._new_optimizer()
+        self.anchor = self._copies() if self.config.proximal else []
 
-    def update(self, fresh: Sequence[ServedText]) -> UpdateReport:
-        """A bounded number of steps, however much came in; every fresh text then may enter the reservoir."""
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self._trained()]
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self._trained(), lr=self.config.lr, weight_decay=self.config.weight_decay)
+
+    def restart(self, live: Mapping[str, torch.Tensor]) -> None:
+        """From the live version's weights, with a fresh optimizer."""
+        if self.config.lora is None:
+            self.drafter.load_state_dict(live)
+        else:
+            rebase(self.drafter, live, seed=self.seed)
+        self._begin()
+
+    def live_changed(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Another version is live, this candidate perhaps: it is what the candidate is held to. Adapters begin anew on it."""
+        if self.config.lora is not None:
+            self.restart(live)
+        elif self.config.proximal:
+            named = self.drafter.named_parameters()
+            self.anchor = [live[name].detach().clone() for name, parameter in named if parameter.requires_grad]
+
+    def update(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:
+        """A bounded number of steps, however much came in; every fresh text then may enter the reservoir. `rest` is told how
+        long each step took."""
         rng = random.Random(f"{self.seed} {self.updates}")
         queue = list(fresh)
         rng.shuffle(queue)
         broken = in_a_row = tokens = 0
         loss, alpha = math.nan, [math.nan]
         for step in range(self.config.steps):
+            begun_s = time.perf_counter()
             rows = self._rows(self._batch(queue, step, rng), rng)
             if not any(row.weights.any() for row in rows):
                 continue
@@ -92,6 +126,7 @@ class Learner:
             else:
                 broken, in_a_row = broken + 1, in_a_row + 1
             tokens += int(sum((row.weights > 0).sum() for row in rows))
+            rest(time.perf_counter() - begun_s)
             if in_a_row == MAX_BROKEN_STEPS:
                 break
         for text in fresh:
@@ -120,7 +155,7 @@ class Learner:
             LiveTeacher(self.target),
             text,
             num_steps=self.config.unroll,
-            weighting=Exponential(self.config.step_decay),
+            weighting=self.weighting,
             kind=kind_of(self.config.divergence),
         )
         self.optimizer.zero_grad(set_to_none=True)
@@ -129,15 +164,24 @@ class Learner:
 
     def _step(self) -> bool:
         """False, and nothing changed, when the gradient is not finite."""
-        trained = self.optimizer.param_groups[0]["params"]
-        norm = torch.nn.utils.clip_grad_norm_(trained, self.config.clip)
+        group = self.optimizer.param_groups[0]
+        norm = torch.nn.utils.clip_grad_norm_(group["params"], self.config.clip)
         if not bool(torch.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             return False
         self.steps += 1
-        self.optimizer.param_groups[0]["lr"] = self.config.lr * min(1.0, self.steps / max(1, self.config.warmup))
+        group["lr"] = self.config.lr * min(1.0, self.steps / max(1, self.config.warmup))
         self.optimizer.step()
+        self._pull(group["lr"])
         return True
+
+    @torch.no_grad()
+    def _pull(self, lr: float) -> None:
+        """Towards the live version, decoupled from the gradient as AdamW's decay towards zero is."""
+        if self.anchor:
+            share = min(1.0, lr * self.config.proximal)
+            for parameter, live in zip(self._trained(), self.anchor, strict=True):
+                parameter.lerp_(live, share)
 
 
 def summary(unrolled: UnrolledLoss) -> tuple[float, list[float]]:
@@ -164,5 +208,9 @@ def check(config: LearnConfig) -> None:
     for name, value in (("batch", config.batch), ("steps", config.steps), ("fresh", config.fresh), ("unroll", config.unroll)):
         if value < 1:
             raise UserError(f"learn.{name} is {value}; it must be at least 1")
+    if not config.proximal >= 0 or not math.isfinite(config.proximal):
+        raise UserError(f"learn.proximal is {config.proximal}; it must be 0 or a positive number such as 10")
+    if not 0 < config.budget <= 1:
+        raise UserError(f"learn.budget is {config.budget}; it must be above 0 and at most 1, for example 0.3")
     if not config.lr > 0 or not math.isfinite(config.lr):
         raise UserError(f"learn.lr is {config.lr}; it must be a positive number such as 2e-4")

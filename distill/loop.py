@@ -17,13 +17,16 @@ from draftsmith.distill.gate import Decision, decide
 from draftsmith.distill.learner import Learner, UpdateReport
 from draftsmith.distill.place import load_target
 from draftsmith.distill.publisher import Publisher
+from draftsmith.distill.quarantine import regate, signature
 from draftsmith.distill.regression import Watched, served_by, watch
 from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.sequential import Ledger
 from draftsmith.distill.state import Counters, StateFolder, TrafficState
 from draftsmith.distill.status import Status, describe
+from draftsmith.distill.throttle import Throttle
 from draftsmith.distill.traffic import OpenRequests, ServedText, is_held_out
 from draftsmith.drafters import versions
+from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.errors import UserError
 from draftsmith.version import __version__
 
@@ -33,10 +36,11 @@ RETENTION_S = 30.0
 class Daemon:
     """Every part of a cycle may fail for want of disk without ending the loop."""
 
-    def __init__(self, config: DistillConfig):
-        self.config = config
+    def __init__(self, config: DistillConfig, status: Status, throttle: Throttle):
+        self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
-        self.status = Status(self.root)
+        self.target_files = signature(config.target)
+        self.is_outdated = False  # the servers run weights that have come into the target's folder since
         self.target = load_target(config.target, dtype=config.dtype, device=config.device)
         self.publisher = Publisher(self.root, config.draft, self.target)
         candidate = self.publisher.load(versions.folder_of(self.root, self.publisher.version))
@@ -51,6 +55,7 @@ class Daemon:
         self.watched: Watched | None = None
         self._new_scorers()
         self._restore()
+        self.judge_target()
         self.saved_cursor = dict(self.reader.cursor)
 
     def _restore(self) -> None:
@@ -74,12 +79,12 @@ class Daemon:
 
     def loop(self, stop: threading.Event) -> None:
         self.active_s = time.monotonic()
-        while not stop.is_set() and not self.is_done():
+        while not stop.is_set() and not self.is_done() and not self.is_outdated:
             if self.guarded(self.cycle):
                 self.active_s = time.monotonic()
             else:
                 stop.wait(self.config.poll_s)
-        if not stop.is_set() and self.config.until_idle_s is not None:
+        if not stop.is_set() and not self.is_outdated and self.config.until_idle_s is not None:
             self.guarded(self.finish)
         self.guarded(self.save)
         self.status.event(f"stopped after {self.counters.updates} updates, version {self.publisher.version} is live")
@@ -118,9 +123,11 @@ class Daemon:
             self.update()
             self.counters.is_gate_due |= self.counters.updates % self.config.gate.every == 0
         if self.counters.is_gate_due and len(self.window) >= self.config.gate.requests:
-            self.gate()
+            with self.throttle.work():
+                self.gate()
         if self.since_watch >= self.config.gate.requests:
-            self.watch()
+            with self.throttle.work():
+                self.watch()
         if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
             self.save()
         self.retain()
@@ -146,6 +153,7 @@ class Daemon:
             if not self.counters.foreign:
                 self.status.event(f"records of another target than {self.target.name!r} are left out")
             self.counters.foreign += len(reading.records) - len(own)
+            self.is_outdated = signature(self.config.target) != self.target_files
         self.open.add(own)
         for text in self.open.take(idle_s=self.config.idle_s):
             self.sort_in(text)
@@ -164,7 +172,7 @@ class Daemon:
     # Learning.
 
     def update(self) -> None:
-        self.report = self.learner.update(self.fresh)
+        self.report = self.learner.update(self.fresh, self.throttle.rest)
         self.counters.texts += len(self.fresh)
         self.counters.updates += 1
         self.fresh = []
@@ -189,7 +197,7 @@ class Daemon:
         candidate, evidence = self.learner.drafter, self.ledger.gate
         decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, evidence=evidence)
         if decision.decision == "accept":
-            self.publish(decision)
+            self.publish(decision, self.learner.drafter)
             self.counters.is_gate_due = False
             return
         self.counters.is_gate_due = False
@@ -202,12 +210,12 @@ class Daemon:
         comparison = decision.comparison
         return comparison is not None and comparison.gain < 0 and comparison.p_value <= self.config.gate.error
 
-    def publish(self, decision: Decision) -> None:
+    def publish(self, decision: Decision, drafter: TrainedDrafter) -> None:
         self.save()
         training = {"version": __version__, "online": to_dict(self.config.learn), "updates": self.counters.updates}
         try:
             version = self.publisher.publish(
-                self.learner.drafter,
+                drafter,
                 training=training,
                 data_range={"records": self.counters.records, "texts": self.counters.texts, "cursor": self.reader.cursor},
                 gate=decision.to_dict(),
@@ -224,6 +232,8 @@ class Daemon:
     def _new_live_version(self) -> None:
         """Error budgets and the watch count from here."""
         self._new_scorers()
+        self.learner.live_changed(self.publisher.live.state_dict())
+        self.judge_target()
         self.ledger = Ledger()
         self.since_watch = 0
 
@@ -237,6 +247,9 @@ class Daemon:
     def watch(self) -> None:
         """Looks at what the live version did since it went live."""
         self.since_watch = 0
+        if self.made_for:
+            self.regate()
+            return
         texts = served_by(self.window, self.publisher.version)
         if len(texts) < self.config.gate.requests:
             return
@@ -251,6 +264,28 @@ class Daemon:
         )
         if self.watched.reason and self.publisher.parent is not None:
             self.roll_back(self.watched)
+
+    # Another target.
+
+    def judge_target(self) -> None:
+        """`made_for` is the revision of the target that the live version was made for, where that is another one."""
+        self.made_for = versions.stranger(self.root, self.publisher.version, self.target.revision)
+        if not self.made_for:
+            return
+        told = {"decision": "quarantine", "version": self.publisher.version, "target_revision": self.target.revision}
+        if any(told.items() <= one.items() for one in versions.read_decisions(self.root)):
+            return
+        reason = f"made for target revision {self.made_for}, this is {self.target.revision}"
+        versions.record_decision(self.root, {**told, "reason": reason})
+        self.status.event(f"version {self.publisher.version} is in quarantine: {reason}")
+
+    def regate(self) -> None:
+        """The same draft as a version for this target, if its traffic shows it good enough."""
+        decision = regate(self.live, self.window, self.config.gate, max_depth=self.depth)
+        if decision.decision == "accept":
+            self.publish(decision, self.publisher.live)
+        else:
+            self.decided(decision)
 
     def roll_back(self, watched: Watched) -> None:
         left = self.publisher.version
@@ -303,5 +338,9 @@ class Daemon:
             "loss": report.loss if report else None,
             "alpha_training": alpha,
             "live": watched.to_dict() if watched else None,
+            "quarantined": bool(self.made_for),
+            "share": self.throttle.share,
+            "worked_s": self.throttle.worked_s,
+            "rested_s": self.throttle.rested_s,
         }
         self.status.show(line, values)

@@ -12,7 +12,7 @@ import logging
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,9 @@ class Counters:
         self.published += decision == "accept"
         self.held += decision == "hold"
         self.refused += decision == "refuse"
+
+
+TOTALS = frozenset(one.name for one in fields(Counters) if one.name != "is_gate_due")
 
 
 @dataclass

@@ -24,9 +24,11 @@ class Status:
         self.interval_s = 0.5 if self.is_terminal else 10.0
         self.shown_s = float("-inf")
         self.width = 0
+        self.values: dict[str, Any] = {}  # as last shown
 
     def show(self, line: str, values: dict[str, Any]) -> None:
-        files.write_json(self.path, {"time_s": time.time(), "pid": os.getpid(), **values})
+        self.values = {"time_s": time.time(), "pid": os.getpid(), **values}
+        files.write_json(self.path, self.values)
         if time.monotonic() - self.shown_s < self.interval_s:
             return
         self.shown_s = time.monotonic()

@@ -100,6 +100,12 @@ def read_manifest(root: str | Path, version: int) -> dict[str, Any]:
     return manifest
 
 
+def stranger(root: str | Path, version: int, revision: str) -> str:
+    """The revision of the target that the version was made for, where it is another one than `revision`; else ""."""
+    made_for = str(read_manifest(root, version)["target"].get("revision", ""))
+    return "" if made_for == revision else made_for
+
+
 def open_version(root: str | Path, version: int) -> Path:
     """The folder of a version whose files are what was published, byte for byte."""
     folder = folder_of(root, version)

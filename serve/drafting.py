@@ -20,6 +20,7 @@ from draftsmith.serve.trees import RoundTree, check_tree
 
 log = logging.getLogger(__name__)
 
+PROBE = 4  # a draft in quarantine drafts in one round of so many: enough to be judged by
 LONGEST_PAUSE = 256  # rounds without drafting after a drafter has failed again and again
 
 
@@ -75,17 +76,22 @@ class Drafting:
         self._failures = 0
         self._pause = 0
         self._resting = False
+        # The draft was made for other weights of the target, until it is shown to be worth its time with these.
+        self.quarantined = False
 
     def reset(self) -> None:
         """New weights deserve a new chance."""
         self._failures = self._pause = 0
+        self.quarantined = False
 
     def take_turn(self) -> bool:
-        """Whether this round may draft; counts down the pause that follows failures."""
+        """Whether this round may draft; counts down the pause that follows failures, or a turn in quarantine."""
         self._resting = self._pause > 0
         if self._resting:
             self._pause -= 1
             return self.fallback is not None
+        if self.quarantined:
+            self._pause = PROBE - 1
         return self.drafter is not None
 
     def propose(

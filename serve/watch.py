@@ -6,8 +6,9 @@ import logging
 import threading
 from pathlib import Path
 
-from draftsmith.drafters.versions import latest, open_version
+from draftsmith.drafters.versions import latest, open_version, stranger
 from draftsmith.errors import UserError
+from draftsmith.serve.drafting import PROBE
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.swap import SwapLate
 
@@ -15,13 +16,25 @@ log = logging.getLogger(__name__)
 
 
 class VersionWatcher:
-    """`serving` is the version the engine starts with, None when its draft is not from the folder."""
+    """`serving` is the version the engine starts with, None when its draft is not from the folder.
+
+    A version made for other weights of the target is no better than a guess: started with one, the server drafts with it seldom
+    until a version for its own target is live, and it never swaps one in.
+    """
 
     def __init__(self, loop: EngineLoop, root: str | Path, *, poll_s: float = 1.0, serving: int | None = None):
         self.loop, self.root, self.poll_s, self.serving = loop, Path(root), poll_s, serving
         self._refused: int | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draftsmith-versions", daemon=True)
+        if serving is not None and (reason := self._misfit(serving)):
+            loop.engine.drafting.quarantined = True
+            log.warning("draft version %d is in quarantine and drafts in one round of %d: %s", serving, PROBE, reason)
+
+    def _misfit(self, version: int) -> str:
+        own = self.loop.engine.target.revision
+        made_for = stranger(self.root, version, own)
+        return f"it was made for target revision {made_for}, this server runs {own}" if made_for else ""
 
     def start(self) -> VersionWatcher:
         self._thread.start()
@@ -38,8 +51,11 @@ class VersionWatcher:
             if wanted is None or wanted in (self.serving, self._refused):
                 return False
             folder = open_version(self.root, wanted)
+            reason = self._misfit(wanted)
         except UserError as error:
             return self._refuse(None, error)
+        if reason:
+            return self._refuse(wanted, UserError(f"version {wanted} stays out: {reason}; let distill learn for this target"))
         try:
             swap = self.loop.swap(str(folder), str(wanted))
         except SwapLate as error:

@@ -1,0 +1,42 @@
+"""A draft that was made for other weights of the target: lossless all the same, but nobody knows what it is worth now.
+
+Servers let it draft seldom until a version made for their target is live. That is either a candidate that passed the gate on
+the new target's traffic, or the same draft again, once that traffic shows that it still predicts well enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from draftsmith.distill.config import GateConfig
+from draftsmith.distill.gate import Decision
+from draftsmith.distill.scoring import Scorer
+from draftsmith.distill.traffic import ServedText
+
+Signature = list[tuple[str, int, int]]
+
+
+def regate(live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int) -> Decision:
+    """`texts` are held-out ones of the new target. The mean over requests has to reach the floor by two standard errors."""
+    scored = [one for one in live.score(texts, max_depth=max_depth) if one.is_consistent and len(one.alpha)]
+    means = np.array([float(one.alpha.mean()) for one in scored])
+    if len(means) < config.requests:
+        return Decision("hold", f"quarantine: {len(means)} scored requests of the new target, {config.requests} are needed")
+    alpha, error = float(means.mean()), float(means.std(ddof=1)) / len(means) ** 0.5
+    told = f"alpha {alpha:.3f} +- {error:.3f} on {len(means)} requests of the new target"
+    # Written so that NaN does not pass.
+    if not alpha - 2 * error >= config.floor:
+        return Decision("hold", f"quarantine: {told} does not show {config.floor}")
+    return Decision("accept", f"out of quarantine: {told}")
+
+
+def signature(target: str) -> Signature:
+    """Of the weight files in a folder, so that new ones are noticed without reading them; a Hub id has none."""
+    folder = Path(target)
+    if not folder.is_dir():
+        return []
+    states = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
