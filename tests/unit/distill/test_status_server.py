@@ -1,0 +1,48 @@
+"""The learner's status over HTTP: what status.json holds, as JSON and for Prometheus."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from draftsmith.distill.state import TOTALS
+from draftsmith.distill.status import Status
+from draftsmith.distill.status_server import StatusServer
+from draftsmith.errors import UserError
+from draftsmith.train.checkup.scrape import parse
+
+
+def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
+    status = Status(tmp_path, io.StringIO())
+    server = StatusServer(status, "127.0.0.1", 0)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as http:
+            assert http.get("/").json() == {}
+            for updates in (3, 4):
+                status.show(
+                    "a line", {"updates": updates, "loss": 0.5, "quarantined": True, "alpha_training": [0.1], "live": None}
+                )
+                found = parse(http.get("/metrics").text)
+                assert found.total("draftsmith_learner_updates_total") == updates
+                assert found.total("draftsmith_learner_loss") == 0.5 and found.total("draftsmith_learner_quarantined") == 1
+                assert not found.has("draftsmith_learner_live") and not found.has("draftsmith_learner_alpha_training")
+            assert http.get("/").json() == json.loads((tmp_path / "status.json").read_text())
+            assert http.get("/elsewhere").status_code == 404
+    finally:
+        server.close()
+    assert "updates" in TOTALS and "is_gate_due" not in TOTALS
+
+
+def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match="--status-port"):
+            StatusServer(Status(tmp_path, io.StringIO()), "127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match="--status-port"):
+        StatusServer(Status(tmp_path, io.StringIO()), "127.0.0.1", 70000)
