@@ -86,6 +86,13 @@ class GateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriftConfig:
+    false_alarms: float = option(0.02, "alarms an hour, over all classes, while nothing changes")
+    drop: float = option(0.05, "loss of a class's acceptance that is no alarm")
+    patience: int = option(32, "gate decisions in a row without a promotion after which learning rests until an alarm; 0: never")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
     bytes: int = option(2 << 30, "size of the buffer; what was learned from goes first")
     age_s: float = option(7 * 86400.0, "age at which records are deleted")
@@ -100,6 +107,7 @@ class DistillConfig:
     versions: str = option(help="folder to publish versions in (serve --versions)")
     learn: LearnConfig = option(factory=LearnConfig)
     gate: GateConfig = option(factory=GateConfig)
+    drift: DriftConfig = option(factory=DriftConfig)
     retention: RetentionConfig = option(factory=RetentionConfig)
     poll_s: float = option(1.0, "pause when there is nothing new")
     idle_s: float = option(2.0, "a request without a new record for so long is taken as finished")
@@ -116,3 +124,9 @@ class DistillConfig:
     seed: int = option(0, "of the replay")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetConfig:
+    buffer: str = option(help="folder or fsspec URL the servers write records to")
+    request: str = option(help="id of the answer, as the server gave it (cmpl-... or chatcmpl-...)")

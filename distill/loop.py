@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from draftsmith.config import to_dict
 from draftsmith.distill import learner as learning
 from draftsmith.distill.buffer import BufferReader
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.drift import Drift
 from draftsmith.distill.folder import retain
 from draftsmith.distill.gate import Decision, decide
 from draftsmith.distill.learner import Learner, UpdateReport
@@ -48,7 +49,7 @@ class Daemon:
         self.reader = BufferReader(config.buffer)
         self.saves = StateFolder(self.root)
         self.counters, self.fresh, self.window, self.open = Counters(), [], [], OpenRequests()
-        self.ledger = Ledger()
+        self.ledger, self.drift = Ledger(), Drift(config.drift)
         self.since_watch = 0  # held-out texts since the last look at the live version
         self.saved_s = self.retained_s = self.active_s = time.monotonic()
         self.report: UpdateReport | None = None
@@ -118,7 +119,7 @@ class Daemon:
         """True when there was something to do."""
         self.follow()
         arrived = self.take_in()
-        has_update = len(self.fresh) >= self.config.learn.fresh
+        has_update = len(self.fresh) >= self.config.learn.fresh and not self.drift.is_resting
         if has_update:
             self.update()
             self.counters.is_gate_due |= self.counters.updates % self.config.gate.every == 0
@@ -160,6 +161,7 @@ class Daemon:
         return bool(reading.records)
 
     def sort_in(self, text: ServedText) -> None:
+        self.look_for_drift(text)
         if is_held_out(text, self.config.gate.held_out):
             self.counters.held_out += 1
             if text.is_scorable:
@@ -168,6 +170,13 @@ class Daemon:
         else:
             # More than the reservoir holds would only be waited for: the newest traffic matters most.
             self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
+
+    def look_for_drift(self, text: ServedText) -> None:
+        alarm = self.drift.observe(text, self.publisher.version)
+        if alarm is not None:
+            self.counters.drift_alarms += 1
+            versions.record_decision(self.root, {"decision": "drift", "reason": alarm.describe(), **asdict(alarm)})
+            self.status.event(f"drift: {alarm.describe()}")
 
     # Learning.
 
@@ -235,6 +244,7 @@ class Daemon:
         self.learner.live_changed(self.publisher.live.state_dict())
         self.judge_target()
         self.ledger = Ledger()
+        self.drift.new_version()
         self.since_watch = 0
 
     def decided(self, decision: Decision, *, version: int | None = None) -> None:
@@ -243,6 +253,8 @@ class Daemon:
         versions.record_decision(self.root, {**numbers, "version": version, "updates": self.counters.updates})
         self.counters.count(decision.decision)
         self.status.event(describe(decision, version))
+        if self.drift.judged(promoted=version is not None):
+            self.status.event(f"{self.drift.fruitless} decisions without a promotion; learning rests until the traffic changes")
 
     def watch(self) -> None:
         """Looks at what the live version did since it went live."""
@@ -338,6 +350,8 @@ class Daemon:
             "loss": report.loss if report else None,
             "alpha_training": alpha,
             "live": watched.to_dict() if watched else None,
+            "drift": self.drift.to_dict(),
+            "resting": self.drift.is_resting,
             "quarantined": bool(self.made_for),
             "share": self.throttle.share,
             "worked_s": self.throttle.worked_s,

@@ -51,6 +51,7 @@ class Counters:
     held: int = 0
     refused: int = 0
     rolled_back: int = 0
+    drift_alarms: int = 0
     is_gate_due: bool = False  # stays set while held-out requests are too few, or a full disk prevents a publication
 
     def count(self, decision: str) -> None:
