@@ -12,13 +12,15 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from draftsmith.distill import record_table
+from draftsmith.distill import marks, record_table
 from draftsmith.distill.folder import Cursor, Folder, Shard, is_unread, parse, retain
 from draftsmith.serve.record import RoundRecord
 
@@ -26,24 +28,56 @@ logger = logging.getLogger("draftsmith.buffer")
 
 # Looks at a shard that the file system does not give before it is skipped.
 MAX_FAILURES = 10
+# Between two looks of a writer at its readers, between two marks of a reader.
+LOOK_S = 2.0
+# How long a server that stops waits for a disk that hangs.
+CLOSE_S = 10.0
+
+# Makes of a record those that may be stored now: none, or more when it was waited for.
+Screen = Callable[[RoundRecord], list[RoundRecord]]
+
+
+class Batch(NamedTuple):
+    """The front of a writer's queue, made ready once however often the disk refuses it."""
+
+    taken: int
+    table: pa.Table
+    refused: int  # records that Arrow cannot hold
 
 
 class BufferWriter:
     """A `serve.record.Sink`. `put` only appends to a bounded queue; a thread writes a shard a second or every `flush_records`.
 
-    A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk refuses, records wait in
-    the queue and the newest beyond its bound are dropped; `dropped` counts them.
+    A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk refuses or hangs, records wait
+    in the queue and the newest beyond its bound are dropped; `dropped` counts them. When readers are more than `backlog_bytes`
+    behind, fewer requests are asked for, so that what is unread stops growing.
+
+    Args:
+        screens: applied in order on the writer's thread; each makes of a record those that may be stored now.
     """
 
     def __init__(
-        self, url: str, *, flush_s: float = 1.0, flush_records: int = 512, queue_records: int = 16384, max_bytes: int = 8 << 30
+        self,
+        url: str,
+        *,
+        screens: Sequence[Screen] = (),
+        flush_s: float = 1.0,
+        flush_records: int = 512,
+        queue_records: int = 16384,
+        max_bytes: int = 8 << 30,
+        backlog_bytes: int = 64 << 20,
     ):
         self.folder = Folder(url)
         self.flush_s, self.flush_records, self.queue_records, self.max_bytes = flush_s, flush_records, queue_records, max_bytes
+        self.screens, self.backlog_bytes = screens, backlog_bytes
         self.writer = uuid.uuid4().hex[:12]
         self.written = self.dropped = self.deleted = 0
         self._number = 0
+        self._share = 1.0
+        self._forgotten: frozenset[str] = frozenset()
+        self._looked_s = -LOOK_S
         self._queue: deque[RoundRecord] = deque()
+        self._batch: Batch | None = None
         self._wake = threading.Event()
         self._closing = False
         self._failing = False
@@ -54,7 +88,8 @@ class BufferWriter:
 
     @property
     def share(self) -> float:
-        return 1.0
+        # A queue that fills is a disk that does not follow: room is left for the requests that are recorded already.
+        return 0.0 if len(self._queue) > self.queue_records // 2 else self._share
 
     def put(self, record: RoundRecord) -> None:
         if len(self._queue) >= self.queue_records or self._closing:
@@ -65,29 +100,55 @@ class BufferWriter:
             self._wake.set()
 
     def close(self) -> None:
-        """Flushes what is queued; tries once if the disk refuses."""
+        """Flushes what is queued; tries once if the disk refuses, and does not wait long for one that hangs."""
         self._closing = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.error("buffer %s hangs; %d records are lost", self.folder.url, len(self._queue))
 
     def _run(self) -> None:
         while not self._closing:
             self._wake.wait(self.flush_s)
             self._wake.clear()
+            self._look()
             self._flush()
         self._flush()
         self.dropped += len(self._queue)
 
+    def _look(self) -> None:
+        """How far the readers are, and what is to be forgotten."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        try:
+            unread = marks.unread_bytes(self.folder)
+            self._forgotten = marks.forgotten(self.folder)
+        except OSError as error:
+            logger.debug("buffer %s cannot be looked into (%s)", self.folder.url, error)
+            return
+        self._share = min(1.0, self.backlog_bytes / max(1, unread))
+
     def _flush(self) -> None:
         while self._queue:
-            records = [self._queue[index] for index in range(min(len(self._queue), self.flush_records))]
-            table, kept = tabulate(records)
-            if kept and not self._write(table):
+            if self._batch is None:
+                self._batch = self._prepare(min(len(self._queue), self.flush_records))
+            if self._batch.table.num_rows and not self._write(self._batch.table):
                 return
-            for _ in records:
+            for _ in range(self._batch.taken):
                 self._queue.popleft()
-            self.written += kept
-            self.dropped += len(records) - kept
+            self.written += self._batch.table.num_rows
+            self.dropped += self._batch.refused
+            self._batch = None
+
+    def _prepare(self, taken: int) -> Batch:
+        records = [self._queue[index] for index in range(taken)]
+        records = [record for record in records if not marks.is_forgotten(record.request, self._forgotten)]
+        for screen in self.screens:
+            records = [ready for record in records for ready in screen(record)]
+        table, kept = tabulate(records)
+        return Batch(taken, table, len(records) - kept)
 
     def _write(self, table: pa.Table) -> bool:
         """False when the disk refused: the records stay queued."""
@@ -143,6 +204,8 @@ class BufferReader:
         self.folder = Folder(url)
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
+        self.name = uuid.uuid4().hex[:12]
+        self._marked_s = -LOOK_S
         self._failures = 0  # in a row, at the first unread shard
 
     def read(self, *, max_records: int = 4096) -> Reading:
@@ -157,7 +220,25 @@ class BufferReader:
             records += found
             self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
             done += 1
-        return Reading(records, dict(self.cursor), done < len(unread), self.damaged - damaged)
+        self._mark()
+        answers = self.forgotten()
+        kept = [record for record in records if not marks.is_forgotten(record.request, answers)]
+        return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged)
+
+    def forgotten(self) -> frozenset[str]:
+        """Answers whose records may be kept nowhere any more; `marks.is_forgotten` tells by a record's request."""
+        return marks.forgotten(self.folder)
+
+    def _mark(self) -> None:
+        """Tells the writers how far it is. A reader of a buffer that it may not write to is one that they do not wait for."""
+        now_s = time.monotonic()
+        if now_s - self._marked_s < LOOK_S:
+            return
+        self._marked_s = now_s
+        try:
+            marks.leave_progress(self.folder, self.name, self.cursor)
+        except OSError as error:
+            logger.debug("buffer %s takes no mark (%s)", self.folder.url, error)
 
     def _take(self, shard: Shard) -> list[RoundRecord] | None:
         """None when the file system fails, which may pass; a shard that it never gives is skipped in the end."""
@@ -185,3 +266,4 @@ class BufferReader:
         present = {shard.writer for shard in self.folder.shards()}
         newest = {writer: number for writer, number in self.cursor.items() if writer in present}
         self.cursor = newest
+        marks.sweep(self.folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from draftsmith import files
 from draftsmith.distill import record_table
@@ -45,16 +46,27 @@ class Folder:
         self.url = url
 
     def shards(self) -> list[Shard]:
-        """In order of time; other files are not looked at."""
-        if not self.fs.isdir(self.root):
-            return []
-        self.fs.invalidate_cache(self.root)
+        """In order of time."""
         found = []
-        for entry in self.fs.ls(self.root, detail=True):
-            if match := NAME.fullmatch(entry["name"].rsplit("/", 1)[-1]):
-                size = int(entry.get("size") or 0)
-                found.append(Shard(int(match["time_ms"]), match["writer"], int(match["number"]), entry["name"], size))
+        for name, size in self.names().items():
+            if match := NAME.fullmatch(name):
+                path = f"{self.root}/{name}"
+                found.append(Shard(int(match["time_ms"]), match["writer"], int(match["number"]), path, size))
         return sorted(found)
+
+    def names(self) -> dict[str, int]:
+        """Every file with its size in bytes."""
+        if not self.fs.isdir(self.root):
+            return {}
+        self.fs.invalidate_cache(self.root)
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry.get("size") or 0) for entry in self.fs.ls(self.root, detail=True)}
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether nothing in it ever reaches a disk."""
+        if not isinstance(self.fs, LocalFileSystem):
+            return isinstance(self.fs, MemoryFileSystem)
+        return file_system_of(Path(self.root)) in ("tmpfs", "ramfs")
 
     def write(self, name: str, data: bytes) -> None:
         """Whole or not at all: a rename where there is one, a single put on an object store."""
@@ -69,6 +81,9 @@ class Folder:
         """An `OSError` says something about the file system, not about the shard."""
         return self.fs.cat_file(shard.path)
 
+    def read(self, name: str) -> bytes:
+        return self.fs.cat_file(f"{self.root}/{name}")
+
     def sweep(self) -> None:
         """Half-written files of killed writers."""
         if isinstance(self.fs, LocalFileSystem):
@@ -77,10 +92,26 @@ class Folder:
                     leftover.unlink(missing_ok=True)
 
     def delete(self, shard: Shard) -> None:
+        self.remove(shard.path.rsplit("/", 1)[-1])
+
+    def remove(self, name: str) -> None:
         try:
-            self.fs.rm_file(shard.path)
+            self.fs.rm_file(f"{self.root}/{name}")
         except FileNotFoundError:
-            logger.debug("shard %s was deleted by another process", shard.path)
+            logger.debug("%s/%s was deleted by another process", self.root, name)
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the mount that holds `path`; "" where the system does not tell."""
+    table = Path("/proc/self/mounts")
+    if not table.exists():
+        return ""
+    found, kind = "", ""
+    for line in table.read_text(encoding="utf-8").splitlines():
+        _, place, fs_type, *_ = line.split(" ")
+        if len(place) >= len(found) and path.absolute().is_relative_to(place):
+            found, kind = place, fs_type
+    return kind
 
 
 def is_unread(shard: Shard, cursor: Cursor) -> bool:

@@ -158,3 +158,15 @@ def _bounds(lists: pa.ListArray) -> np.ndarray:
 def without_laws(record: RoundRecord) -> RoundRecord:
     """For the reservoir: training recomputes the target's laws, so that only the gate needs the logged ones."""
     return dataclasses.replace(record, p=[], q=[])
+
+
+def tokens_only(record: RoundRecord) -> RoundRecord:
+    """Laws of which nothing is told: a position that has one may be scored all the same, with what this target says there."""
+    nothing = np.zeros((len(record.p), 0))
+    untold = LawArrays(
+        nothing.astype(np.int32),
+        nothing.astype(np.float32),
+        np.ones(len(nothing), dtype=np.float32),
+        np.zeros(len(nothing), dtype=np.float32),
+    )
+    return dataclasses.replace(record, p=Laws(lambda: untold, 0, len(nothing)), q=[])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from draftsmith.distill.marks import is_forgotten
 from draftsmith.distill.record_table import without_laws
 from draftsmith.serve.record import RoundRecord
 from draftsmith.train.roles import Branch, Role, branch_of, roles_of
@@ -64,8 +65,18 @@ def is_held_out(text: ServedText, share: float) -> bool:
     return int.from_bytes(digest[:4], "big") < share * 2**32
 
 
+def is_whole(records: Sequence[RoundRecord]) -> bool:
+    """Whether nothing is missing up to a last record, in whatever order they came."""
+    return any(record.last and record.round == len(records) - 1 for record in records)
+
+
+def remembered(texts: Sequence[ServedText], answers: frozenset[str]) -> list[ServedText]:
+    """Those that nobody asked to forget."""
+    return [text for text in texts if not is_forgotten(text.request, answers)]
+
+
 class OpenRequests:
-    """Requests whose records are still coming. A record carries no "last" mark: silence for `idle_s` ends a request."""
+    """Requests whose records are still coming. One is over with its last record, or after `idle_s` of silence."""
 
     def __init__(self, records: Sequence[RoundRecord] = ()):
         self.records: dict[str, list[RoundRecord]] = {}
@@ -79,12 +90,16 @@ class OpenRequests:
             self.records.setdefault(record.request, []).append(record)
             self.seen_s[record.request] = now_s
 
+    def forget(self, answers: frozenset[str]) -> None:
+        for request in [request for request in self.records if is_forgotten(request, answers)]:
+            del self.records[request], self.seen_s[request]
+
     def take(self, *, idle_s: float) -> list[ServedText]:
-        """Texts of the requests that have been silent for `idle_s`, in order of arrival."""
+        """Texts of the requests that are over, in order of arrival."""
         now_s = time.monotonic()
-        silent = [request for request, seen_s in self.seen_s.items() if now_s - seen_s >= idle_s]
+        over = [request for request, seen_s in self.seen_s.items() if now_s - seen_s >= idle_s or is_whole(self.records[request])]
         texts = []
-        for request in silent:
+        for request in over:
             del self.seen_s[request]
             records = self.records.pop(request)
             text = stitch(records)

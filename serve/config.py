@@ -74,6 +74,10 @@ class ServeConfig:
     versions: str | None = option(None, "a folder of draft versions to follow; new ones are swapped in between rounds")
     poll_s: float = option(1.0, "seconds between two looks into the versions folder")
     learn: str | None = option(None, "a buffer folder or URL that records rounds for learning")
+    learn_laws: bool = option(True, "record the laws of target and draft too; without them a buffer holds tokens alone")
+    redact: str | None = option(
+        None, "module:function that gives (begin, end) of what to mask in a request's text before it is recorded"
+    )
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on")
     api_key: tuple[str, ...] | None = option(None, "if given, requests must carry one of these as a bearer token")

@@ -49,6 +49,11 @@ COMMANDS = {
         "draftsmith.distill.daemon:run",
         "the online daemon: learn from served traffic, publish gated versions",
     ),
+    "forget": Command(
+        "draftsmith.distill.config:ForgetConfig",
+        "draftsmith.distill.forget:run",
+        "take an answer's records out of a buffer, and out of what learners keep",
+    ),
     "export": Command(
         "draftsmith.train.export_config:ExportConfig",
         "draftsmith.train.export:run",

@@ -6,13 +6,23 @@ from draftsmith.serve.config import ServeConfig
 
 
 def run(config: ServeConfig) -> int:
-    from draftsmith.distill.buffer import BufferWriter
+    from draftsmith.distill.buffer import BufferWriter, Screen
+    from draftsmith.distill.record_table import tokens_only
+    from draftsmith.distill.redaction import Redactor, load_hook, mask_of
     from draftsmith.drafters.target import Target
     from draftsmith.serve.record import Sink
     from draftsmith.serve.run import run as serve
 
+    hook = None if config.redact is None else load_hook(config.redact)
+
     def make_sink(config: ServeConfig, target: Target) -> Sink:
         assert config.learn is not None
-        return BufferWriter(config.learn)
+        screens: list[Screen] = []
+        if hook is not None:
+            tokenizer = target.tokenizer()
+            screens.append(Redactor(hook, tokenizer, mask_id=mask_of(tokenizer)))
+        if not config.learn_laws:
+            screens.append(lambda record: [tokens_only(record)])
+        return BufferWriter(config.learn, screens=screens)
 
     return serve(config, make_sink)
