@@ -221,7 +221,9 @@ def load_model(
     """A causal LM in evaluation mode with our attention."""
     plan = {"distributed_config": DistributedConfig(tp_size=shards)} if shards > 1 else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=register(), **plan)
+        model, told = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=register(), output_loading_info=True, **plan
+        )
     except KeyError as error:
         # Families that choose among their own attention classes by name (Falcon) do not know ours.
         raise UserError(
@@ -229,6 +231,9 @@ def load_model(
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id") from error
+    if missing := sorted(told["missing_keys"]):
+        # transformers would go on with random numbers in their place.
+        raise UserError(f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; restore its files")
     return model.to(device).eval()
 
 

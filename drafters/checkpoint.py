@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from draftsmith import files
+from draftsmith.drafters.draft_lm import DraftLm
 from draftsmith.drafters.foreign_lm import ForeignLm
 from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
 from draftsmith.drafters.target import Target
@@ -73,7 +74,12 @@ def load_foreign(
     folder: str | Path, target: Target, *, dtype: torch.dtype | None = None, revision: str | None = None
 ) -> ForeignLm:
     """Any causal LM, whatever its tokenizer, as a draft of the tokens that both have."""
-    drafter = ForeignLm.load(locate(folder, revision=revision), target)
+    folder = locate(folder, revision=revision)
+    if (family := family_of(read_config(folder))) != DraftLm.family:
+        raise UserError(
+            f"{str(folder)!r} is a draft of family {family!r}, which has no tokenizer of its own; leave heterogeneous_vocab out"
+        )
+    drafter = ForeignLm.load(folder, target)
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
 
 

@@ -10,6 +10,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.config_checks import check_engine
 
 GIB = 2**30
 CPU_BYTES = 2 * GIB
@@ -27,19 +28,7 @@ class BlockPlan(NamedTuple):
 
 def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineConfig) -> BlockPlan:
     """`num_blocks` if given; else enough for a full batch of full contexts, target's and draft's, within `memory_gib`."""
-    if config.max_batch < 1:
-        raise UserError(f"max_batch is {config.max_batch}; it must be at least 1")
-    if config.k < 0:
-        raise UserError(f"k is {config.k}; it must be at least 0")
-    if config.adaptive and config.tree is not None:
-        raise UserError("k is auto, which chooses the length of chains, together with a tree; leave tree out or give k a number")
-    if config.verification == "typical" and config.tree is not None:
-        raise UserError("verification is 'typical', which judges chains; leave tree out")
-    if config.synthetic_acceptance is not None:
-        if config.tree is not None:
-            raise UserError("synthetic_acceptance keeps chains; leave tree out")
-        if not config.synthetic_acceptance or not all(0 <= rate <= 1 for rate in config.synthetic_acceptance):
-            raise UserError(f"synthetic_acceptance is {config.synthetic_acceptance}; give rates from 0 to 1, one a position")
+    check_engine(config)
     if config.max_length is not None and not 2 <= config.max_length <= target.max_positions:
         raise UserError(f"max_length is {config.max_length}; this target allows 2 to {target.max_positions}")
     max_length = config.max_length or target.max_positions

@@ -26,6 +26,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve.api_gate import Limits
 from draftsmith.serve.api_report import Level
 from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.config_checks import check_engine, check_serve
 from draftsmith.serve.dashboard import Dashboard
 from draftsmith.serve.dashboard_learning import Learning
 from draftsmith.serve.dashboard_samples import History
@@ -92,37 +93,21 @@ def lead(config: ServeConfig, target: Target, listener: socket.socket, make_sink
 
 
 def check(config: ServeConfig) -> None:
-    if config.threads is not None and config.threads < 1:
-        raise UserError(f"threads is {config.threads}; it must be at least 1")
-    if config.tensor_parallel < 1:
-        raise UserError(f"tensor_parallel is {config.tensor_parallel}; it must be at least 1")
-    limits = limits_of(config)
-    for name, value in (
-        ("max_body_bytes", limits.max_body_bytes),
-        ("max_concurrency", limits.max_concurrency),
-        ("request_timeout_s", limits.timeout_s),
-    ):
-        if value is not None and value <= 0:
-            raise UserError(f"{name} is {value}; it must be above 0")
-    wanted_tree(config.engine())
-    if config.ngram and (config.suffix or config.draft is not None or config.versions is not None):
-        raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
-    if config.draft is None and (config.draft_revision is not None or config.heterogeneous_vocab):
-        given = "draft_revision" if config.draft_revision is not None else "heterogeneous_vocab"
-        raise UserError(f"{given} is given without a draft; name the draft too or leave it out")
-    if config.heterogeneous_vocab and (config.versions is not None or config.learn is not None):
-        raise UserError(
-            "heterogeneous_vocab is given with versions or learn, which train a draft over the target's ids; choose one"
-        )
-    if config.suffix and config.learn is not None and (config.draft is not None or config.versions is not None):
-        # The watch over a version compares what was accepted with what that draft foresees.
-        raise UserError(
-            "learn is given with suffix beside a draft, whose rounds it could not tell apart; leave suffix or learn out"
-        )
+    """Whatever can be told before anything is loaded."""
+    check_serve(config)
+    engine = config.engine()
+    check_engine(engine)
+    wanted_tree(engine)
 
 
 def device_of(config: ServeConfig) -> str:
     if config.device is not None:
+        try:
+            kind = torch.device(config.device).type
+        except RuntimeError as error:
+            raise UserError(f"device is {config.device!r}, which torch does not know; give cpu or cuda") from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"device is {config.device!r} but torch sees no CUDA device here; give cpu or leave it out")
         return config.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 

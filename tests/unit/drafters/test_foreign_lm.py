@@ -136,6 +136,12 @@ def test_draft_options_that_mean_nothing_are_refused(options, words):
         check(ServeConfig(target="t", **options))
 
 
+def test_a_head_is_no_lm_with_another_tokenizer(target, tmp_path):
+    checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path, target)
+    with pytest.raises(UserError, match="is a draft of family 'eagle3'"):
+        checkpoint.load_foreign(tmp_path, target)
+
+
 def test_a_revision_of_a_local_folder_is_refused(foreign, target):
     with pytest.raises(UserError, match="revision 'v1' is asked of draft"):
         checkpoint.load(foreign, target, revision="v1")

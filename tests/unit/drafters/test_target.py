@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 from draftsmith.drafters.target import FINAL, Target
@@ -181,6 +184,16 @@ def test_a_model_outside_the_interface_is_refused(tmp_path):
 def test_missing_folder_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match="cannot be loaded"):
         Target.load(tmp_path / "absent")
+
+
+def test_a_model_that_lacks_a_weight_is_refused(tiny_target, tmp_path):
+    """transformers would put random numbers in its place."""
+    shutil.copytree(tiny_target("llama"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 of its weights, 'model\.norm\.weight'"):
+        Target.load(tmp_path)
 
 
 def test_revision_follows_the_weights_not_the_dtype(tiny_target):

@@ -1,0 +1,83 @@
+"""What no server can be started with, and flags that something else given makes void. Torch-free."""
+
+from __future__ import annotations
+
+import math
+
+from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.control import MAX_K
+
+
+def check_engine(config: EngineConfig) -> None:
+    for name, count in (
+        ("max_batch", config.max_batch),
+        ("max_round_tokens", config.max_round_tokens),
+        ("max_queue", config.max_queue),
+        ("block_size", config.block_size),
+    ):
+        if count < 1:
+            raise UserError(f"{name} is {count}; it must be at least 1")
+    if not 0 <= config.k <= MAX_K:
+        raise UserError(f"k is {config.k}; give at least 0 and at most {MAX_K}")
+    if config.memory_gib is not None and not math.isfinite(config.memory_gib):
+        raise UserError(f"memory_gib is {config.memory_gib}; give a number")
+    if config.adaptive and config.k_schedule is not None:
+        raise UserError(f"k is auto together with k_schedule {config.k_schedule!r}; choose one of them")
+    if config.synthetic_acceptance is None:
+        return
+    if not config.synthetic_acceptance or not all(0 <= rate <= 1 for rate in config.synthetic_acceptance):
+        raise UserError(f"synthetic_acceptance is {config.synthetic_acceptance}; give rates from 0 to 1, one a position")
+    if config.verification != "chain":
+        raise UserError(
+            f"verification is {config.verification!r} together with synthetic_acceptance, which judges no draft; leave one of "
+            "them out"
+        )
+
+
+def check_serve(config: ServeConfig) -> None:
+    _check_numbers(config)
+    _check_drafts(config)
+
+
+def _check_numbers(config: ServeConfig) -> None:
+    for name, count in (("threads", config.threads), ("tensor_parallel", config.tensor_parallel)):
+        if count is not None and count < 1:
+            raise UserError(f"{name} is {count}; it must be at least 1")
+    for name, value in (
+        ("max_body_bytes", config.max_body_bytes),
+        ("max_concurrency", config.max_concurrency),
+        ("request_timeout_s", config.request_timeout_s),
+        ("poll_s", config.poll_s),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} is {value}; it must be above 0")
+    for name, value in (("drain_s", config.drain_s), ("log_stats_s", config.log_stats_s)):
+        if not 0 <= value < math.inf:
+            raise UserError(f"{name} is {value}; it must be at least 0")
+    if not 0 <= config.port < 2**16:
+        raise UserError(f"port is {config.port}; give one from 0 to {2**16 - 1}")
+    if config.api_key is not None and not all(key.strip() for key in config.api_key):
+        # An unset variable in a command line would let everybody in who sends no key at all.
+        raise UserError("api_key is empty; give a key, or leave it out for a server that asks for none")
+
+
+def _check_drafts(config: ServeConfig) -> None:
+    trained = config.draft is not None or config.versions is not None
+    if config.ngram and (config.suffix or trained):
+        raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
+    if config.draft is None and (config.draft_revision is not None or config.heterogeneous_vocab):
+        given = "draft_revision" if config.draft_revision is not None else "heterogeneous_vocab"
+        raise UserError(f"{given} is given without a draft; name the draft too or leave it out")
+    if not trained and (config.draft_dtype != "auto" or config.fallback != "none"):
+        given = "draft_dtype" if config.draft_dtype != "auto" else "fallback"
+        raise UserError(f"{given} is given without a trained draft; name the draft too or leave it out")
+    if config.heterogeneous_vocab and (config.versions is not None or config.learn is not None):
+        raise UserError(
+            "heterogeneous_vocab is given with versions or learn, which train a draft over the target's ids; choose one"
+        )
+    if config.suffix and config.learn is not None and trained:
+        # The watch over a version compares what was accepted with what that draft foresees.
+        raise UserError(
+            "learn is given with suffix beside a draft, whose rounds it could not tell apart; leave suffix or learn out"
+        )

@@ -1,0 +1,63 @@
+"""Settings that no server can work with are one sentence before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config_checks import check_engine
+from draftsmith.serve.run import check, device_of
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"max_round_tokens": 0}, "max_round_tokens is 0"),
+        ({"max_queue": 0}, "max_queue is 0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"k": 65}, "k is 65; give at least 0 and at most 64"),
+        ({"k": -1}, "k is -1"),
+        ({"memory_gib": NAN}, "memory_gib is nan"),
+        ({"adaptive": True, "k_schedule": "1:5"}, "k is auto together with k_schedule"),
+        ({"synthetic_acceptance": (0.5, NAN)}, "rates from 0 to 1"),
+        ({"synthetic_acceptance": ()}, "rates from 0 to 1"),
+        ({"synthetic_acceptance": (0.5,), "verification": "typical"}, "verification is 'typical' together with synthetic"),
+    ],
+)
+def test_an_engine_is_not_made_of(options, words):
+    check_engine(EngineConfig())
+    with pytest.raises(UserError, match=words):
+        check_engine(EngineConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k": "auto", "k_schedule": "1:5"}, "k is auto together with k_schedule"),
+        ({"threads": 0}, "threads is 0"),
+        ({"request_timeout_s": NAN}, "request_timeout_s is nan"),
+        ({"poll_s": 0.0}, "poll_s is 0"),
+        ({"drain_s": -1.0}, "drain_s is -1"),
+        ({"log_stats_s": NAN}, "log_stats_s is nan"),
+        ({"port": 65536}, "port is 65536"),
+        ({"api_key": ("right", " ")}, "api_key is empty"),
+        ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a trained draft"),
+        ({"ngram": True, "fallback": "suffix"}, "fallback is given without a trained draft"),
+    ],
+)
+def test_a_server_is_not_started_with(options, words):
+    check(ServeConfig(target="t", draft="d"))
+    with pytest.raises(UserError, match=words):
+        check(ServeConfig(target="t", **options))
+
+
+@pytest.mark.parametrize(("device", "words"), [("banana", "which torch does not know"), ("cuda:1", "sees no CUDA device")])
+def test_a_device_that_is_not_there(device, words, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_of(ServeConfig(target="t")) == device_of(ServeConfig(target="t", device="cpu")) == "cpu"
+    with pytest.raises(UserError, match=words):
+        device_of(ServeConfig(target="t", device=device))
