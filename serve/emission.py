@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from draftsmith.serve.outcome import Outcome, late_text
 from draftsmith.serve.recorder import Recorder
-from draftsmith.serve.request import Request, TokenLogprob, Update
+from draftsmith.serve.request import FinishReason, Request, TokenLogprob, Update
 
 
 class _Share(NamedTuple):
@@ -29,7 +29,13 @@ class Emission:
     def flush(self) -> None:
         while self._pending:
             request, outcome, logprobs = self._pending.popleft()
-            text = outcome.text + late_text(request, outcome)
+            try:
+                text = outcome.text + late_text(request, outcome)
+            except Exception:
+                # Whoever still runs is ended by the caller; one that is done would never be heard of again.
+                if outcome.finish_reason is not None and request.on_update is not None:
+                    request.on_update(request, Update([], "", [], FinishReason.ERROR))
+                raise
             request.text += text
             request.logprobs += logprobs
             if outcome.finish_reason is not None and self._recorder.wants(request):

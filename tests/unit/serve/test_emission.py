@@ -74,3 +74,13 @@ def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(tar
     in_turn = ["pass", "update", "pass", "update", "pass", "last update"]
     overlapped = ["pass", "pass", "update", "pass", "update", "last update"]
     assert events == (overlapped if overlaps else in_turn)
+
+
+def test_a_text_that_cannot_be_made_ends_its_request_with_an_error(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(target, None, EngineConfig(num_blocks=64, block_size=8))
+    updates: list[Update] = []
+    request = engine.submit(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=1), lambda _, update: updates.append(update))
+    monkeypatch.setattr(request.text_stream, "push", lambda tokens: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert [update.finish_reason for update in updates] == [FinishReason.ERROR]
