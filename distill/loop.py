@@ -18,7 +18,7 @@ from draftsmith.distill.gate import Decision, decide
 from draftsmith.distill.learner import Learner, UpdateReport
 from draftsmith.distill.place import load_target
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.quarantine import regate, signature
+from draftsmith.distill.quarantine import enough, regate, signature
 from draftsmith.distill.regression import Watched, served_by, watch
 from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.sequential import Ledger
@@ -205,6 +205,8 @@ class Daemon:
     def gate(self) -> None:
         candidate, evidence = self.learner.drafter, self.ledger.gate
         decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, evidence=evidence)
+        if self.made_for:
+            decision = enough(decision, self.config.gate)
         if decision.decision == "accept":
             self.publish(decision, self.learner.drafter)
             self.counters.is_gate_due = False

@@ -1,12 +1,13 @@
 """A draft that was made for other weights of the target: lossless all the same, but nobody knows what it is worth now.
 
 Servers let it draft seldom until a version made for their target is live. That is either a candidate that passed the gate on
-the new target's traffic, or the same draft again, once that traffic shows that it still predicts well enough.
+the new target's traffic and reaches the floor, or the same draft again, once that traffic shows that it still does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,14 @@ def regate(live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max
     if not alpha - 2 * error >= config.floor:
         return Decision("hold", f"quarantine: {told} does not show {config.floor}")
     return Decision("accept", f"out of quarantine: {told}")
+
+
+def enough(decision: Decision, config: GateConfig) -> Decision:
+    """A candidate that is better than a draft in quarantine may still be no good: it goes live once it reaches the floor."""
+    comparison = decision.comparison
+    if decision.decision != "accept" or comparison is None or comparison.second >= config.floor:
+        return decision
+    return replace(decision, decision="hold", reason=f"quarantine: {decision.reason}, but alpha does not reach {config.floor}")
 
 
 def signature(target: str) -> Signature:

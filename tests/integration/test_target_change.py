@@ -1,0 +1,167 @@
+"""Other weights of the target: the draft made for the old ones goes into quarantine, is judged on new traffic, and learns."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.distill import daemon
+from draftsmith.distill.buffer import BufferWriter
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.drafting import PROBE
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.watch import VersionWatcher
+
+# Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
+SAMPLING = SamplingParams(max_tokens=16, temperature=0.5)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+class Site:
+    """A target's folder, whose weights change, the draft that its first weights make, and what server and learner share."""
+
+    def __init__(self, root: Path, first: str):
+        self.root, self.folder = root, str(root / "target")
+        shutil.copytree(first, self.folder)
+        self.target = Target.load(self.folder)
+        self.draft = DraftLm.create(DraftLmOptions(init=first), self.target, seed=0)
+        checkpoint.save(self.draft, root / "draft", self.target)
+        self.config = DistillConfig(
+            target=self.folder, draft=str(root / "draft"), buffer=str(root / "buffer"), versions=str(root / "versions"),
+            until_idle_s=0.3, idle_s=0.1, poll_s=0.05, learn=LearnConfig(lr=1e-4, steps=2, fresh=1000),
+            gate=GateConfig(every=1, held_out=0.5),
+        )  # fmt: skip
+
+    def change(self, noise: float) -> None:
+        """New weights in the target's folder."""
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.target.model.parameters():
+                parameter.add_(noise * parameter.std().nan_to_num() * torch.randn(parameter.shape, generator=generator))
+        self.target.model.save_pretrained(self.folder)
+        self.target = Target.load(self.folder)
+
+    def serve(self, count: int) -> None:
+        writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
+        drafter = checkpoint.load(self.root / "draft", self.target)
+        engine = Engine(self.target, drafter, EngineConfig(k=3, seed=0), sink=writer, draft_version="1")
+        prompts = torch.randint(3, 288, (count, 6), generator=torch.Generator().manual_seed(count)).tolist()
+        engine.generate(prompts, SAMPLING, text=False)
+        writer.close()
+
+    def decisions(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in versions.read_decisions(self.config.versions) if one["decision"] == kind]
+
+    def revision(self) -> str:
+        live = versions.latest(self.config.versions)
+        assert live is not None
+        return versions.read_manifest(self.config.versions, live)["target"]["revision"]
+
+
+@pytest.fixture
+def site(tmp_path: Path, tiny_target: Callable[..., str]) -> Site:
+    made = Site(tmp_path, tiny_target("llama"))
+    daemon.run(made.config)
+    return made
+
+
+def test_a_draft_that_still_predicts_leaves_quarantine_as_it_is(site: Site) -> None:
+    made_for = site.target.revision
+    site.change(0.01)
+    assert site.target.revision != made_for == site.revision()
+    site.serve(40)
+    daemon.run(site.config)
+    (noticed,) = site.decisions("quarantine")
+    assert noticed["version"] == 1 and made_for in noticed["reason"] and site.target.revision in noticed["reason"]
+    (accepted,) = site.decisions("accept")
+    assert "out of quarantine" in accepted["reason"] and versions.latest(site.config.versions) == accepted["version"] == 2
+    assert site.revision() == site.target.revision
+    weights = checkpoint.load(versions.open_version(site.config.versions, 2), site.target).state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in site.draft.state_dict().items())
+    daemon.run(site.config)
+    assert len(site.decisions("quarantine")) == 1
+
+
+def test_a_draft_that_predicts_no_more_stays_until_it_has_learned(site: Site) -> None:
+    site.change(3.0)
+    site.serve(80)
+    shutil.copytree(site.config.versions, site.root / "copy")
+    config = replace(site.config, learn=LearnConfig(lr=3e-3, steps=60, fresh=8))
+    daemon.run(config)
+    (noticed,) = site.decisions("quarantine")
+    holds = [one for one in site.decisions("hold") if "quarantine" in one["reason"] and "0.3" in one["reason"]]
+    assert holds and noticed["version"] == versions.latest(config.versions) == 1
+    # The same candidate, where so little is enough.
+    site.config = replace(config, versions=str(site.root / "copy"), gate=replace(config.gate, floor=0.015))
+    daemon.run(site.config)
+    (accepted,) = site.decisions("accept")
+    assert accepted["gain"] > 0 and accepted["alpha_candidate"] > 0.015 and site.revision() == site.target.revision
+
+
+def test_new_weights_in_the_targets_folder_are_taken_up_while_it_runs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records say that servers run another target, the folder that it is there."""
+    take_in, changed = daemon.Daemon.take_in, []
+
+    def change_then_take_in(self: daemon.Daemon) -> bool:
+        if not changed:
+            changed.append(self.target.revision)
+            site.change(0.01)
+            site.serve(40)
+        return take_in(self)
+
+    monkeypatch.setattr(daemon.Daemon, "take_in", change_then_take_in)
+    daemon.run(site.config)
+    assert site.decisions("quarantine") and site.decisions("accept")
+    assert site.revision() == site.target.revision != changed[0]
+
+
+def test_records_of_a_target_that_is_not_here_change_nothing(site: Site) -> None:
+    site.target.revision = "elsewhere"
+    site.serve(20)
+    daemon.run(site.config)
+    assert versions.read_decisions(site.config.versions) == []
+
+
+def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_live(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.change(0.01)
+    drafter = checkpoint.load(versions.open_version(site.config.versions, 1), site.target)
+    engine = Engine(site.target, drafter, EngineConfig(k=3, seed=0), draft_version="1")
+    plain = Engine(site.target, None, EngineConfig(seed=0)).generate([[5, 6, 7]], GREEDY)
+    with caplog.at_level(logging.WARNING):
+        watcher = VersionWatcher(EngineLoop(engine), site.config.versions, serving=1)
+        (said,) = [one.message for one in caplog.records if "is in quarantine" in one.message]
+        assert f"runs {site.target.revision}" in said
+        assert [one.tokens for one in engine.generate([[5, 6, 7]], GREEDY)] == [one.tokens for one in plain]
+        drafted, rounds = engine.stats.rounds_by_k[3], engine.stats.num_rounds
+        assert [engine.drafting.take_turn() for _ in range(2 * PROBE)].count(True) == 2
+        # One that fits neither is no better.
+        versions.publish(
+            site.config.versions, lambda folder: checkpoint.save(drafter, folder, site.target), family="draft-lm",
+            target={"revision": "another"}, parent=1, data_range={}, gate={},
+        )  # fmt: skip
+        assert not watcher.look() and "stays out" in caplog.text
+    assert rounds and drafted
+    site.serve(40)
+    versions.rollback(site.config.versions, 1, "a test")
+    daemon.run(site.config)
+    with_own = versions.latest(site.config.versions)
+    swap = engine.swap(str(versions.open_version(site.config.versions, with_own)), str(with_own))
+    engine.step()
+    assert swap.done.is_set() and not engine.drafting.quarantined
+    assert all(engine.drafting.take_turn() for _ in range(2 * PROBE))
