@@ -94,7 +94,8 @@ def read_corpus(
     useful = (pieces.trained > 0).nonzero()[0]
     if not len(useful):
         raise UserError(
-            f"data {str(folder)!r} holds no token to learn from in {len(rows)} rows; generate answers for more prompts"
+            f"data {str(folder)!r} holds no token to learn from in the first {max_length} tokens of its {len(rows)} rows; raise "
+            "max_length or generate answers for more prompts"
         )
     _check_ids(pieces, vocab_size, folder)
     chosen = held_out([pieces.names[at] for at in useful], [pieces.splits[at] for at in useful], held_out_share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def run(config: EvalConfig) -> int:
     drafter = checkpoint.load(config.draft, target)
     corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
     check_tokenizer(corpus.provenance, tokenizer_hash(target.tokenizer()), config.data)
+    tell_what_was_trained_on(config, corpus)
     sequences = (corpus.held_out if len(corpus.held_out) else corpus.train).first(config.prompts)
     evaluations = [evaluate_at(config, temperature, target, drafter, corpus, sequences) for temperature in config.temperature]
     print(table(evaluations))
@@ -42,12 +44,39 @@ def run(config: EvalConfig) -> int:
 
 
 def check(config: EvalConfig) -> None:
-    for name, value in (("k", config.k), ("prompts", config.prompts), ("max_tokens", config.max_tokens)):
+    for name, value in (
+        ("k", config.k),
+        ("prompts", config.prompts),
+        ("max_tokens", config.max_tokens),
+        ("batch_size", config.batch_size),
+    ):
         if value < 1:
             raise UserError(f"option {name!r} is {value}; it must be 1 or more")
     for temperature in config.temperature:
         if temperature < 0:
             raise UserError(f"option 'temperature' is {temperature}; it must be 0 (greedy) or more")
+    # Before minutes are spent on figures that would have no place.
+    if config.store:
+        checkpoint.read_metadata(config.draft)
+    if config.out is not None and Path(config.out).is_dir():
+        raise UserError(f"option 'out' is {config.out!r}, a folder; give a file such as figures.json")
+
+
+def tell_what_was_trained_on(config: EvalConfig, corpus: Corpus) -> None:
+    """A draft does better on text that it has seen."""
+    if not len(corpus.held_out):
+        print(f"nothing of {config.data!r} is held out: drafts trained on it have seen the text evaluated here", file=sys.stderr)
+        return
+    folder = checkpoint.locate(config.draft)
+    training = checkpoint.read_metadata(folder).get("training", {}) if (folder / checkpoint.RECORD).is_file() else {}
+    kept_back = training.get("config", {}).get("held_out", 1.0)
+    by_share = "held-out" not in corpus.train.pieces.splits
+    if by_share and kept_back < config.held_out and training["data"] == corpus.provenance:
+        print(
+            f"training kept back {kept_back:g} of {config.data!r} and {config.held_out:g} of it is evaluated: the draft has seen "
+            f"the rest; give --held-out {kept_back:g}",
+            file=sys.stderr,
+        )
 
 
 def evaluate_at(

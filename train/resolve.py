@@ -69,25 +69,30 @@ def check(config: TrainConfig) -> None:
             f"option 'target_shares' is {config.target_shares} and 'on_policy.share' {config.on_policy.share}, but a target held "
             "by several processes cannot decode for each of them apart; leave one of the two out"
         )
+    check_numbers(config)
+    kind_of(config.divergence)
+    check_objective(config)
+
+
+def check_numbers(config: TrainConfig) -> None:
+    values = flat(to_dict(config))
     positive = (
-        "steps", "epochs", "minutes", "batch_size", "accumulate", "max_length", "log_every", "save_every", "target_shares",
+        "steps", "epochs", "minutes", "batch_size", "accumulate", "max_length", "log_every", "save_every", "eval_tokens",
+        "target_shares", "unroll.steps", "unroll.decay", "optim.lr",
     )  # fmt: skip
     for name in positive:
-        value = to_dict(config)[name]
-        if value is not None and value <= 0:
-            raise UserError(f"option {name!r} is {value!r}; it must be more than 0")
-    kind_of(config.divergence)
-    if config.unroll.steps < 1:
-        raise UserError(f"option 'unroll.steps' is {config.unroll.steps}; it must be 1 or more")
-    check_objective(config)
-    for name, value in (
-        ("held_out", config.held_out),
-        ("optim.warmup", config.optim.warmup),
-        ("optim.final", config.optim.final),
-        ("on_policy.share", config.on_policy.share),
-    ):
-        if not 0.0 <= value <= 1.0:
-            raise UserError(f"option {name!r} is {value}; it must lie between 0 and 1")
+        if values.get(name) is not None and not 0 < values[name] < float("inf"):
+            raise UserError(f"option {name!r} is {values[name]!r}; it must be more than 0")
+    for name in ("seed", "eval_every", "eval_prompts", "optim.weight_decay", "optim.max_grad_norm"):
+        if not 0 <= values[name] < float("inf"):
+            raise UserError(f"option {name!r} is {values[name]!r}; it must be 0 or more")
+    for name in ("optim.warmup", "optim.final", "on_policy.share"):
+        if not 0.0 <= values[name] <= 1.0:
+            raise UserError(f"option {name!r} is {values[name]}; it must lie between 0 and 1")
+    # Of these 1 leaves nothing to train on, and nothing of a step.
+    for name in ("held_out", "optim.beta2"):
+        if not 0.0 <= values[name] < 1.0:
+            raise UserError(f"option {name!r} is {values[name]}; it must be 0 or more and less than 1")
 
 
 def check_objective(config: TrainConfig) -> None:

@@ -29,6 +29,8 @@ from draftsmith.train.schedule import Clock, lr_factor
 from draftsmith.train.teacher import Teacher
 from draftsmith.train.weighted_text import WeightedText
 
+LEAST_ITEMS = 1e-6
+
 
 class Trainee(torch.nn.Module):
     """The trained parameters, with a forward that returns the summed loss of a batch."""
@@ -140,7 +142,8 @@ class DraftTrainer(Trainer):
             passes = self.on_policy.mix(passes, step=self.state.global_step, drafter=self.whole_drafter)
             self.model.train()
         num_items = torch.stack([num_items_of(inputs, self.mean) for inputs in passes]).sum()
-        return passes, self.accelerator.gather(num_items.to(device)).sum()
+        # On-policy rows may all be of positions that do not count: such a step trains nothing.
+        return passes, self.accelerator.gather(num_items.to(device)).sum().clamp(min=LEAST_ITEMS)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.lr_scheduler is None:

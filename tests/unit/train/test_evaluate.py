@@ -92,7 +92,9 @@ def test_filtered_samples_are_not_taken_for_the_law(target, draft, data, tmp_pat
         (("--temperature", "-1"), "must be 0 (greedy) or more"),
         (("--temperature", "warm"), "'warm'"),
         (("--k", "0"), "option 'k' is 0"),
+        (("--batch-size", "0"), "option 'batch_size' is 0"),
         (("--data", "no/such"), "not a folder"),
+        (("--out", "."), "option 'out' is '.', a folder"),
     ],
 )
 def test_bad_input_is_one_sentence(options, said, target, draft, data, capsys):
@@ -100,6 +102,27 @@ def test_bad_input_is_one_sentence(options, said, target, draft, data, capsys):
     assert cli.main(["eval", *(text for pair in arguments.items() for text in pair)]) == 2
     error = capsys.readouterr().err.strip()
     assert said in error and error.count("\n") == 0
+
+
+def test_figures_without_a_record_to_keep_them_are_not_worked_out(target, data, capsys):
+    arguments = ["eval", "--target", target.name, "--draft", target.name, "--data", data, "--store"]
+    assert cli.main(arguments) == 2
+    assert "draftsmith.json' does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kept_back", "is_told"), [(0.1, True), (0.5, False)])
+def test_text_that_the_draft_was_trained_on_is_told(kept_back, is_told, target, draft, write_data, tmp_path, capsys):
+    """The default share of `eval` need not be that of the training."""
+    rows = [{"name": f"{n}", "input_ids": prompt, "loss_mask": [0, 1, 1, 1]} for n, prompt in enumerate(PROMPTS)]
+    record, provenance = tmp_path / "draft" / "draftsmith.json", {"prompts_hash": "abc"}
+    record.write_text(json.dumps(read_json(record) | {"training": {"config": {"held_out": kept_back}, "data": provenance}}))
+    folder = write_data(rows, name="same", provenance=provenance)
+    options = ["--target", target.name, "--draft", draft, "--data", str(folder), "--k", "2", "--max-tokens", "4"]
+    options += ["--temperature", "0", "--held-out"]
+    assert cli.main(["eval", *options, "0.4"]) == 0
+    assert ("the draft has seen the rest; give --held-out 0.1" in capsys.readouterr().err) is is_told
+    assert cli.main(["eval", *options, "0"]) == 0
+    assert "nothing of" in capsys.readouterr().err
 
 
 def test_a_draft_for_another_vocabulary_is_refused(tiny_target, draft, data, capsys):

@@ -84,6 +84,17 @@ def test_a_run_of_another_seed_sees_other_texts_and_other_noise(configure):
     assert losses(first) != losses(second)
 
 
+@pytest.mark.parametrize("mean", ["token", "sample"])
+def test_a_step_without_any_position_that_counts_trains_nothing(mean, configure):
+    """A draft that knows nothing yet, and nothing but what it gets right counts: 0 of 0 would be the end of its weights."""
+    kept_only = OnPolicyConfig(share=1.0, refresh=1, k=3, tokens=2, accepted=1.0, first_rejected=0.0, later_rejected=0.0)
+    # Rows end behind the first token that was drafted.
+    found = configure(f"kept-{mean}", mean=mean, on_policy=kept_only, batch_size=1, max_length=6, steps=4)
+    run(found)
+    assert 0.0 in losses(found)  # the case occurs
+    assert all(weight.isfinite().all() for weight in weights(found).values())
+
+
 def test_noise_is_uniform_and_a_function_of_seed_step_and_text():
     ids = torch.randint(3, 288, (2, 40), generator=torch.Generator().manual_seed(0))
     taps = torch.zeros(2, 40, 64)

@@ -8,7 +8,7 @@ from draftsmith.config import to_dict
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
-from draftsmith.train.config import OptimConfig, TrainConfig
+from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 
 
 def config(family: str = "eagle3", **changes: object) -> TrainConfig:
@@ -65,3 +65,25 @@ def test_a_divergence_that_is_none_is_named_before_anything_loads():
     resolve.check(config(divergence="jsd:0.3"))
     with pytest.raises(UserError, match="did you mean 'lk-alpha'"):
         resolve.check(config(divergence="lk_alpha"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"held_out": 1.0}, "option 'held_out' is 1.0"),  # there would be no batch, ever
+        ({"eval_tokens": 0}, "option 'eval_tokens' is 0"),  # would be found out after the last step
+        ({"eval_prompts": -3}, "option 'eval_prompts' is -3"),
+        ({"seed": -1}, "option 'seed' is -1"),
+        ({"minutes": float("nan")}, "option 'minutes' is nan"),
+        ({"optim": OptimConfig(lr=-1.0)}, "option 'optim.lr' is -1.0"),
+        ({"optim": OptimConfig(lr=float("nan"))}, "option 'optim.lr' is nan"),
+        ({"optim": OptimConfig(beta2=1.0)}, "option 'optim.beta2' is 1.0"),
+        ({"optim": OptimConfig(max_grad_norm=-1.0)}, "option 'optim.max_grad_norm' is -1.0"),
+        ({"unroll": UnrollConfig(decay=-1.0)}, "option 'unroll.decay' is -1.0"),
+        ({"unroll": UnrollConfig(steps=0)}, "option 'unroll.steps' is 0"),
+    ],
+)
+def test_numbers_that_no_run_could_use_are_refused_before_anything_loads(changes, said):
+    resolve.check(config())
+    with pytest.raises(UserError, match=said):
+        resolve.check(config(**changes))
