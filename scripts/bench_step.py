@@ -106,18 +106,28 @@ def target_pass(target: Target, count: int) -> Callable[[], Any]:
 
 
 def matmul_variants(target: Target, count: int) -> Variants:
-    """The target's matrices alone, as torch multiplies them and as a recording does."""
+    """The target's matrices alone, as torch multiplies them, as a recording does, and in fewer bits (which no target is served with)."""
     head, table = target.model.get_output_embeddings().weight, target.model.get_input_embeddings().weight
     looked_up = table if table is not head else None
     matrices = [weight for weight in target.model.parameters() if weight.ndim == 2 and weight is not looked_up]
     weights = [weight.detach() for weight in matrices]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
+    narrow = [torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 8) for weight in weights]
+    scales = [weight.abs().amax(dim=1, keepdim=True) / 127 for weight in weights]
+    int8 = [((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16()) for weight, scale in zip(weights, scales)]
     rows = {weight.shape[1]: torch.randn(count, weight.shape[1]) for weight in weights}
     multiply = torch.ops.mkldnn._linear_pointwise.default
     return {
         "plain": lambda: [torch.nn.functional.linear(rows[weight.shape[1]], weight) for weight in weights],
         "packed": lambda: [
             multiply(rows[weight.shape[1]], other, None, "none", [], "") for weight, other in zip(weights, packed)
+        ],
+        "bfloat16": lambda: [
+            multiply(rows[weight.shape[1]].bfloat16(), other, None, "none", [], "").float()
+            for weight, other in zip(weights, narrow)
+        ],
+        "int8": lambda: [
+            torch._weight_int8pack_mm(rows[weight.shape[1]].bfloat16(), *other).float() for weight, other in zip(weights, int8)
         ],
     }
 
