@@ -106,7 +106,7 @@ def target_pass(target: Target, count: int) -> Callable[[], Any]:
 
 
 def matmul_variants(target: Target, count: int) -> Variants:
-    """The target's matrices alone, as torch multiplies them, as a recording does, and in fewer bits (which no target is served with)."""
+    """The target's matrices alone, as torch multiplies them, as a recording does, and in fewer bits, for drafts to come."""
     head, table = target.model.get_output_embeddings().weight, target.model.get_input_embeddings().weight
     looked_up = table if table is not head else None
     matrices = [weight for weight in target.model.parameters() if weight.ndim == 2 and weight is not looked_up]
