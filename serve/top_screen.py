@@ -14,6 +14,7 @@ BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))  # eighths of a ch
 ASCII_BLOCKS = "_.-=+*#@"
 VERSIONS_SHOWN, DECISIONS_SHOWN = 4, 8
 LABEL_WIDTH = 12
+SILENT_S = 180  # one update of the learner may take a minute on a busy machine
 
 
 class Line(NamedTuple):
@@ -105,7 +106,7 @@ def _versions(data: Data) -> Iterator[Line]:
 def _learner(data: Data) -> Iterator[Line]:
     learner, buffer = data["learner"], data["buffer"]
     if learner is not None:
-        state = "running" if learner["age_s"] < 60 else f"silent for {lasted(learner['age_s'])}"
+        state = "running" if learner["age_s"] < SILENT_S else f"silent for {lasted(learner['age_s'])}"
         counts = ", ".join(
             f"{learner.get(name, '-')} {name.replace('_', ' ')}" for name in ("updates", "texts", "fresh", "held_out")
         )
