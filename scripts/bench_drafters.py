@@ -110,9 +110,12 @@ def present(peers: Sequence[str]) -> list[str]:
 def measure(bench: Bench, cells: list[Cell]) -> list[dict[str, Any]]:
     waiting = [cell for cell in cells if finished(bench, cell) is None]
     progress = Progress("bench_drafters", total=len(waiting), unit="cells", stream=sys.stderr)
-    for done, cell in enumerate(waiting, start=1):
-        write_json(bench.work / cell.folder / "cell.json", run(bench, cell))
-        progress.update(done, cell.folder)
+    try:
+        for done, cell in enumerate(waiting, start=1):
+            write_json(bench.work / cell.folder / "cell.json", run(bench, cell))
+            progress.update(done, cell.folder)
+    except KeyboardInterrupt:
+        print("bench_drafters: interrupted; this is what is finished, the same command goes on", file=sys.stderr)
     progress.close()
     return [row for cell in cells if (row := finished(bench, cell)) is not None]
 

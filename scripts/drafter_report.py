@@ -25,12 +25,12 @@ def families(report: Report) -> list[str]:
     if not seen:
         return []
     at = temperatures(rows)
-    head = ["draft", "steps", "passes", *(f"tau, T = {t:g}" for t in at)]
+    head = ["draft", "seeds", "steps", "passes", *(f"tau, T = {t:g}" for t in at)]
     head += [f"alpha_{depth + 1}, T = {t:g}" for t in at for depth in depths]
     lines = [*header(head)]
     for name in seen:
         found = rows_of(rows, "peers", name.removeprefix("peers/")) if "/" in name else rows_of(rows, "families", name)
-        cells = [over_seeds(found, trained("steps")).text(0), over_seeds(found, trained("passes")).text(1)]
+        cells = [str(len(found)), over_seeds(found, trained("steps")).text(0), over_seeds(found, trained("passes")).text(1)]
         cells += [over_seeds(found, tau(t)).text() for t in at]
         cells += [Figure(over_seeds(found, alpha(t, depth)).mean, math.nan).text() for t in at for depth in depths]
         label = f"eagle3 by {name.removeprefix('peers/')}" if "/" in name else name
@@ -43,12 +43,12 @@ def objectives(report: Report) -> list[str]:
     base, seen = rows_of(rows, "families", "eagle3"), names(rows, "objectives")
     if not seen or not base:
         return []
-    lines = header(["eagle3 trained by", *(f"tau, T = {t:g}" for t in at), *(f"/ forward KL, T = {t:g}" for t in at)])
-    lines.append(line(["forward KL", *(over_seeds(base, tau(t)).text() for t in at), *("1" for _ in at)]))
+    lines = header(["eagle3 trained by", "seeds", *(f"tau, T = {t:g}" for t in at), *(f"/ forward KL, T = {t:g}" for t in at)])
+    lines.append(line(["forward KL", str(len(base)), *(over_seeds(base, tau(t)).text() for t in at), *("1" for _ in at)]))
     for name in seen:
         found = rows_of(rows, "objectives", name)
         shares = [ratio(found, base, tau(t)).text() for t in at]
-        lines.append(line([name, *(over_seeds(found, tau(t)).text() for t in at), *shares]))
+        lines.append(line([name, str(len(found)), *(over_seeds(found, tau(t)).text() for t in at), *shares]))
     return lines
 
 
@@ -66,12 +66,12 @@ def equal(report: Report) -> list[str]:
     seen = names(rows, "equal")
     if not seen:
         return []
-    lines = header(["one configuration", "tokens/s", "training's peak memory, MiB", "process' peak, MiB"])
+    lines = header(["one configuration", "seeds", "tokens/s", "training's peak memory, MiB", "process' peak, MiB"])
     for name in seen:
         found = rows_of(rows, "equal", name)
         speed = over_seeds(found, trained("tokens_per_s")).text(0)
         memory = [mib(over_seeds(found, trained(size))).text(0) for size in ("training_bytes", "peak_bytes")]
-        lines.append(line([name, speed, *memory]))
+        lines.append(line([name, str(len(found)), speed, *memory]))
     return lines
 
 
@@ -117,15 +117,18 @@ def judged(report: Report) -> Iterator[str]:
 
 
 def at_least(share: Figure, goal: float) -> str:
-    return sided(share.mean >= goal, abs(share.mean - goal) > share.half)
+    return sided(share.mean >= goal, share, goal)
 
 
 def at_most(share: Figure, goal: float) -> str:
-    return sided(share.mean <= goal, abs(share.mean - goal) > share.half)
+    return sided(share.mean <= goal, share, goal)
 
 
-def sided(met: bool, clear: bool) -> str:
-    return ("met" if met else "missed") + ("" if clear else ", not clear of the seeds' spread")
+def sided(met: bool, share: Figure, goal: float) -> str:
+    told = "met" if met else "missed"
+    if math.isnan(share.half):
+        return told + ", one seed"
+    return told if abs(share.mean - goal) > share.half else told + ", not clear of the seeds' spread"
 
 
 def above(share: Figure) -> str:

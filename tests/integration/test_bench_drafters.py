@@ -129,4 +129,6 @@ def test_a_single_seed_decides_nothing_about_an_order(report_module: Any) -> Non
     rows = [row("families", "eagle3", 0, 2.0), row("families", "dflash", 0, 3.0)]
     told = report_module.tables({"k": 2, "rows": rows})
     assert "| dflash above eagle3, T = 1 | 1.500 | undecided |" in told
+    told = report_module.tables({"k": 2, "rows": [*rows, row("peers", "speculators", 0, 1.0)]})
+    assert "| tau at least 1.05x that of speculators, T = 1 | 2.000 | met, one seed |" in told
     assert not math.isfinite(report_module.over_seeds({0: rows[0]}, report_module.tau(1.0)).half)
