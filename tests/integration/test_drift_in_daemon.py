@@ -1,0 +1,68 @@
+"""The daemon rests when it finds nothing better, and is woken by a class that is accepted less; both are told."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
+from draftsmith.distill.drift import BASELINE
+from draftsmith.distill.gate import Decision
+from draftsmith.distill.loop import Daemon
+from draftsmith.distill.status import Status
+from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.distill.traffic import ServedText, stitch
+from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import Target
+from draftsmith.serve.record import RoundRecord
+
+
+def served(number: int, accepted: int, name: str) -> ServedText:
+    record = RoundRecord(
+        request=f"{name}{number}", round=0, request_class=name, target="t", target_revision="", draft_version="1",
+        time_s=3.6 * number, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=4, context=[5, 6, 7, 8 + number % 200],
+        drafted=[9, 9, 9, 9], accepted=accepted, committed=[9] * accepted + [11], emitted=11,
+    )  # fmt: skip
+    text = stitch([record])
+    assert text is not None
+    return text
+
+
+def test_learning_rests_without_gains_and_is_woken_by_drift(tmp_path: Path, tiny_target: Callable[..., str]) -> None:
+    path = tiny_target("llama")
+    target = Target.load(path)
+    checkpoint.save(FAMILIES["mtp"].create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
+    config = DistillConfig(
+        target=path, draft=str(tmp_path / "draft"), buffer=str(tmp_path / "buffer"), versions=str(tmp_path / "versions"),
+        learn=LearnConfig(fresh=4, steps=1), drift=DriftConfig(patience=3),
+    )  # fmt: skip
+    told = io.StringIO()
+    daemon = Daemon(config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event()))
+    for number in range(BASELINE):
+        daemon.sort_in(served(number, 3, "code"))
+        daemon.sort_in(served(number, 3, "chat"))
+    for _ in range(3):
+        daemon.decided(Decision("hold", "no gain"))
+    assert "learning rests" in told.getvalue()
+    before = {name: value.clone() for name, value in daemon.learner.drafter.state_dict().items()}
+    assert len(daemon.fresh) > 4
+    daemon.cycle()
+    assert daemon.counters.updates == 0 and daemon.status.values["resting"]
+    assert all(torch.equal(value, before[name]) for name, value in daemon.learner.drafter.state_dict().items())
+
+    for number in range(BASELINE, BASELINE + 40):
+        daemon.sort_in(served(number, 3, "chat"))
+        daemon.sort_in(served(number, 0, "code"))
+    (alarm,) = [one for one in versions.read_decisions(config.versions) if one["decision"] == "drift"]
+    assert alarm["request_class"] == "code" and alarm["now"] < alarm["level"] and "drift: class 'code'" in told.getvalue()
+    daemon.cycle()
+    assert daemon.counters.updates == 1 and daemon.counters.drift_alarms == 1 and not daemon.status.values["resting"]
+    daemon.save()
+    again = Daemon(config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event()))
+    assert again.counters.drift_alarms == 1 and again.ledger == daemon.ledger
