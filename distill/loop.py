@@ -25,7 +25,7 @@ from draftsmith.distill.sequential import Ledger
 from draftsmith.distill.state import Counters, StateFolder, TrafficState
 from draftsmith.distill.status import Status, describe
 from draftsmith.distill.throttle import Throttle
-from draftsmith.distill.traffic import OpenRequests, ServedText, is_held_out
+from draftsmith.distill.traffic import OpenRequests, ServedText, is_held_out, remembered
 from draftsmith.drafters import versions
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.errors import UserError
@@ -49,6 +49,7 @@ class Daemon:
         self.reader = BufferReader(config.buffer)
         self.saves = StateFolder(self.root)
         self.counters, self.fresh, self.window, self.open = Counters(), [], [], OpenRequests()
+        self.forgotten: frozenset[str] = frozenset()
         self.ledger, self.drift = Ledger(), Drift(config.drift)
         self.since_watch = 0  # held-out texts since the last look at the live version
         self.saved_s = self.retained_s = self.active_s = time.monotonic()
@@ -118,6 +119,7 @@ class Daemon:
     def cycle(self) -> bool:
         """True when there was something to do."""
         self.follow()
+        self.forget()
         arrived = self.take_in()
         has_update = len(self.fresh) >= self.config.learn.fresh and not self.drift.is_resting
         if has_update:
@@ -144,6 +146,18 @@ class Daemon:
         self.status.event(f"version {self.publisher.version} was chosen instead of {left}; learning goes on from it")
         self._new_live_version()
         self.start_over()
+
+    def forget(self) -> None:
+        """What was taken out of the buffer on demand leaves this process and its saved state too."""
+        answers = self.reader.forgotten()
+        if answers == self.forgotten:
+            return
+        self.open.forget(answers)
+        self.fresh, self.window = remembered(self.fresh, answers), remembered(self.window, answers)
+        self.learner.reservoir.texts = remembered(self.learner.reservoir.texts, answers)
+        self.save()
+        self.forgotten = answers
+        self.status.event(f"{len(answers)} answers are forgotten")
 
     def take_in(self) -> bool:
         reading = self.reader.read()
@@ -322,6 +336,7 @@ class Daemon:
             live_version=self.publisher.version,
             target_revision=self.target.revision,
             traffic=TrafficState(self.open.all_records(), self.fresh, self.window),
+            with_records=not self.reader.folder.is_memory,
         )
         self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
 

@@ -101,7 +101,9 @@ class StateFolder:
         live_version: int,
         target_revision: str,
         traffic: TrafficState,
+        with_records: bool = True,
     ) -> None:
+        """Without records nothing that was served reaches the disk, and a restart goes on without what it had in hand."""
         self._sweep()
         number = max(self.numbers(), default=0) + 1
         with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
@@ -112,6 +114,8 @@ class StateFolder:
                 "window": _flat(traffic.window),
                 "reservoir": _flat(learner.reservoir.texts),
             }
+            if not with_records:
+                tables = {name: [] for name in tables}
             for name, records in tables.items():
                 pq.write_table(record_table.to_table(records), folder / f"{name}.parquet", compression="zstd")
             values = {

@@ -1,0 +1,114 @@
+"""From a request over HTTP to what is left of it in the buffer and with the learner."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from draftsmith.distill import daemon, marks
+from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.folder import Folder
+from draftsmith.distill.forget import forget
+from draftsmith.distill.redaction import Redactor
+from draftsmith.distill.traffic import stitch
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.mtp import Mtp
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.record import hashed_answer
+from draftsmith.serve.request import SamplingParams
+
+BODY = {"model": "tiny", "max_tokens": 8, "ignore_eos": True, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+def test_all_choices_of_an_answer_are_forgotten_by_its_id(target: Target, live_server: Callable, tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=0.01)
+    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=writer)
+    prompt = [7, 8, 7, 8, 7]
+    first, second = (server.http.post("/v1/completions", json=BODY | {"prompt": prompt, "n": 2}).json() for _ in range(2))
+    writer.close()
+    stored = {record.request for record in BufferReader(str(tmp_path)).read().records}
+    assert len(stored) == 4
+    assert forget(Folder(str(tmp_path)), first["id"], settle_s=0.0) >= 2
+    left = {record.request.partition("-")[0] for record in BufferReader(str(tmp_path)).read().records}
+    assert left == {hashed_answer(second["id"])}
+
+
+def test_what_a_hook_masks_never_reaches_the_buffer(target: Target, tmp_path: Path) -> None:
+    tokenizer = target.tokenizer()
+
+    def vowels(text: str) -> list[tuple[int, int]]:
+        return [match.span() for match in re.finditer("[aeiou]+", text)]
+
+    writer = BufferWriter(str(tmp_path), screens=[Redactor(vowels, tokenizer, mask_id=1)], flush_s=0.01)
+    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3), sink=writer)
+    (answer,) = engine.generate([[60, 61, 60, 61, 60]], SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True, seed=3))
+    writer.close()
+    text = stitch(BufferReader(str(tmp_path)).read().records)
+    served = answer.prompt + answer.tokens
+    assert text is not None and len(text.tokens) == len(served) and 1 in text.tokens
+    secret = {token for token in served if re.search("[aeiou]", tokenizer.decode([token], skip_special_tokens=True))}
+    assert secret and not secret & set(text.tokens)
+    assert all(kept in (token, 1) for token, kept in zip(served, text.tokens, strict=True))
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def learn(target: Target, name: str, root: Path, buffer: Path) -> Callable[[], int]:
+    """A draft, traffic in `buffer`, and the daemon's run over what is new there."""
+    draft = Mtp.create(MtpOptions(), target, seed=0)
+    checkpoint.save(draft, root / "draft", target)
+    writer = BufferWriter(str(buffer), flush_s=0.01)
+    engine = Engine(target, draft.eval(), EngineConfig(k=3), sink=writer)
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    engine.generate([[5, 6, 7, number] for number in range(8, 20)], params)
+    writer.close()
+    config = DistillConfig(
+        target=name, draft=str(root / "draft"), buffer=str(buffer), versions=str(root / "versions"), until_idle_s=0.2,
+        idle_s=0.1, poll_s=0.05, learn=LearnConfig(steps=1, fresh=2, batch=2, unroll=2), gate=GateConfig(requests=2, window=4),
+    )  # fmt: skip
+    return lambda: daemon.run(config)
+
+
+def saved(root: Path) -> set[str]:
+    (state,) = (root / "versions" / "learner").glob("state-*")
+    return {name for path in state.glob("*.parquet") for name in pq.read_table(path)["request"].to_pylist()}
+
+
+def test_a_learner_drops_what_is_forgotten_from_its_state_on_disk(
+    target: Target, tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    run = learn(target, tiny_target("llama"), tmp_path, tmp_path / "buffer")
+    assert run() == 0
+    held = saved(tmp_path)
+    victim, _, _ = sorted(held)[0].partition("-")
+    marks.forget(Folder(str(tmp_path / "buffer")), victim)
+    assert run() == 0
+    assert saved(tmp_path) == {name for name in held if not name.startswith(victim)} != held
+
+
+def test_from_a_buffer_in_memory_no_record_reaches_a_disk(
+    target: Target, tiny_target: Callable[..., str], tmp_path: Path, memory: Path
+) -> None:
+    assert learn(target, tiny_target("llama"), tmp_path, memory)() == 0
+    assert saved(tmp_path) == set() and list(memory.glob("*.parquet"))
