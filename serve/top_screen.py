@@ -106,7 +106,8 @@ def _versions(data: Data) -> Iterator[Line]:
 def _learner(data: Data) -> Iterator[Line]:
     learner, buffer = data["learner"], data["buffer"]
     if learner is not None:
-        state = "running" if learner["age_s"] < SILENT_S else f"silent for {lasted(learner['age_s'])}"
+        working = "resting" if learner.get("resting") else "running"
+        state = working if learner["age_s"] < SILENT_S else f"silent for {lasted(learner['age_s'])}"
         counts = ", ".join(
             f"{learner.get(name, '-')} {name.replace('_', ' ')}" for name in ("updates", "texts", "fresh", "held_out")
         )

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -178,7 +179,9 @@ def test_text_streams_while_it_is_written_and_leaves_out_who_keeps_out(server: A
 def test_top_prints_a_line_a_refresh_into_a_pipe(server: Any) -> None:
     look(server)
     words = [sys.executable, "-m", "draftsmith.cli", "top", "--url", f"{server.url}/v1", "--every-s", "0.1"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell's background job ignores interrupts and would hand that on.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     lines = [process.stdout.readline() for _ in range(3)]
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0 and process.stderr.read() == ""
