@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,7 @@ from draftsmith.distill.loop import Daemon
 from draftsmith.distill.state import StateFolder
 from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
-from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.options import DraftLmOptions, LoraOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
@@ -133,8 +134,8 @@ def test_candidates_that_do_not_help_are_not_published(
     config = replace(made.config, learn=replace(LEARN, steps=3, lr=3.0 if harm.startswith("too") else 1e-5))
     update = Learner.update
 
-    def harmful(self: Learner, fresh: list) -> UpdateReport:
-        report = update(self, fresh)
+    def harmful(self: Learner, fresh: list, rest: Callable[[float], None]) -> UpdateReport:
+        report = update(self, fresh, rest)
         if harm == "shuffled weights":
             shuffle(self.drafter)
         elif harm == "NaN":
@@ -282,6 +283,7 @@ from draftsmith.distill.buffer import BufferReader
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.state import StateFolder
 import json
+from draftsmith.distill import state
 point, when = int(sys.argv[2]), sys.argv[3]
 # One shard a cycle, each holding whole requests: what is learned then depends on the records alone, not on the clock.
 read, saves = BufferReader.read, 0
@@ -292,6 +294,8 @@ def counted(self, *args, **values):
     saves += 1
     if saves == point and when == "before":
         os.kill(os.getpid(), 9)
+    if saves == point and when == "amid":
+        state.pq.write_table = lambda *_, **__: os.kill(os.getpid(), 9)  # the tensors are on disk, the records are not
     save(self, *args, **values)
     if saves == point and when == "after":
         os.kill(os.getpid(), 9)
@@ -310,7 +314,9 @@ def learn_in_steps(made: Loop, root: Path, point: int, when: str) -> subprocess.
     return subprocess.run([sys.executable, "-c", RUN, json.dumps(values), str(point), when], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("point", "when"), [(3, "after"), pytest.param(2, "before", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("point", "when"), [(3, "amid"), *(pytest.param(*one, marks=pytest.mark.long) for one in ((3, "after"), (2, "before")))]
+)
 def test_killed_learner_goes_on_without_repeating_or_losing_a_record(loop: Callable[..., Loop], point: int, when: str) -> None:
     made = loop()
     for wave in range(6):
@@ -328,6 +334,49 @@ def test_killed_learner_goes_on_without_repeating_or_losing_a_record(loop: Calla
         torch.testing.assert_close(state["candidate"][name], value, rtol=0, atol=0)
     decisions = [[one["decision"] for one in versions.read_decisions(made.root / name)] for name in ("cut", "whole")]
     assert decisions[0] == decisions[1] and decisions[0]
+
+
+def test_adapters_are_published_merged_and_survive_a_restart(loop: Callable[..., Loop]) -> None:
+    made = loop("draft-lm")
+    made.serve(100)
+    config = replace(made.config, learn=replace(LEARN, lr=1e-2, steps=30, lora=LoraOptions(rank=8)))
+    daemon.run(replace(config, gate=replace(GATE, error=0.4, gain=0.0)))
+    (accepted,) = [one for one in made.decisions() if one["decision"] == "accept"]
+    assert accepted["gain"] > 0
+    published = versions.open_version(made.versions, 2)
+    assert not any("lora" in name for name in load_file(published / "model.safetensors"))
+    assert all("lora_" in name for name in final_state(made.versions)["candidate"])
+    made.serve(20, seed=1, version=2, folder=published)
+    daemon.run(config)
+    assert made.status()["updates"] == 2
+
+
+@pytest.mark.parametrize("jump_s", [-(10**6), pytest.param(10**9, marks=pytest.mark.long)])
+def test_a_clock_that_jumps_changes_nothing_that_is_learned(
+    loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    made = loop()
+    made.serve(40)
+    daemon.run(replace(made.config, versions=str(made.root / "steady")))
+    now_s = time.time
+    monkeypatch.setattr(time, "time", lambda: now_s() + jump_s)
+    daemon.run(made.config)
+    jumped, steady = final_state(made.versions), final_state(made.root / "steady")
+    assert jumped["counters"] == steady["counters"] and jumped["counters"]["updates"] > 0
+    for name, value in steady["candidate"].items():
+        torch.testing.assert_close(jumped["candidate"][name], value, rtol=0, atol=0)
+
+
+def test_a_closed_terminal_saves_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    for given, stops in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+        monkeypatch.setattr(signal, "getsignal", lambda number, given=given: given)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stop = threading.Event()
+        with daemon.stopping(stop):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.is_set() == stops
+    signal.signal(signal.SIGHUP, before)
 
 
 def final_state(root: Path) -> dict[str, Any]:
@@ -360,6 +409,9 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Loop]) -> None:
         ({"draft": "/nowhere/draft"}, "/nowhere/draft"),
         ({"buffer": "nowhere://x"}, "nowhere://x"),
         ({"learn": LearnConfig(positions=("all",))}, "learn.positions"),
+        ({"learn": LearnConfig(lora=LoraOptions())}, "learn.lora"),
+        ({"tpot_ms": 20.0}, "server and tpot_ms"),
+        ({"server": "localhost", "tpot_ms": 20.0}, "localhost"),
     ],
 )
 def test_bad_options_are_one_sentence(loop: Callable[..., Loop], changes: dict, says: str) -> None:
