@@ -16,10 +16,13 @@ MOST_OPEN = 0.02
 
 def logged_alpha(logged: Sequence[Logged], q_logits: torch.Tensor) -> torch.Tensor:
     """[n] on the CPU, the middle of its bounds, NaN where they are too far apart; `q_logits` [n, V] are processed."""
-    if not logged:
-        return torch.zeros(0)
-    low, high = top_overlap(sampled_law(logged, q_logits.device), q_logits)
-    return torch.where(high - low <= MOST_OPEN, (low + high) / 2, math.nan).cpu()
+    alpha = torch.full((len(logged),), math.nan)
+    # A buffer of tokens alone tells nothing of its laws.
+    told = [index for index, one in enumerate(logged) if one.record.p[one.depth].ids]
+    if told:
+        low, high = top_overlap(sampled_law([logged[index] for index in told], q_logits.device), q_logits[told])
+        alpha[told] = torch.where(high - low <= MOST_OPEN, (low + high) / 2, math.nan).float().cpu()
+    return alpha
 
 
 def sampled_law(logged: Sequence[Logged], device: torch.device | str = "cpu") -> TopLaw:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 
 from draftsmith.distill import buffer as buffer_module
 from draftsmith.distill import marks
@@ -17,6 +18,8 @@ from draftsmith.distill.buffer import BufferReader, BufferWriter
 from draftsmith.distill.config import ForgetConfig
 from draftsmith.distill.folder import Folder
 from draftsmith.distill.forget import forget, run
+from draftsmith.distill.logged_alpha import logged_alpha
+from draftsmith.distill.logged_law import Logged, disagreement
 from draftsmith.distill.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.traffic import OpenRequests
 from draftsmith.errors import UserError
@@ -123,6 +126,18 @@ def test_tokens_only_stores_no_law_but_that_there_was_one(tmp_path: Path) -> Non
     assert (back.context, back.drafted, back.committed) == (BASE.context, BASE.drafted, BASE.committed)
     (silent,) = from_table(to_table([tokens_only(replace(BASE, p=[], q=[]))]))
     assert list(silent.p) == [], "what may not be scored stays so"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_laws_of_which_nothing_is_told_are_no_evidence(temperature: float) -> None:
+    told = replace(BASE, temperature=temperature, p=[Law([7], [0.0], 0.0)])
+    logits = torch.full((2, 12), -50.0).index_fill(1, torch.tensor([7]), 0.0)
+    silent, spoken = Logged(tokens_only(told), 0), Logged(told, 0)
+    alpha = logged_alpha([silent, spoken], logits)
+    assert alpha.isnan().tolist() == [True, False] and float(alpha[1]) == pytest.approx(1.0)
+    assert logged_alpha([silent], logits[:1]).isnan().all() and len(logged_alpha([], logits[:0])) == 0
+    assert disagreement([silent, spoken], logits).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert disagreement([silent], logits[:1]).tolist() == [0.0]
 
 
 def test_which_buffers_never_reach_a_disk(tmp_path: Path) -> None:
