@@ -66,6 +66,12 @@ class RunFolder:
                 f"processes run; start {newest.processes}"
             )
 
+    def make(self) -> None:
+        try:
+            self.training.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"out {str(self.out)!r} cannot be written to ({error.strerror}); give another --out") from error
+
     def open(self, config: TrainConfig) -> None:
         """Prepares the folder: everything after the checkpoint to go on from is dropped."""
         newest = self.newest() if config.resume else None

@@ -104,6 +104,7 @@ def make_trainer(
     config: TrainConfig, place: Place, trainee: Trainee, target: Target, corpus: Corpus, spare: torch.nn.Module | None
 ) -> DraftTrainer:
     folder = RunFolder(config.out)
+    folder.make()
     row_length = config.max_length if config.packing else None
     per_epoch = batches_per_epoch(corpus.train.lengths, batch_size=config.batch_size, seed=config.seed, row_length=row_length)
     steps = resolve.total_steps(config, per_epoch, place.world_size)

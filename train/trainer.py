@@ -193,6 +193,15 @@ class DraftTrainer(Trainer):
                 f"{self.args.output_dir!r} and start again: the run goes on from the one before"
             ) from error
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise UserError(
+                f"checkpoint {resume_from_checkpoint!r} cannot be read ({error}); delete this folder and start again: the run "
+                "goes on from the one before"
+            ) from error
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Tied weights once: safetensors refuses tensors that share memory."""
         super()._save(output_dir, once_each(self.model.state_dict() if state_dict is None else state_dict))

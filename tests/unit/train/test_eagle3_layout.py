@@ -85,7 +85,7 @@ def test_both_engines_read_the_portable_layout_alike(make_draft: Callable[..., P
     out = export(draft, engine)
     original = load_file(draft / "model.safetensors")
     for reader in ("vllm", "sglang"):
-        config, tensors = read_as(reader, out)
+        config, tensors, _ = read_as(reader, out)
         assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
         assert {**tensors, "t2d": original["t2d"]}.keys() == original.keys()
         assert all(torch.equal(tensor, original[name]) for name, tensor in tensors.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -315,6 +316,20 @@ def test_bad_options_are_one_sentence(arguments, said, configure, capsys):
     config = configure()
     common = ("--target", config.target, "--data", config.data, "--out", config.out)
     assert said in error_of(capsys, *arguments, *common)
+
+
+def test_what_is_damaged_or_cannot_be_written_is_one_sentence(configure, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/draft' cannot be written to"):
+        run(configure(out=str(tmp_path / "file" / "draft")))
+    config = configure(steps=2, save_every=1, log_every=1)
+    run(config)
+    weights = tmp_path / "draft" / "training" / "checkpoint-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"checkpoint-2' cannot be read .* delete this folder and start again"):
+        run(replace(config, steps=3))
+    shutil.rmtree(weights.parent)
+    run(replace(config, steps=3))
 
 
 def test_bad_folders_are_one_sentence(configure, capsys, tmp_path):
