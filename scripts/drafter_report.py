@@ -66,7 +66,7 @@ def equal(report: Report) -> list[str]:
     seen = names(rows, "equal")
     if not seen:
         return []
-    lines = header(["one configuration", "seeds", "tokens/s", "training's peak memory, MiB", "process' peak, MiB"])
+    lines = header(["one configuration, texts", "seeds", "tokens/s", "training's peak memory, MiB", "process' peak, MiB"])
     for name in seen:
         found = rows_of(rows, "equal", name)
         speed = over_seeds(found, trained("tokens_per_s")).text(0)
@@ -99,8 +99,9 @@ def judged(report: Report) -> Iterator[str]:
                 share = ratio(ours, rows_of(rows, "peers", name), tau(t))
                 yield line([f"tau at least 1.05x that of {name}, T = {t:g}", share.text(), at_least(share, 1.05)])
     for name in names(rows, "equal"):
-        if name != "draftsmith":
-            mine, their = rows_of(rows, "equal", "draftsmith"), rows_of(rows, "equal", name)
+        trainer, _, size = name.partition(", ")
+        if trainer != "draftsmith" and (mine := rows_of(rows, "equal", f"draftsmith, {size}")):
+            their = rows_of(rows, "equal", name)
             speed, memory = ratio(mine, their, trained("tokens_per_s")), ratio(mine, their, trained("training_bytes"))
             yield line([f"training tokens/s at least 1.3x those of {name}", speed.text(2), at_least(speed, 1.3)])
             yield line([f"training memory at most 0.5x that of {name}", memory.text(2), at_most(memory, 0.5)])
