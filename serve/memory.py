@@ -24,6 +24,7 @@ FEWEST_UNREAD, MOST_UNREAD = 64, 1024
 class BlockPlan(NamedTuple):
     num_blocks: int  # the null block included
     max_length: int  # most tokens of prompt and answer together
+    block_bytes: int  # of one block in both pools: target and draft share block ids
 
 
 def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineConfig) -> BlockPlan:
@@ -32,19 +33,19 @@ def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineCo
     if config.max_length is not None and not 2 <= config.max_length <= target.max_positions:
         raise UserError(f"max_length is {config.max_length}; this target allows 2 to {target.max_positions}")
     max_length = config.max_length or target.max_positions
-    num_blocks = config.num_blocks
+    num_blocks, each = config.num_blocks, block_bytes(target, drafter, config.block_size)
     if num_blocks is None:
         wanted = config.max_batch * -(-max_length // config.block_size) + 1
         allowed = allowed_bytes(target.device) if config.memory_gib is None else int(config.memory_gib * GIB)
-        num_blocks = min(wanted, allowed // block_bytes(target, drafter, config.block_size))
+        num_blocks = min(wanted, allowed // each)
     if num_blocks < 2:
         given = f"num_blocks is {num_blocks}" if config.memory_gib is None else f"memory_gib is {config.memory_gib:g}"
         raise UserError(f"{given}, too little for two blocks of keys and values; give more")
-    return BlockPlan(num_blocks, min(max_length, (num_blocks - 1) * config.block_size))
+    return BlockPlan(num_blocks, min(max_length, (num_blocks - 1) * config.block_size), each)
 
 
 def block_bytes(target: Target, drafter: ServingDrafter | None, block_size: int) -> int:
-    """Of one block in both pools: target and draft share block ids."""
+    """By trying: ranks that share a target keep the pool made last, so this comes before the pools that serve."""
     own = None if drafter is None else drafter.new_pool(1, block_size, target.device, target.dtype)
     return target.new_pool(1, block_size).num_bytes + (0 if own is None else own.num_bytes)
 
@@ -52,7 +53,7 @@ def block_bytes(target: Target, drafter: ServingDrafter | None, block_size: int)
 def most_tapped(target: Target, drafter: ServingDrafter, plan: BlockPlan, block_size: int) -> int:
     """Cached blocks that may carry taps: these take an eighth of what the pools do at most."""
     tap_bytes = len(drafter.taps) * target.hidden_size * target.dtype.itemsize * block_size
-    return plan.num_blocks * block_bytes(target, drafter, block_size) // (8 * max(tap_bytes, 1))
+    return plan.num_blocks * plan.block_bytes // (8 * max(tap_bytes, 1))
 
 
 def most_unread(target: Target, drafter: ServingDrafter, plan: BlockPlan, config: EngineConfig) -> int:
