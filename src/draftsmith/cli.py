@@ -32,7 +32,7 @@ COMMANDS = {
     "train": Command(
         "draftsmith.train.config:TrainConfig",
         "draftsmith.train.run:run",
-        "train a drafter (eagle3, mtp, draft-lm) by distillation",
+        "train a drafter of any family by distillation",
     ),
     "eval": Command(
         "draftsmith.train.config:EvalConfig",
