@@ -55,7 +55,11 @@ def audit_server(
         checks += sampled_checks(config, laws, samples)
     elif samples and plain is not None:
         checks += two_sample_checks(config, plain, contexts, samples)
-    notes = [*_notes(drafted_before, drafted_after, laws), _witness(config, plain)]
+    offered = None if drafted_before is None or drafted_after is None else drafted_after - drafted_before
+    checks += speculated(offered)
+    notes = [f"{len(laws.known)} laws of prefixes were asked for", _witness(config, plain)]
+    if offered is None:
+        notes.append("the server counts no draft tokens; whether it speculated is not known")
     return Report(f"{config.url} ({client.model})", config.false_alarm, checks, notes)
 
 
@@ -85,13 +89,12 @@ def declared(client: AuditClient) -> list[Check]:
     return [Check(name="what the server says of itself", kind="law", passed=False, said=said)] if client.says_lossy else []
 
 
-def _notes(before: int | None, after: int | None, laws: LawBook) -> list[str]:
-    told = f"{len(laws.known)} laws of prefixes were asked for"
-    if before is None or after is None:
-        return [told, "the server counts no draft tokens; whether it speculated is not known"]
-    if after == before:
-        return [told, "NO draft token was offered meanwhile: this audit says nothing about speculation"]
-    return [told, f"{after - before} draft tokens were offered meanwhile"]
+def speculated(offered: int | None) -> list[Check]:
+    """Answers without drafts say nothing about speculation. `offered` is None where the server counts no draft tokens, as one
+    without speculation does not."""
+    if offered is None:
+        return []
+    return [Check(name="control: draft tokens offered meanwhile", kind="control", passed=offered > 0, said=f"{offered}")]
 
 
 def sampled_checks(config: AuditConfig, laws: LawBook, samples: list[Samples]) -> list[Check]:

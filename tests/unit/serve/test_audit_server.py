@@ -88,8 +88,8 @@ def broken(report: Report) -> list[str]:
 def test_an_honest_server_passes(options: dict) -> None:
     report = audit(ChainServer(), AuditConfig(url="http://chain", samples=2000, contexts=2, concurrency=1, **options))
     assert report.verdict == "lossless", report.lines()
-    assert any("draft tokens were offered" in note for note in report.notes)
-    assert [check.kind for check in report.checks].count("control") == 2
+    controls = {check.name for check in report.checks if check.kind == "control"}
+    assert len(controls) == 3 and "control: draft tokens offered meanwhile" in controls
 
 
 def test_a_biased_server_fails_where_speculation_begins() -> None:
@@ -123,13 +123,15 @@ def test_temperature_0_audits_greedy_text_alone(slip: int | None, verdict: str) 
     assert all("greedy" in check.name or check.kind == "control" for check in report.checks)
 
 
-@pytest.mark.parametrize(
-    "server, note", [(ChainServer(counts_drafts=False), "not known"), (ChainServer(drafted=10**9), "says nothing")]
-)
-def test_silence_about_drafts_is_noted(server: ChainServer, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if server.drafted:
-        monkeypatch.setattr(ChainServer, "drafted", property(lambda self: 10**9, lambda self, value: None), raising=False)
-    assert any(note in line for line in audit(server).notes)
+def test_a_server_that_counts_no_drafts_is_noted() -> None:
+    assert any("not known" in line for line in audit(ChainServer(counts_drafts=False)).notes)
+
+
+def test_answers_without_drafts_give_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose controller never drafted has shown nothing, however right its answers are."""
+    monkeypatch.setattr(ChainServer, "drafted", property(lambda self: 10**9, lambda self, value: None), raising=False)
+    report = audit(ChainServer())
+    assert report.verdict == "powerless" and "draft tokens offered" in report.sentence()
 
 
 # Compared with plain decoding
