@@ -171,8 +171,10 @@ def draw(path: Path, report: Report) -> None:
         for number, t in enumerate(at):
             taus = [over_seeds(found, tau(t)) for found in bars.values()]
             places = [place + (number - (len(at) - 1) / 2) * 0.38 for place in range(len(bars))]
-            halves = [0.0 if math.isnan(one.half) else one.half for one in taus]
-            axis.bar(places, [one.mean for one in taus], width=0.36, yerr=halves, capsize=2, label=f"T = {t:g}")
+            # A single seed's half width is nan, which draws nothing.
+            axis.bar(
+                places, [one.mean for one in taus], width=0.36, yerr=[one.half for one in taus], capsize=2, label=f"T = {t:g}"
+            )
         axis.set_xticks(range(len(bars)), list(bars), rotation=35, ha="right")
         axis.set_title(title)
     axes[0].set_ylabel(f"tau, {report['k']} draft tokens a round")
