@@ -27,7 +27,10 @@ def confidence_loss(
     ]
     if not guesses:
         return weights.new_zeros(())
-    losses = binary_cross_entropy_with_logits(torch.cat(guesses).float(), alpha.float(), reduction="none")
+    logits = torch.cat(guesses)
+    # Under autocast the guesses come in bfloat16, too coarse for chances near 1.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = binary_cross_entropy_with_logits(logits, alpha.to(logits.dtype), reduction="none")
     return (weights * losses).sum()
 
 

@@ -115,5 +115,5 @@ def test_a_k_that_is_no_number_is_refused(k: str) -> None:
 
 
 def test_trees_have_a_size_of_their_own(target: Target) -> None:
-    with pytest.raises(UserError, match="chains"):
+    with pytest.raises(UserError, match="k is auto together with a tree"):
         Engine(target, None, EngineConfig(k=8, adaptive=True, tree="dynamic"))
