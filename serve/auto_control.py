@@ -193,7 +193,9 @@ class AutoControl:
             num_rounds, doubt = (TRIAL_ROUNDS, 1.0) if known else (TRIAL_ROUNDS + 1, 1.3)
             loss_s = num_rounds * max(0.0, doubt * self.latency.seconds(number, k) * (1.0 - rates[k] / rates[now]))
             allowed_s = TRIAL_SHARE * self._spent_s + FIRST_TRIALS * self.latency.seconds(number, now)
-            if self._lost_s + loss_s + self._surprise_s > allowed_s:
+            # What rounds without drafts take is the measure of all others: it is not left to a guess for want of credit.
+            is_measure = k == 0 and not known
+            if not is_measure and self._lost_s + loss_s + self._surprise_s > allowed_s:
                 continue
             if now == 0:
                 # Only trials draft now, so what earlier ones saw is old.

@@ -72,12 +72,14 @@ class LatencyTable:
         return low_s + (high_s - low_s) * (k - low) / (high - low)
 
     def _beyond(self, bucket: int, points: list[tuple[int, float]], k: int) -> float:
-        """By the ratio that the nearest bucket with both measured has, else by the last slope."""
+        """By the ratio that the nearest bucket with both measured has, else by the last slope; one point alone has no slope, so
+        it goes by what another bucket infers from its own."""
         near, near_s = points[0] if k < points[0][0] else points[-1]
         other = self._nearest(bucket, near, k)
+        if other is None and len(points) == 1:
+            other = self._nearest(bucket, near, several=True)
         if other is not None:
-            cells = self._cells[other]
-            return near_s * cells[k].seconds / cells[near].seconds
+            return near_s * self.seconds(other, k) / self._cells[other][near].seconds
         if len(points) > 1 and k > near:
             (before, before_s), _ = points[-2], points[-1]
             slope = max(0.0, (near_s - before_s) / (near - before))
@@ -85,8 +87,15 @@ class LatencyTable:
             slope = FIRST_SLOPE * near_s / (1.0 + FIRST_SLOPE * near)
         return max(near_s + slope * (k - near), 0.1 * near_s)
 
-    def _nearest(self, bucket: int, *ks: int) -> int | None:
-        found = [other for other in self._cells if other != bucket and all(self.measured(other, k) for k in ks)]
+    def _nearest(self, bucket: int, *ks: int, several: bool = False) -> int | None:
+        """The bucket most like this one with all of `ks` measured, and another k too if `several` must be."""
+        found = [
+            other
+            for other, cells in self._cells.items()
+            if other != bucket
+            and all(self.measured(other, k) for k in ks)
+            and (not several or sum(len(cell.latest) > 0 for cell in cells.values()) > 1)
+        ]
         return min(found, key=lambda other: max(other / bucket, bucket / other), default=None)
 
     def _from_neighbour(self, bucket: int, k: int) -> float:

@@ -112,6 +112,15 @@ def test_speculation_that_never_pays_costs_next_to_nothing(batch: int) -> None:
     assert found >= 0.99 * play(Constant(0), machine, ["a"] * batch, 10)
 
 
+def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit() -> None:
+    """Requests that come and go pass through many loads; a draft that never pays must not stay where no trial was affordable."""
+    machine = Machine(lambda name, number: 0.3, draft_share=0.4)
+    control = AutoControl()
+    for batch in (40, 24, 12, 8, 6, 3, 1):
+        play(control, machine, [""] * batch, 30)
+        assert max(control.choose([Wish("", MOST)] * batch, batch).ks) == 0, batch
+
+
 def test_a_load_that_changes_is_followed() -> None:
     """The latencies of one load tell little about another's; the controller keeps both."""
     machine = Machine(lambda name, number: 0.7)
@@ -270,6 +279,7 @@ def test_what_was_not_measured_is_inferred() -> None:
     table.add(16, 0, 1.0)
     table.add(16, 0, 2.0)
     assert table.seconds(16, 4) == pytest.approx(6.0)  # by the ratio of the bucket beside it
+    assert table.seconds(16, 2) == pytest.approx(4.0)  # which infers what it has not measured from its own two points
     assert table.seconds(12, 0) in (1.0, 2.0)
 
 
