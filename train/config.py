@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from draftsmith.config import option
 from draftsmith.drafters.options import (
     DflashOptions,
+    DrafterOptions,
     DraftLmOptions,
     DsparkOptions,
     Eagle1Options,
@@ -67,7 +68,26 @@ class OnPolicyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class FamilyShapes:
+    """The shape of a draft, family by family, for those who train one or plan to."""
+
+    eagle3: Eagle3Options | None = option(None, "shape of the draft in this family")
+    p_eagle: PeagleOptions | None = option(None, "shape of the draft in this family")
+    mtp: MtpOptions | None = option(None, "shape of the draft in this family")
+    draft_lm: DraftLmOptions | None = option(None, "shape of the draft in this family")
+    eagle1: Eagle1Options | None = option(None, "shape of the draft in this family")
+    medusa: MedusaOptions | None = option(None, "shape of the draft in this family")
+    mlp: MlpOptions | None = option(None, "shape of the draft in this family")
+    dflash: DflashOptions | None = option(None, "shape of the draft in this family")
+    dspark: DsparkOptions | None = option(None, "shape of the draft in this family")
+
+    def by_family(self) -> dict[str, DrafterOptions | None]:
+        """What is given for each family, by its name."""
+        return {family: vars(self)[family.replace("-", "_")] for family in FAMILIES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(FamilyShapes):
     family: str = option(help="what to train", choices=FAMILIES, positional=True)
     target: str = option(help="the target: a folder or Hub id of a causal LM")
     data: str = option(help="folder written by `draftsmith generate`")
@@ -111,15 +131,6 @@ class TrainConfig:
     mean: str = option("token", "what counts alike in the loss: every token, or every sample (text)", choices=("token", "sample"))
     unroll: UnrollConfig = option(help="training-time unrolling", factory=UnrollConfig)
     on_policy: OnPolicyConfig = option(help="training on what the draft itself proposes", factory=OnPolicyConfig)
-    eagle3: Eagle3Options | None = option(None, "shape of the draft when the family is eagle3")
-    p_eagle: PeagleOptions | None = option(None, "shape of the draft when the family is p-eagle")
-    mtp: MtpOptions | None = option(None, "shape of the draft when the family is mtp")
-    draft_lm: DraftLmOptions | None = option(None, "shape of the draft when the family is draft-lm")
-    eagle1: Eagle1Options | None = option(None, "shape of the draft when the family is eagle1")
-    medusa: MedusaOptions | None = option(None, "shape of the draft when the family is medusa")
-    mlp: MlpOptions | None = option(None, "shape of the draft when the family is mlp")
-    dflash: DflashOptions | None = option(None, "shape of the draft when the family is dflash")
-    dspark: DsparkOptions | None = option(None, "shape of the draft when the family is dspark")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,21 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.drafters.options import (
-    DflashOptions,
-    DraftLmOptions,
-    DsparkOptions,
-    Eagle1Options,
-    Eagle3Options,
-    MedusaOptions,
-    MlpOptions,
-    MtpOptions,
-    PeagleOptions,
-)
+from draftsmith.train.config import FamilyShapes
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(FamilyShapes):
     target: str = option(help="the target: a folder or Hub id of a causal LM")
     data: str | None = option(None, "folder written by `draftsmith generate`: its tokens size the run and the draft vocabulary")
     draft: tuple[str, ...] = option((), "trained drafts whose recorded acceptance counts for their family (`eval --store`)")
@@ -33,13 +23,3 @@ class PlanConfig:
     tokens: int = option(512, "tokens of an answer, where no data is given")
     epochs: float = option(1.0, "passes over the data")
     json: bool = option(False, "print JSON instead of a table")
-
-    eagle3: Eagle3Options | None = option(None, "shape to plan for in this family, as in `train`")
-    p_eagle: PeagleOptions | None = option(None, "shape to plan for in this family")
-    mtp: MtpOptions | None = option(None, "shape to plan for in this family")
-    draft_lm: DraftLmOptions | None = option(None, "shape to plan for in this family")
-    eagle1: Eagle1Options | None = option(None, "shape to plan for in this family")
-    medusa: MedusaOptions | None = option(None, "shape to plan for in this family")
-    mlp: MlpOptions | None = option(None, "shape to plan for in this family")
-    dflash: DflashOptions | None = option(None, "shape to plan for in this family")
-    dspark: DsparkOptions | None = option(None, "shape to plan for in this family")

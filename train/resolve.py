@@ -23,17 +23,7 @@ CONTINUABLE = {
 
 def drafter_options(config: TrainConfig) -> DrafterOptions:
     """The options of the chosen family; options given for another one are an error, not ignored."""
-    given: dict[str, DrafterOptions | None] = {
-        "eagle3": config.eagle3,
-        "p-eagle": config.p_eagle,
-        "mtp": config.mtp,
-        "draft-lm": config.draft_lm,
-        "eagle1": config.eagle1,
-        "medusa": config.medusa,
-        "mlp": config.mlp,
-        "dflash": config.dflash,
-        "dspark": config.dspark,
-    }
+    given = config.by_family()
     for family, options in given.items():
         if options is not None and family != config.family:
             section = family.replace("-", "_")

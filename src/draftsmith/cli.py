@@ -185,7 +185,7 @@ def _help(field: dataclasses.Field) -> str:
     text = field.metadata.get("help", "")
     if choices := field.metadata.get("choices"):
         text += f" ({', '.join(choices)})"
-    shown = field.default not in (dataclasses.MISSING, None, "", False)
+    shown = field.default not in (dataclasses.MISSING, None, "", False, ())
     return (text + (f" [default: {field.default}]" if shown else "")).replace("%", "%%")
 
 

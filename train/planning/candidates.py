@@ -45,26 +45,11 @@ def candidates(
     for family in config.families:
         if family not in OPTIONS:
             raise UserError(f"--families names {family!r}; known ones are {', '.join(OPTIONS)}")
-    found = []
+    found, given = [], config.by_family()
     for family in config.families or OPTIONS:
-        asked = asked_shape(config, family) or trained.get(family)
+        asked = given[family] or trained.get(family)
         found += [Candidate(family, asked)] if asked is not None else list(shapes(family, num_layers, token_counts))
     return found
-
-
-def asked_shape(config: PlanConfig, family: str) -> DrafterOptions | None:
-    shapes: dict[str, DrafterOptions | None] = {
-        "eagle3": config.eagle3,
-        "p-eagle": config.p_eagle,
-        "mtp": config.mtp,
-        "draft-lm": config.draft_lm,
-        "eagle1": config.eagle1,
-        "medusa": config.medusa,
-        "mlp": config.mlp,
-        "dflash": config.dflash,
-        "dspark": config.dspark,
-    }
-    return shapes[family]
 
 
 def shapes(family: str, num_layers: int, token_counts: torch.Tensor | None) -> Iterator[Candidate]:
