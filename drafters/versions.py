@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 CURRENT = "current"
 DECISIONS = "decisions.jsonl"
 FOLDER = re.compile(r"v(\d{6,})")
-LEFTOVER = re.compile(r"\.(v\d{6,}|current)\.[0-9a-f]{8}\.(tmp|old)")
+LEFTOVER = re.compile(r"\.(v\d{6,}|current|canary\.json)\.[0-9a-f]{8}\.(tmp|old)")
 
 
 def folder_of(root: str | Path, version: int) -> Path:
