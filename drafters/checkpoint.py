@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from draftsmith import files
 from draftsmith.drafters.draft_lm import DraftLm
 from draftsmith.drafters.foreign_lm import ForeignLm
+from draftsmith.drafters.pair import Pair
 from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
@@ -21,6 +22,8 @@ from draftsmith.errors import UserError
 
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"
+# None: the target's.
+DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 log = logging.getLogger(__name__)
@@ -68,6 +71,14 @@ def load(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None
         raise UserError(f"{str(folder)!r} is a draft of family {family!r}; known ones are {', '.join(FAMILIES)}")
     drafter = FAMILIES[family].load(folder, target)
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
+
+
+def load_draft(pair: Pair, target: Target) -> TrainedDrafter | None:
+    """The draft that was asked for, as it was asked for."""
+    if pair.draft is None:
+        return None
+    read = load_foreign if pair.heterogeneous_vocab else load
+    return read(pair.draft, target, dtype=DRAFT_DTYPES[pair.draft_dtype], revision=pair.draft_revision)
 
 
 def load_foreign(

@@ -6,6 +6,7 @@ q is what was sampled, so speculation is as lossless as with any other draft.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.causal_lm import load_model, load_tokenizer
 from draftsmith.drafters.chain import CatchUp, HeadStep
 from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.interface import DraftInputs
+from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import SharedTokens, shared_tokens
 from draftsmith.drafters.weights import read_weights
@@ -24,7 +25,7 @@ from draftsmith.errors import UserError
 
 
 class ForeignLm(DraftLm):
-    """Served only: what it is trained for is its own vocabulary."""
+    """Served, and judged by `doctor`; what it is trained for is its own vocabulary."""
 
     def __init__(self, model: PreTrainedModel, name: str, shared: SharedTokens):
         super().__init__(model, name)
@@ -50,6 +51,12 @@ class ForeignLm(DraftLm):
         if len(shared.target_ids) == 0:
             raise UserError(f"draft {str(folder)!r} shares no token with {target.name!r}; use another draft")
         return cls(model, str(folder), shared)
+
+    def head_weight(self) -> torch.Tensor:
+        return super().head_weight()[self.draft_ids]
+
+    def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
+        return super().unroll(replace(batch, input_ids=self.to_draft[batch.input_ids]))
 
     def _catch_up(self, inputs: DraftInputs) -> CatchUp:
         return super()._catch_up(replace(inputs, tokens=self.to_draft[inputs.tokens]))

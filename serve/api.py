@@ -11,8 +11,9 @@ from types import TracebackType
 
 import torch
 
-from draftsmith.drafters.checkpoint import load
+from draftsmith.drafters.checkpoint import load_draft
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.pair import Pair, check_draft_options
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
@@ -38,6 +39,7 @@ class Engine:
     Args:
         target: a local folder or Hub id.
         draft: a draft checkpoint, a drafter made elsewhere (`Ngram()`, say), or None for no speculation.
+        draft_revision, draft_dtype, heterogeneous_vocab: of a draft checkpoint, as the flags of `draftsmith serve`.
         config: what `draftsmith serve` takes as flags.
         dtype: the weights' type; "auto" is the checkpoint's own, float32 on a CPU.
         device: torch's name of it; by default the first CUDA device, else the CPU.
@@ -48,15 +50,25 @@ class Engine:
         target: str | Path,
         draft: str | Path | ServingDrafter | None = None,
         *,
+        draft_revision: str | None = None,
+        draft_dtype: str = "auto",
+        heterogeneous_vocab: bool = False,
         config: EngineConfig | None = None,
         dtype: str = "auto",
         device: str | None = None,
     ):
+        pair = Pair(
+            draft=str(draft) if isinstance(draft, (str, Path)) else None,
+            draft_revision=draft_revision,
+            draft_dtype=draft_dtype,
+            heterogeneous_vocab=heterogeneous_vocab,
+        )
+        check_draft_options(pair)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if dtype == "auto" and device == "cpu":
             dtype = "float32"
         loaded = Target.load(target, dtype=dtype, device=device)
-        drafter = load(draft, loaded) if isinstance(draft, (str, Path)) else draft
+        drafter = load_draft(pair, loaded) if isinstance(draft, (str, Path)) else draft
         self._tokenizer = loaded.tokenizer()
         version = "" if drafter is None else "0"
         self._loop = EngineLoop(RoundEngine(loaded, drafter, config or EngineConfig(), draft_version=version)).start()

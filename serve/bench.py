@@ -10,6 +10,7 @@ from typing import Any
 
 from draftsmith import files
 from draftsmith.config import to_dict
+from draftsmith.drafters.pair import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.serve.bench_client import Client, PassResult
@@ -26,7 +27,7 @@ def run(config: BenchConfig) -> int:
     check(config)
     prompts = read_prompts(config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed)
     if config.url is None:
-        server = started(_server_arguments(config), timeout_s=config.timeout_s)
+        server = started(server_arguments(config), timeout_s=config.timeout_s)
     else:
         server = nullcontext(config.url)
     with server as url:
@@ -53,8 +54,11 @@ def check(config: BenchConfig) -> None:
         raise UserError(f"request_rate is {config.request_rate}; it must be above 0")
     if config.burstiness <= 0:
         raise UserError(f"burstiness is {config.burstiness}; it must be above 0")
-    if config.synthetic_acceptance is not None and config.target is None:
-        raise UserError("synthetic_acceptance is for a server started here; give target in place of url")
+    check_draft_options(config)
+    of_started = {"draft": config.draft, "ngram": config.ngram or None, "synthetic_acceptance": config.synthetic_acceptance}
+    for name, value in of_started.items():
+        if config.target is None and value is not None:
+            raise UserError(f"{name} is for a server started here; give target in place of url")
     goal_of(config.goodput)
     if config.concurrency < 1 or config.repeats < 1 or config.max_tokens < 2:
         raise UserError("concurrency and repeats must be at least 1, max_tokens at least 2; mend the one that is not")
@@ -112,10 +116,14 @@ def _body(config: BenchConfig, model: str, case: Case, repeat: int) -> dict[str,
     return body
 
 
-def _server_arguments(config: BenchConfig) -> list[str]:
+def server_arguments(config: BenchConfig) -> list[str]:
     arguments = ["--target", str(config.target), "--max-batch", str(max(8, config.concurrency))]
     if config.draft is not None:
-        arguments += ["--draft", config.draft]
+        arguments += ["--draft", config.draft, "--draft-dtype", config.draft_dtype]
+    if config.draft_revision is not None:
+        arguments += ["--draft-revision", config.draft_revision]
+    if config.heterogeneous_vocab:
+        arguments.append("--heterogeneous-vocab")
     if config.ngram:
         arguments.append("--ngram")
     if config.synthetic_acceptance is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from draftsmith.config import option
 from draftsmith.drafters.options import SuffixOptions
+from draftsmith.drafters.pair import Pair
 from draftsmith.errors import UserError
 from draftsmith.serve.control import MAX_AUTO_K, parse_schedule
 
@@ -44,16 +45,8 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(Pair):
     target: str = option(help="the target: a local folder or Hub id")
-    draft: str | None = option(None, "a draft checkpoint")
-    draft_revision: str | None = option(None, "branch, tag or commit of a draft from the Hub")
-    draft_dtype: str = option(
-        "auto", "type of the draft's weights; auto: the target's", choices=("auto", "float32", "bfloat16", "float16")
-    )
-    heterogeneous_vocab: bool = option(
-        False, "the draft is an LM with another tokenizer: it drafts the tokens that both have, losslessly"
-    )
     ngram: bool = option(False, "draft by looking up the longest matching n-gram in the request's own text")
     prompt_lookup_min: int = option(2, "shortest n-gram looked up")
     prompt_lookup_max: int = option(4, "longest n-gram looked up")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from draftsmith.drafters.pair import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.control import MAX_K
@@ -66,12 +67,9 @@ def _check_drafts(config: ServeConfig) -> None:
     trained = config.draft is not None or config.versions is not None
     if config.ngram and (config.suffix or trained):
         raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
-    if config.draft is None and (config.draft_revision is not None or config.heterogeneous_vocab):
-        given = "draft_revision" if config.draft_revision is not None else "heterogeneous_vocab"
-        raise UserError(f"{given} is given without a draft; name the draft too or leave it out")
-    if not trained and (config.draft_dtype != "auto" or config.fallback != "none"):
-        given = "draft_dtype" if config.draft_dtype != "auto" else "fallback"
-        raise UserError(f"{given} is given without a trained draft; name the draft too or leave it out")
+    check_draft_options(config, other_draft=config.versions is not None)
+    if not trained and config.fallback != "none":
+        raise UserError("fallback is given without a trained draft; name the draft too or leave it out")
     if config.heterogeneous_vocab and (config.versions is not None or config.learn is not None):
         raise UserError(
             "heterogeneous_vocab is given with versions or learn, which train a draft over the target's ids; choose one"

@@ -15,7 +15,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from draftsmith.drafters.checkpoint import load, load_foreign
+from draftsmith.drafters.checkpoint import DRAFT_DTYPES, load, load_draft
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.suffix import Suffix
@@ -40,9 +40,6 @@ from draftsmith.serve.parallel import LEADER, Channel, LeadingTarget, follow, jo
 from draftsmith.serve.record import Sink
 from draftsmith.serve.trees import wanted_tree
 from draftsmith.serve.watch import VersionWatcher
-
-# None: the target's.
-DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 MakeSink = Callable[[ServeConfig, Target], Sink]
 
@@ -151,12 +148,12 @@ def load_fallback(config: ServeConfig) -> ServingDrafter | None:
 def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
     """The live version of the versions folder, else the draft."""
     number = latest(config.versions) if config.versions is not None else None
-    dtype = DRAFT_DTYPES[config.draft_dtype]
     if number is not None:
-        return LoadedDraft(load(open_version(config.versions, number), target, dtype=dtype), str(number), number)
-    if config.draft is not None:
-        read = load_foreign if config.heterogeneous_vocab else load
-        return LoadedDraft(read(config.draft, target, dtype=dtype, revision=config.draft_revision), "0", None)
+        folder, dtype = open_version(config.versions, number), DRAFT_DTYPES[config.draft_dtype]
+        return LoadedDraft(load(folder, target, dtype=dtype), str(number), number)
+    draft = load_draft(config, target)
+    if draft is not None:
+        return LoadedDraft(draft, "0", None)
     if config.versions is not None:
         raise UserError(f"versions folder {config.versions!r} has no version yet; give the draft to start with")
     return LoadedDraft(None, "", None)

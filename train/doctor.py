@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.pair import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.checkup.finding import FAIL, Finding, table
@@ -71,6 +72,7 @@ def check_options(config: DoctorConfig) -> None:
         raise UserError("option 'target' is required; give --target, or --url of a running server")
     if config.url is not None and (config.target, config.draft, config.data) != (None, None, None):
         raise UserError("url is given together with a target, draft or data; ask about them one at a time")
+    check_draft_options(config)
     if config.url is None and (config.seconds != 0 or config.api_key is not None):
         raise UserError("seconds and api_key are about a running server; give --url too")
     if not 0 <= config.seconds <= MOST_SECONDS:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.drafters.pair import Pair
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorConfig:
+class DoctorConfig(Pair):
     target: str | None = option(None, "folder or Hub id of the target [default: the one that the data names]")
-    draft: str | None = option(None, "draft checkpoint to check against the target")
     data: str | None = option(None, "generated dataset to check against both")
     rows: int = option(256, "rows of the data to read, spread over all of it")
     show: int = option(2, "rows of the data to print whole, trained tokens in colour, or in [[ ]] where there is none")

@@ -137,6 +137,8 @@ def test_bench_starts_a_server_and_compares_off_with_on(
     (["--url", "http://127.0.0.1:9"], ["/v1/models"]),
     (["--url", "http://127.0.0.1:9", "--prompts", "/nowhere.txt"], ["/nowhere.txt"]),
     (["--url", "http://127.0.0.1:9", "--modes", "sideways"], ["sideways"]),
+    (["--url", "http://127.0.0.1:9", "--draft", "x"], ["draft is for a server started here"]),
+    (["--target", "x", "--heterogeneous-vocab"], ["heterogeneous_vocab is given without a draft"]),
     (["--target", "/nowhere/at/all"], ["/nowhere/at/all"]),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_sentence(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture) -> None:

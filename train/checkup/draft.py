@@ -9,24 +9,27 @@ import torch
 
 from draftsmith.drafters.checkpoint import RECORD, locate, read_metadata
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
+from draftsmith.drafters.pair import Pair
 from draftsmith.drafters.taps import FINAL
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import read_config
 from draftsmith.train.checkup.finding import Finding, fail, ok, warn
 
 
-def check_draft(path: str, draft: TrainedDrafter, target: Target) -> list[Finding]:
-    """Loading it has already shown that it is whole, finite, and made for this vocabulary and tokenizer."""
-    folder = locate(path)
-    findings = [ok("draft.loads", f"{draft.family}, vocabulary and tokenizer of the target"), check_taps(draft, target)]
-    if (folder / RECORD).is_file():
+def check_draft(pair: Pair, draft: TrainedDrafter, target: Target) -> list[Finding]:
+    """Loading it has already shown that it is whole, finite, and made for this vocabulary and tokenizer, or for any."""
+    assert pair.draft is not None
+    folder = locate(pair.draft, revision=pair.draft_revision)
+    spoken = "a tokenizer of its own" if pair.heterogeneous_vocab else "vocabulary and tokenizer of the target"
+    findings = [ok("draft.loads", f"{draft.family}, {spoken}"), check_taps(draft, target)]
+    if pair.heterogeneous_vocab:
+        mend = "measure it with draftsmith bench --heterogeneous-vocab before relying on it"
+        findings.append(warn("draft.record", "made for no target in particular", mend))
+    elif (folder / RECORD).is_file():
         findings += check_record(read_metadata(folder), target)
     else:
-        findings.append(
-            warn(
-                "draft.record", f"no {RECORD}: not trained by draftsmith", "measure it with draftsmith eval before relying on it"
-            )
-        )
+        mend = "measure it with draftsmith eval before relying on it"
+        findings.append(warn("draft.record", f"no {RECORD}: not trained by draftsmith", mend))
     return [*findings, check_positions(folder, target), check_vocabulary(draft, target), check_finite(draft, target)]
 
 
@@ -85,9 +88,8 @@ def check_vocabulary(draft: TrainedDrafter, target: Target) -> Finding:
     share = len(ids) / target.vocab_size
     what = f"drafts {len(ids)} of {target.vocab_size} tokens ({share:.0%})"
     if missing:
-        return warn(
-            "draft.vocabulary", f"{what}, without the end-of-text token {missing[0]}", "train with a vocabulary that has it"
-        )
+        mend = "train or choose a draft whose vocabulary has it"
+        return warn("draft.vocabulary", f"{what}, without the end-of-text token {missing[0]}", mend)
     return ok("draft.vocabulary", what)
 
 

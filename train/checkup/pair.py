@@ -27,15 +27,14 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
         return [refused("target.loads", error)]
     findings = check_target(target)
     draft = None
-    if config.draft is not None:
-        try:
-            draft = checkpoint.load(config.draft, target)
-        except UserError as error:
-            findings.append(refused("draft.loads", error))
-        else:
-            findings += check_draft(config.draft, draft, target)
-    findings.append(check_serving(target, draft, config.sequences))
+    try:
+        draft = checkpoint.load_draft(config, target)
+    except UserError as error:
+        findings.append(refused("draft.loads", error))
     if draft is not None:
+        findings += check_draft(config, draft, target)
+    findings.append(check_serving(target, draft, config.sequences))
+    if draft is not None and not config.heterogeneous_vocab:
         findings.append(check_training(target, draft, config.max_length))
     if config.data is not None:
         findings += check_examples(config, config.data, target, draft)

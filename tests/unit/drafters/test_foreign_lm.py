@@ -12,16 +12,19 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.foreign_lm import ForeignLm
-from draftsmith.drafters.interface import DraftInputs
+from draftsmith.drafters.interface import DraftInputs, UnrollBatch
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import shared_tokens
 from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows
+from draftsmith.serve.api import Engine as PythonEngine
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import SamplingParams
 from draftsmith.serve.run import check, load_drafter
+from draftsmith.train.checkup.pair import check_pair
+from draftsmith.train.doctor_config import DoctorConfig
 
 SPACE = "\u2581"
 
@@ -117,10 +120,28 @@ def test_greedy_text_is_the_targets(drafter, target):
     assert speculating.stats.num_drafts > 0 and not speculating.stats.fallbacks
 
 
-def test_serve_takes_it_when_the_user_says_so(foreign, target):
-    config = ServeConfig(target=target.name, draft=foreign, heterogeneous_vocab=True)
+def test_it_is_taken_when_the_user_says_so(foreign, target):
+    options = {"draft": foreign, "heterogeneous_vocab": True, "draft_dtype": "bfloat16"}
+    config = ServeConfig(target=target.name, **options)
     check(config)
-    assert isinstance(load_drafter(config, target).drafter, ForeignLm)
+    served = load_drafter(config, target).drafter
+    assert isinstance(served, ForeignLm) and served.model.dtype == torch.bfloat16
+    with PythonEngine(target.name, **options, config=EngineConfig(k=2, compile="off")) as made:
+        (answer,) = made.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert sum(answer.speculation.offered) > 0
+    findings = {finding.check: finding for finding in check_pair(DoctorConfig(target=target.name, **options))}
+    assert findings["draft.loads"].what == "draft-lm, a tokenizer of its own" and findings["draft.finite"].status == "ok"
+    assert findings["draft.vocabulary"].what.startswith(f"drafts {len(served.target_ids)} of {target.vocab_size}")
+    assert "memory.training" not in findings
+
+
+@torch.no_grad()
+def test_what_training_would_see_of_it_is_its_law_too(drafter, target):
+    """`doctor --data` judges it by its unroll."""
+    text = torch.randint(3, 288, (1, 12), generator=torch.Generator().manual_seed(2))
+    (step,) = drafter.unroll(UnrollBatch(input_ids=text, attention_mask=torch.ones_like(text), taps=None, num_steps=1))
+    plain = drafter.model(drafter.to_draft[text]).logits[..., drafter.draft_ids]
+    torch.testing.assert_close(step.hidden @ drafter.head_weight().T, plain, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

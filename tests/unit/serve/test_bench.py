@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -8,13 +9,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from draftsmith.cli import collect, parse, parser_for
+from draftsmith.config import build
+from draftsmith.drafters.pair import Pair
 from draftsmith.errors import UserError
-from draftsmith.serve.bench import gaps
+from draftsmith.serve.bench import gaps, server_arguments
 from draftsmith.serve.bench_client import Answer, Client, PassResult
 from draftsmith.serve.bench_config import BenchConfig
 from draftsmith.serve.bench_goal import goal_of
 from draftsmith.serve.bench_prompts import read_prompts
 from draftsmith.serve.bench_report import Case, acceptance, figures, goodput, percentile, ratios, table
+from draftsmith.serve.config import ServeConfig
 
 
 def test_percentiles_are_nearest_ranks() -> None:
@@ -135,3 +140,11 @@ def test_line_ends_of_unicode_within_a_text_do_not_end_an_event() -> None:
 
     (answer,) = asyncio.run(measure()).answers
     assert (answer.text, answer.num_tokens) == ("one\x85two\u2028three", 3)
+
+
+def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
+    told = {"target": "t", "draft": "d", "draft_revision": "v1", "draft_dtype": "bfloat16", "heterogeneous_vocab": True}
+    assert set(told) == {field.name for field in dataclasses.fields(Pair)}
+    arguments = server_arguments(BenchConfig(**told))
+    served = build(ServeConfig, collect(ServeConfig, parse(parser_for("serve", ServeConfig), arguments)))
+    assert {name: vars(served)[name] for name in told} == told

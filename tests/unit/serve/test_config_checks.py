@@ -45,7 +45,7 @@ def test_an_engine_is_not_made_of(options, words):
         ({"log_stats_s": NAN}, "log_stats_s is nan"),
         ({"port": 65536}, "port is 65536"),
         ({"api_key": ("right", " ")}, "api_key is empty"),
-        ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a trained draft"),
+        ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
         ({"ngram": True, "fallback": "suffix"}, "fallback is given without a trained draft"),
     ],
 )
