@@ -13,8 +13,9 @@ def logits_of(seed: int, *, rows: int = 20, num_tokens: int = 300) -> torch.Tens
     return 3 * torch.randn(rows, num_tokens, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_top_law_holds_the_likeliest_and_all_mass() -> None:
-    logits = logits_of(0)
+@pytest.mark.parametrize("num_tokens", [300, 1280, 4001])  # the larger ones are searched by groups, the last with a rest
+def test_a_top_law_holds_the_likeliest_and_all_mass(num_tokens: int) -> None:
+    logits = logits_of(0, num_tokens=num_tokens)
     law = top_law(logits, k=10)
     probs = logits.softmax(-1)
     assert torch.equal(law.ids, probs.topk(10, dim=-1).indices)
@@ -36,6 +37,15 @@ def test_overlap_bounds_hold_the_overlap(k: int) -> None:
     exact = overlap(p, q)
     assert (low <= exact + 1e-6).all() and (exact <= high + 1e-6).all()
     assert (high - low).mean() < 1 - exact.mean() or k < 64
+
+
+@pytest.mark.parametrize("num_tokens", [300, 4001])
+def test_a_law_of_fewer_tokens_than_are_kept_is_kept_whole(num_tokens: int) -> None:
+    logits = torch.full((1, num_tokens), -math.inf)
+    logits[0, [0, 7, num_tokens - 1]] = torch.tensor([0.0, 2.0, 1.0])
+    law = top_law(logits, k=10)
+    assert law.ids[0, :3].tolist() == [7, num_tokens - 1, 0] and len(set(law.ids[0].tolist())) == 10
+    assert law.logprobs[0, 3:].isneginf().all() and float(law.tail) < 1e-6
 
 
 def test_overlap_bounds_meet_on_the_whole_law() -> None:
