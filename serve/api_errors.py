@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,6 +20,7 @@ from draftsmith.serve.scheduler import QueueFull
 
 RETRY_AFTER = {"retry-after": "1"}
 _LEADING_NAME = re.compile(r"[a-z_]+")
+SHORT_NAMES = ("temperature", "stop", "seed", "logprobs", "prompt", "messages", "grammar", "speculation", "n")
 
 
 class Refusal(Exception):
@@ -80,21 +82,23 @@ def shutting_down(message: str) -> Refusal:
     return Refusal(503, message, kind="server_error", code="shutting_down", headers=RETRY_AFTER)
 
 
-def as_refusal(error: UserError) -> Refusal:
+def as_refusal(error: UserError, *, told_as: Callable[[str], str] = str) -> Refusal:
+    """`told_as` gives the request's own name of a parameter of the engine's."""
     if isinstance(error, ShuttingDown):
         return shutting_down(str(error))
     if isinstance(error, EngineDead):
         return Refusal(503, str(error), kind="server_error", code="engine_dead")
     if isinstance(error, QueueFull):
         return overloaded(str(error))
-    return Refusal(400, str(error), param=named_param(str(error)))
+    name = named_param(str(error))
+    return Refusal(400, str(error), param=None if name is None else told_as(name))
 
 
 def named_param(message: str) -> str | None:
     """Sentences about a parameter begin with its name, which has an underscore, or is one of the few that have none."""
     leading = _LEADING_NAME.match(message)
     name = leading.group() if leading else ""
-    return name if "_" in name or name in ("temperature", "stop", "seed", "logprobs", "prompt", "speculation", "n") else None
+    return name if "_" in name or name in SHORT_NAMES else None
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -38,7 +38,7 @@ class Grammar:
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of `texts`."""
         if not texts or "" in texts:
-            raise UserError(f"a choice is between {list(texts)}; give at least one text, none of them empty")
+            raise UserError(f"grammar is a choice between {list(texts)}; give at least one text, none of them empty")
         return cls("lark", "start: " + " | ".join(json.dumps(text) for text in texts))
 
     @classmethod

@@ -27,11 +27,11 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]):
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise UserError("this model's tokenizer has no tokenizer.json, which a grammar needs; leave the grammar out")
+            raise UserError("grammar needs a tokenizer.json, which this model has not; leave the grammar out")
         try:
             import llguidance
         except ImportError as error:
-            raise UserError("grammars need llguidance; pip install 'draftsmith[grammar]'") from error
+            raise UserError("grammar needs llguidance; pip install 'draftsmith[grammar]'") from error
         self.library = llguidance
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
@@ -75,7 +75,7 @@ class GrammarCompiler:
 
 
 def _refused(grammar: Grammar, reason: str) -> UserError:
-    return UserError(f"the {grammar.kind} cannot be honoured ({' '.join(reason.split())}); change it or leave it out")
+    return UserError(f"grammar ({grammar.kind}) cannot be honoured: {' '.join(reason.split())}; change it or leave it out")
 
 
 class GrammarMatcher:

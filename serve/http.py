@@ -14,7 +14,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from draftsmith.serve.api_errors import Refusal, add_error_handlers, failure, timed_out
+from draftsmith.errors import UserError
+from draftsmith.serve.api_errors import Refusal, add_error_handlers, as_refusal, failure, timed_out
 from draftsmith.serve.api_gate import Gate, Limits, Load, tenant_of
 from draftsmith.serve.api_report import Level
 from draftsmith.serve.api_schema import ANSWER_STATUSES, ChatBody, CompletionBody, describe, documented, events_of
@@ -129,17 +130,11 @@ async def _answer(
 ) -> Response:
     num_choices = body.n or 1
     _check_count(server, len(prompts), num_choices)
-    bad_words = await server.aside.run(lambda: bad_word_tokens(body.bad_words or (), server.tokenizer))
-    params = [body.sampling(index, bad_words) for index in range(num_choices)]
     exchange = Exchange(server.loop, server.aside, server.mailbox, server.limits.timeout_s)
-    await exchange.submit(
-        [prompt.tokens for prompt in prompts for _ in range(num_choices)],
-        params * len(prompts),
-        request_class=body.request_class,
-        tenant=tenant_of(request.headers.get("authorization", "")) if len(server.limits.api_keys) > 1 else "",
-        learn=request.headers.get(LEARN_HEADER, "on").lower() not in ("off", "false", "0", "no"),
-        answer=responder.id,
-    )
+    try:
+        await _submit(server, exchange, request, body, prompts, answer=responder.id)
+    except UserError as error:
+        raise as_refusal(error, told_as=body.told_as) from error
     if body.stream:
         events = _stream(server, exchange, responder)
         return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -151,6 +146,22 @@ async def _answer(
             raise refusal
     server.metrics.answered([finished.num_output for finished in exchange.requests], num_choices)
     return JSONResponse(responder.body(exchange.requests))
+
+
+async def _submit(
+    server: Server, exchange: Exchange, request: Request, body: Generation, prompts: Sequence[Prompt], *, answer: str
+) -> None:
+    num_choices = body.n or 1
+    bad_words = await server.aside.run(lambda: bad_word_tokens(body.bad_words or (), server.tokenizer))
+    params = [body.sampling(index, bad_words) for index in range(num_choices)]
+    await exchange.submit(
+        [prompt.tokens for prompt in prompts for _ in range(num_choices)],
+        params * len(prompts),
+        request_class=body.request_class,
+        tenant=tenant_of(request.headers.get("authorization", "")) if len(server.limits.api_keys) > 1 else "",
+        learn=request.headers.get(LEARN_HEADER, "on").lower() not in ("off", "false", "0", "no"),
+        answer=answer,
+    )
 
 
 def _check_count(server: Server, num_prompts: int, num_choices: int) -> None:

@@ -86,13 +86,13 @@ class Intake:
     def max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """How many tokens the answer may have; the context bounds it."""
         if not prompt:
-            raise UserError("the prompt is empty; give at least one token")
+            raise UserError("prompt is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
-            raise UserError(f"the prompt holds token ids outside 0..{self.target.vocab_size - 1}; tokenise it with this model")
+            raise UserError(f"prompt holds token ids outside 0..{self.target.vocab_size - 1}; tokenise it with this model")
         room = self.max_length - len(prompt)
         if room < 1:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens and the context {self.max_length}; shorten it to leave an answer room"
+                f"prompt has {len(prompt)} tokens and the context {self.max_length}; shorten it to leave an answer room"
             )
         if params.max_tokens is None:
             return room

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from draftsmith.serve.api_format import ResponseFormat, StructuredOutputs, grammar_of
 from draftsmith.serve.api_wire import Text, Wire
@@ -84,6 +85,12 @@ class Generation(Wire):
             raise ValueError("max_tokens is 0; ask for at least 1, or for the echo of a completion's prompt")
         return self
 
+    def told_as(self, name: str) -> str:
+        """What this request calls a parameter that the engine calls `name`."""
+        if name == "grammar":
+            return "response_format" if self.structured_outputs is None else "structured_outputs"
+        return name
+
     @abstractmethod
     def alternatives(self) -> int | None:
         """How many logprobs beside each emitted token; None for no logprobs."""
@@ -136,6 +143,18 @@ class CompletionRequest(Generation):
     suffix: None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool = True
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _names_every_form(cls, value: Any, judge: ValidatorFunctionWrapHandler) -> Any:
+        """Else the first of the four forms alone would be complained of."""
+        try:
+            return judge(value)
+        except ValidationError as error:
+            if isinstance(value, str):
+                raise
+            what = f"{reprlib.repr(value)} is no prompt"
+            raise ValueError(f"{what}; give a text, token ids, or a list of texts or of lists of ids") from error
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionRequest:
@@ -211,6 +230,11 @@ class ChatRequest(Generation, Conversation):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         return self
+
+    def told_as(self, name: str) -> str:
+        if name == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if name == "prompt" else super().told_as(name)
 
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -52,7 +52,7 @@ def chat_prompt(
 ) -> list[int]:
     """`variables` are the chat template's own."""
     if tokenizer.chat_template is None:
-        raise UserError("this model's tokenizer has no chat template; use /v1/completions")
+        raise UserError("messages need a chat template, which this model's tokenizer has not; use /v1/completions")
     try:
         text = tokenizer.apply_chat_template(
             messages,
@@ -64,7 +64,7 @@ def chat_prompt(
     except Exception as error:
         # Templates are programs of their own and raise what they like, mostly about the order of roles.
         reason = re.sub(r"\s+", " ", str(error))
-        raise UserError(f"the chat template refuses these messages ({reason}); mend them") from error
+        raise UserError(f"messages are refused by the chat template ({reason}); mend them") from error
     return encode(text, tokenizer, add_special_tokens=add_special_tokens)
 
 

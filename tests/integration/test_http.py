@@ -163,7 +163,9 @@ BAD = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "("}}, None),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}}}, "response_format"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "structured_outputs"),
     ({"n": 128, "prompt": ["a", "b", "c"]}, "prompt"),
     ({"\ud800": 1}, None),
@@ -172,14 +174,14 @@ BAD = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"speculation": {"depth": 3}}, "speculation"),
     ({"speculation": {"k": 100}}, "speculation"),
-    ({"prompt": ""}, None),
-    ({"prompt": []}, None),
-    ({"prompt": [99999]}, None),
-    ({"prompt": "x" * 1000}, None),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [99999]}, "prompt"),
+    ({"prompt": "x" * 1000}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"prompt": "\ud800"}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"),
-    ({"prompt": [[]]}, None),
+    ({"prompt": [[]]}, "prompt"),
     ({"request_class": "\ud800"}, "request_class"),
     ({"temperature": float("nan")}, "temperature"),
     ({"seed": 2**70}, "seed"),
@@ -194,30 +196,34 @@ def test_bad_input_is_an_openai_error_of_one_sentence(change: dict, param: str |
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error" and error["message"] and "\n" not in error["message"]
     assert param is None or error["param"] == param
+    assert change != {"prompt": []} or "give a text, token ids" in error["message"]
     # The server goes on.
     assert server.complete("hi", max_tokens=1).status_code == 200
 
 
 CHAT_BAD = [
-    {"messages": []},
-    {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
-    {"tools": []},
-    {"top_logprobs": 2},
-    {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    {"tool_choice": "auto"},
-    {"add_generation_prompt": True, "continue_final_message": True},
-    {"chat_template_kwargs": {"tools": []}},
-    {"max_tokens": 0},
-    {"echo": True},
-    {"max_tokens": 3, "max_completion_tokens": 4},
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 1000}]}, "messages"),
+    ({"tools": []}, "tools"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 99999}, "max_completion_tokens"),
+    ({"echo": True}, "echo"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
 ]
 
 
-@pytest.mark.parametrize("change", CHAT_BAD, ids=[str(change)[:40] for change in CHAT_BAD])
-def test_bad_chat_input_is_refused(change: dict, server: Any) -> None:
+@pytest.mark.parametrize("change, param", CHAT_BAD, ids=[str(change)[:40] for change, _ in CHAT_BAD])
+def test_bad_chat_input_is_refused(change: dict, param: str, server: Any) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **change}
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400 and response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("content, headers", [
