@@ -93,6 +93,13 @@ class DriftConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    most: int = option(0, "drafts for one class of requests each, beside the live one and counting those on trial; 0 is off")
+    requests: int = option(128, "of a class, among the latest ones, that begin the trial of a draft for it")
+    idle_requests: int = option(2048, "how many latest ones; a class with none among them loses its draft")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
     bytes: int = option(2 << 30, "size of the buffer; what was learned from goes first")
     age_s: float = option(7 * 86400.0, "age at which records are deleted")
@@ -108,6 +115,7 @@ class DistillConfig:
     learn: LearnConfig = option(factory=LearnConfig)
     gate: GateConfig = option(factory=GateConfig)
     drift: DriftConfig = option(factory=DriftConfig)
+    pool: PoolConfig = option(factory=PoolConfig)
     retention: RetentionConfig = option(factory=RetentionConfig)
     poll_s: float = option(1.0, "pause when there is nothing new")
     idle_s: float = option(2.0, "a request without a new record for so long is taken as finished")
