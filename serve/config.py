@@ -18,11 +18,12 @@ VERIFICATIONS = ("chain", "block", "typical")
 VERIFICATION_HELP = "how a chain's drafts are judged: one by one, together (keeps more), or by typical acceptance (LOSSY)"
 SYNTHETIC_HELP = "keep drafts at these rates by position whatever they are: for sizing only, the text is meaningless (LOSSY)"
 SAMPLINGS = ("sampled", "greedy")
+DEFAULT_K = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    k: int = option(4, "draft tokens a round; a request may ask for fewer or more")
+    k: int = option(DEFAULT_K, "draft tokens a round; a request may ask for fewer or more")
     adaptive: bool = option(False, "draft as many tokens as pay, by measured round times and survival; k is then the most")
     k_schedule: str | None = option(None, "draft tokens a round by batch size, for example 1:5,8:3,32:0")
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
@@ -85,8 +86,9 @@ class ServeConfig(Pair):
     log_stats_s: float = option(10.0, "seconds between two log lines of throughput and acceptance; 0: none")
     dashboard_text: bool = option(False, "show text being written at /dashboard, but of no request that keeps out of learning")
     name: str | None = option(None, "model name in the API; default: the target's")
-    k: str = option(
-        "4", "draft tokens a round, or auto: as many as pay, measured while serving; a request may ask for its own number"
+    k: str | None = option(
+        None,
+        "draft tokens a round [default: 4], or auto: as many as pay, as measured; a request may ask for its own number",
     )
     k_schedule: str | None = option(None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0")
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
@@ -127,6 +129,8 @@ class ServeConfig(Pair):
     def most_drafted(self) -> int:
         if self.k_schedule is not None:
             return max(step.k for step in parse_schedule(self.k_schedule))
+        if self.k is None:
+            return DEFAULT_K
         if self.k == "auto":
             return MAX_AUTO_K
         if not self.k.isdecimal():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 from draftsmith.drafters.pair import check_draft_options
 from draftsmith.errors import UserError
@@ -25,6 +26,10 @@ def check_engine(config: EngineConfig) -> None:
         raise UserError(f"memory_gib is {config.memory_gib}; give a number")
     if config.adaptive and config.k_schedule is not None:
         raise UserError(f"k is auto together with k_schedule {config.k_schedule!r}; choose one of them")
+    if config.tune_draft_temperature and config.draft_sampling == "greedy":
+        raise UserError(
+            "tune_draft_temperature is given with draft_sampling 'greedy', which has no temperature; choose one of them"
+        )
     if config.synthetic_acceptance is None:
         return
     if not config.synthetic_acceptance or not all(0 <= rate <= 1 for rate in config.synthetic_acceptance):
@@ -39,6 +44,7 @@ def check_engine(config: EngineConfig) -> None:
 def check_serve(config: ServeConfig) -> None:
     _check_numbers(config)
     _check_drafts(config)
+    _check_void(config)
 
 
 def _check_numbers(config: ServeConfig) -> None:
@@ -79,3 +85,17 @@ def _check_drafts(config: ServeConfig) -> None:
         raise UserError(
             "learn is given with suffix beside a draft, whose rounds it could not tell apart; leave suffix or learn out"
         )
+
+
+def _check_void(config: ServeConfig) -> None:
+    """Settings of what does not draft, and a k where something else says how much is drafted."""
+    values, defaults = vars(config), {field.name: field.default for field in fields(config)}
+    for drafter, prefix in (("suffix", "suffix_"), ("ngram", "prompt_lookup_")):
+        for name in values:
+            if name.startswith(prefix) and values[name] != defaults[name] and not values[drafter] and config.fallback != drafter:
+                raise UserError(f"{name} is {values[name]} but nothing drafts by {drafter}; give {drafter} too or leave it out")
+    if config.suffix_share != defaults["suffix_share"] and not (config.suffix and (config.draft or config.versions)):
+        raise UserError(f"suffix_share is {config.suffix_share}, which is for suffix beside a draft; give both or leave it out")
+    for name in ("k_schedule", "tree"):
+        if config.k not in (None, "auto") and values[name] is not None:
+            raise UserError(f"k is {config.k} together with {name} {values[name]!r}, which says how much is drafted; leave k out")

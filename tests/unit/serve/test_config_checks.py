@@ -23,6 +23,7 @@ NAN = float("nan")
         ({"k": -1}, "k is -1"),
         ({"memory_gib": NAN}, "memory_gib is nan"),
         ({"adaptive": True, "k_schedule": "1:5"}, "k is auto together with k_schedule"),
+        ({"tune_draft_temperature": True, "draft_sampling": "greedy"}, "which has no temperature"),
         ({"synthetic_acceptance": (0.5, NAN)}, "rates from 0 to 1"),
         ({"synthetic_acceptance": ()}, "rates from 0 to 1"),
         ({"synthetic_acceptance": (0.5,), "verification": "typical"}, "verification is 'typical' together with synthetic"),
@@ -47,10 +48,16 @@ def test_an_engine_is_not_made_of(options, words):
         ({"api_key": ("right", " ")}, "api_key is empty"),
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
         ({"ngram": True, "fallback": "suffix"}, "fallback is given without a trained draft"),
+        ({"draft": "d", "suffix_max_tree_depth": 3}, "suffix_max_tree_depth is 3 but nothing drafts by suffix"),
+        ({"suffix": True, "prompt_lookup_max": 3}, "prompt_lookup_max is 3 but nothing drafts by ngram"),
+        ({"suffix": True, "suffix_share": 0.5}, "suffix_share is 0.5, which is for suffix beside a draft"),
+        ({"draft": "d", "k": "3", "tree": "auto"}, "k is 3 together with tree 'auto'"),
+        ({"draft": "d", "k": "3", "k_schedule": "1:5"}, "k is 3 together with k_schedule '1:5'"),
     ],
 )
 def test_a_server_is_not_started_with(options, words):
     check(ServeConfig(target="t", draft="d"))
+    check(ServeConfig(target="t", draft="d", suffix=True, suffix_share=0.5, fallback="ngram", prompt_lookup_min=1))
     with pytest.raises(UserError, match=words):
         check(ServeConfig(target="t", **options))
 
