@@ -26,8 +26,11 @@ FAMILIES = ("eagle3", "p-eagle", "mtp", "draft-lm", "eagle1", "medusa", "mlp", "
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW. The schedule follows whichever of steps, epochs and minutes runs out first."""
+    """The schedule follows whichever of steps, epochs and minutes runs out first."""
 
+    optimizer: str = option(
+        "adamw", "muon trains the matrices inside the draft by Muon and all else by AdamW", choices=("adamw", "muon")
+    )
     lr: float = option(5e-4, "peak learning rate")
     warmup: float = option(0.04, "share of the run spent warming up")
     schedule: str = option("cosine", "shape after the warm-up", choices=("cosine", "linear", "constant"))

@@ -44,6 +44,11 @@ def check(config: TrainConfig) -> None:
     drafter_options(config)
     if config.deepspeed is not None:
         deepspeed_config(config.deepspeed)
+        if config.optim.optimizer != "adamw":
+            raise UserError(
+                f"option 'optim.optimizer' is {config.optim.optimizer!r} but with DeepSpeed the optimizer is that of "
+                f"{config.deepspeed!r}; leave one of the two out"
+            )
         if "RANK" not in os.environ:
             raise UserError(
                 f"option 'deepspeed' is {config.deepspeed!r} but no launcher started this process; "

@@ -22,6 +22,7 @@ from draftsmith.train.data import Sequences, TokenSequence
 from draftsmith.train.feature_noise import FeatureNoise
 from draftsmith.train.measurement import Figures
 from draftsmith.train.metrics import MetricWindow
+from draftsmith.train.muon import muon_with_adamw
 from draftsmith.train.objective import Unrollable, UnrolledLoss, unrolled_loss
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.position_weights import step_weighting
@@ -144,6 +145,18 @@ class DraftTrainer(Trainer):
         num_items = torch.stack([num_items_of(inputs, self.mean) for inputs in passes]).sum()
         # On-policy rows may all be of positions that do not count: such a step trains nothing.
         return passes, self.accelerator.gather(num_items.to(device)).sum().clamp(min=LEAST_ITEMS)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        optim = self.optim_config
+        if self.optimizer is None and optim.optimizer == "muon":
+            self.optimizer = muon_with_adamw(
+                self.model.drafter,
+                num_tokens=len(self.model.drafter.head_weight()),
+                lr=optim.lr,
+                betas=(0.9, optim.beta2),
+                weight_decay=optim.weight_decay,
+            )
+        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.lr_scheduler is None:

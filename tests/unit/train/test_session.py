@@ -270,10 +270,10 @@ def test_the_seed_and_nothing_else_decides(configure):
     assert runs["one"] == runs["same"] and runs["one"] != runs["other"]
 
 
-@pytest.mark.parametrize("family", ["mtp", "draft-lm"])
-def test_more_steps_go_on_where_fewer_ended(family, configure):
-    """Also with tied weights (draft-lm), which a checkpoint holds once."""
-    constant = {"optim": OptimConfig(lr=1e-2, schedule="constant", warmup=0.0)}
+@pytest.mark.parametrize(("family", "optimizer"), [("mtp", "adamw"), ("draft-lm", "adamw"), ("mtp", "muon")])
+def test_more_steps_go_on_where_fewer_ended(family, optimizer, configure):
+    """Also with tied weights (draft-lm), which a checkpoint holds once, and with two optimizers."""
+    constant = {"optim": OptimConfig(optimizer=optimizer, lr=1e-2, schedule="constant", warmup=0.0)}
     whole = configure(family, steps=10, **constant)
     run(whole)
     for steps in (5, 10):
@@ -310,6 +310,7 @@ def error_of(capsys, *arguments: str) -> str:
         (("eagle3", "optim.warmup=2"), "between 0 and 1"),
         (("eagle3", "--deepspeed", "no/such.json"), "DeepSpeed config 'no/such.json' does not exist"),
         (("eagle3", "--deepspeed", str(RECIPES / "zero2.json")), "use torchrun"),
+        (("eagle3", "--deepspeed", str(RECIPES / "zero2.json"), "optim.optimizer=muon"), "leave one of the two out"),
     ],
 )
 def test_bad_options_are_one_sentence(arguments, said, configure, capsys):

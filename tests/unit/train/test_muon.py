@@ -1,0 +1,66 @@
+"""The two optimizers in one: who trains what, one schedule for both, and a state that comes back."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.optim import AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR
+
+from draftsmith.train.muon import MuonWithAdamW, muon_with_adamw
+
+TOKENS = 12
+
+
+def draft(seed: int = 0) -> torch.nn.ModuleDict:
+    torch.manual_seed(seed)
+    parts = {"layer": torch.nn.Linear(6, 8), "norm": torch.nn.LayerNorm(8), "lm_head": torch.nn.Linear(8, TOKENS, bias=False)}
+    return torch.nn.ModuleDict(parts)
+
+
+def optimizer(module: torch.nn.Module) -> MuonWithAdamW:
+    return muon_with_adamw(module, num_tokens=TOKENS, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def train(module: torch.nn.ModuleDict, both: MuonWithAdamW, steps: range) -> None:
+    for step in steps:
+        rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        both.zero_grad()
+        module["lm_head"](module["norm"](module["layer"](rows))).square().mean().backward()
+        both.step()
+
+
+def test_matrices_of_layers_are_muons_and_all_else_is_adamws():
+    module = draft()
+    module["layer"].bias.requires_grad_(False)
+    muon, adamw = optimizer(module).parts
+    assert isinstance(muon, Muon) and isinstance(adamw, AdamW)
+    groups = [[id(one) for one in group["params"]] for group in (*muon.param_groups, *adamw.param_groups)]
+    norm = module["norm"]
+    assert groups == [[id(module["layer"].weight)], [id(module["lm_head"].weight)], [id(norm.weight), id(norm.bias)]]
+    assert [group["weight_decay"] for group in (*muon.param_groups, *adamw.param_groups)] == [0.1, 0.1, 0.0]
+
+
+def test_one_schedule_moves_both_learning_rates():
+    module = draft()
+    both = optimizer(module)
+    schedule = LambdaLR(both, lambda step: 1.0 / (1 + step))
+    train(module, both, range(1))
+    schedule.step()
+    assert [group["lr"] for part in both.parts for group in part.param_groups] == [5e-3] * 3
+
+
+def test_a_resumed_optimizer_goes_on_to_the_bit():
+    straight, resumed, forgetful = draft(), draft(), draft()
+    both = optimizer(straight)
+    train(straight, both, range(3))
+    resumed.load_state_dict(straight.state_dict())
+    forgetful.load_state_dict(straight.state_dict())
+    again = optimizer(resumed)
+    again.load_state_dict(copy.deepcopy(both.state_dict()))
+    for module, own in ((straight, both), (resumed, again), (forgetful, optimizer(forgetful))):
+        train(module, own, range(3, 6))
+    for name, weight in straight.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name])
+        assert not torch.equal(weight, forgetful.state_dict()[name])
