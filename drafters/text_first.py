@@ -28,6 +28,10 @@ class TextFirst(Recordable, Capturable):
         self.model, self.text, self.share = model, text, share
         self.family, self.taps = model.family, model.taps
 
+    def beside(self, model: ServingDrafter) -> TextFirst:
+        """The same text in front of another model."""
+        return TextFirst(model, self.text, share=self.share)
+
     def record(self) -> None:
         if isinstance(self.model, Recordable):
             self.model.record()

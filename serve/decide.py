@@ -15,7 +15,7 @@ from draftsmith.kernels.typical import verify_typical
 from draftsmith.kernels.verify import Verdict, verify_chain
 from draftsmith.kernels.verify_block import verify_block
 from draftsmith.kernels.verify_tree import verify_tree
-from draftsmith.serve.drafting import Drafts
+from draftsmith.serve.drafts import Drafts
 from draftsmith.serve.request import SamplingParams
 from draftsmith.serve.sampling import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.scheduler import Row

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.recorded import record_forwards
+from draftsmith.drafters.recorded import Recordable, record_forwards
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.auto_control import AutoControl
@@ -19,10 +18,12 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, ScheduledControl, parse_schedule
 from draftsmith.serve.decide import Decision, Streams, chain_rule, decide
 from draftsmith.serve.draft_law import DraftLaw
-from draftsmith.serve.drafting import Drafting, Drafts, keep_taps
+from draftsmith.serve.drafting import Drafting, keep_taps
+from draftsmith.serve.drafts import Drafts
 from draftsmith.serve.emission import Emission
 from draftsmith.serve.graphs import can_capture, capture_drafts
 from draftsmith.serve.intake import Intake
+from draftsmith.serve.lineup import Lineup
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
 from draftsmith.serve.memory import BlockPlan, most_tapped, most_unread, plan_blocks
 from draftsmith.serve.outcome import Outcome, complaint, outcome
@@ -30,17 +31,16 @@ from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.record import Sink
 from draftsmith.serve.recorder import Recorder, RoundLaws
 from draftsmith.serve.request import Completion, FinishReason, OnUpdate, Request, SamplingParams
+from draftsmith.serve.routing import LIVE
 from draftsmith.serve.runner import BlockTables, PassOutput, make_runner
 from draftsmith.serve.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.stats import EngineStats
-from draftsmith.serve.swap import Swap, apply_swap, prepare_swap
+from draftsmith.serve.swap import Swap
 from draftsmith.serve.trees import move_kept, straighten, wanted_tree
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A target, at most one drafter and the requests between them."""
+    """A target, at most one drafter (further drafts of its kind may come beside it) and the requests between them."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Engine:
         self.target, self.drafter, self.config, self.max_length = target, drafter, config, plan.max_length
         if config.compile == "auto":
             record_forwards(target, drafter)
-        self.stats = EngineStats(draft_version=draft_version)
+        self.stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})
         blocks = BlockManager(plan.num_blocks, config.block_size)
         self.prefix = prefix_cache(target, drafter, blocks, plan) if config.prefix_cache else None
         self.scheduler = Scheduler(
@@ -67,7 +67,7 @@ class Engine:
             prefix=self.prefix,
             control=control_of(config),
         )
-        max_blocks = blocks.blocks_for(plan.max_length) + 1
+        self._max_blocks = max_blocks = blocks.blocks_for(plan.max_length) + 1
         self.runner = make_runner(
             target,
             target.new_pool(plan.num_blocks, config.block_size),
@@ -78,12 +78,12 @@ class Engine:
         pool = None
         if drafter is not None:
             pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
-        if config.compile == "auto" and can_capture(target):
-            capture_drafts(drafter, pool, max_batch=config.max_batch, max_blocks=max_blocks)
         # Tokens of an answer whose taps are kept for a draft that does not come.
         self.most_unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
         tree = wanted_tree(config)
         self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree, fallback=fallback)
+        self._capture(drafter)
+        self.lineup = Lineup(self.drafting, self.stats, target, self._make_ready)
         self._rule = chain_rule(config.verification, config.synthetic_acceptance)
         self.draft_law = DraftLaw(greedy=config.draft_sampling == "greedy", tune=config.tune_draft_temperature)
         self.recorder = Recorder(sink, target=target.name, target_revision=target.revision)
@@ -92,7 +92,6 @@ class Engine:
         k = config.k if tree is None else tree.nodes
         self.intake = Intake(target, k=k, has_drafter=drafter is not None, max_length=plan.max_length, seed=config.seed)
         self._tables = BlockTables(config.max_batch, max_blocks, target.device)
-        self._swaps: deque[Swap] = deque()  # filled by any thread, emptied by the engine's
         # Hears each request's share of a round: its drafts, how many were accepted, what was committed.
         self.onlooker: Callable[[Request, list[int], int, list[int]], None] | None = None
 
@@ -133,18 +132,30 @@ class Engine:
             request.taps.clear()
         request.k = k
 
-    def swap(self, folder: str, version: str) -> Swap:
-        """Loads and checks draft weights here and now, to be copied in by the engine before its next round.
+    def swap(self, folder: str, version: str, *, draft: str = LIVE) -> Swap:
+        """Loads and checks draft weights here and now, to be taken in by the engine before its next round: over those of the
+        draft of that name, or as a further draft beside the live one.
 
         May be called from another thread than the engine's. A draft that does not fit raises `UserError`; the old one stays.
         """
-        try:
-            swap = prepare_swap(self.drafter, self.target, folder, version)
-        except UserError:
-            self.stats.num_swaps_refused += 1
-            raise
-        self._swaps.append(swap)
-        return swap
+        return self.lineup.prepare(folder, version, draft)
+
+    def retire(self, draft: str) -> None:
+        """No request is given to it any more; it goes when its last one has ended."""
+        self.lineup.retire(draft, self._requests())
+
+    def _requests(self) -> Iterator[Request]:
+        return itertools.chain(self.scheduler.running, self.scheduler.waiting)
+
+    def _make_ready(self, drafter: ServingDrafter) -> None:
+        """On any thread: nothing is captured before a round has need of it."""
+        if self.config.compile == "auto" and isinstance(drafter, Recordable):
+            drafter.record()
+        self._capture(drafter)
+
+    def _capture(self, drafter: ServingDrafter | None) -> None:
+        if self.config.compile == "auto" and can_capture(self.target):
+            capture_drafts(drafter, self.drafting.pool, max_batch=self.config.max_batch, max_blocks=self._max_blocks)
 
     @property
     def lossless(self) -> bool:
@@ -153,7 +164,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or bool(self._swaps)
+        return self.scheduler.busy or bool(self.lineup.swaps)
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, text: bool = True) -> list[Completion]:
         """Answers all prompts and returns when they are done."""
@@ -168,8 +179,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> bool:
         """One round for every request that can take part; False when there was nothing to do."""
-        while self._swaps:
-            self._apply_swap(self._swaps.popleft())
+        if self.lineup.take_in():
+            self.scheduler.control.new_draft()
+            self.draft_law.new_draft()
         begun_s = time.perf_counter()
         with self.stats.phase("host"):
             schedule = self.scheduler.schedule()
@@ -203,11 +215,11 @@ class Engine:
                 with_laws = any(self.recorder.wants(row.request) for row in schedule.drafting)
                 chains, drafts, output = straighten(rows, chains, drafts, output, decision.paths, with_laws=with_laws)
             self._commit(schedule, chains, drafts, output, decision.emitted)
-        as_planned = not schedule.drafting if drafts is None else not drafts.stand_in
+        as_planned = not schedule.drafting if drafts is None else drafts.as_planned
         if schedule.num_deciding:
             self.stats.rounds_by_k[max((row.k for row in schedule.drafting), default=0)] += 1
         if schedule.num_deciding and as_planned:
-            self._observe(schedule, chains, decision.emitted, reading, time.perf_counter() - begun_s)
+            self._observe(schedule, chains, drafts, decision.emitted, reading, time.perf_counter() - begun_s)
             if drafts is not None:
                 self._observe_law(schedule.drafting, drafts, decision.emitted)
         self.stats.num_rounds += 1
@@ -215,7 +227,7 @@ class Engine:
 
     def _propose(self, schedule: Schedule, tables: torch.Tensor, streams: Streams) -> Drafts | None:
         rows, least = schedule.drafting, 0.0 if schedule.plan is None else schedule.plan.least_survival
-        if not rows or not self.drafting.take_turn():
+        if not rows:
             return None
         with self.stats.phase("draft"):
             count = len(rows)
@@ -249,11 +261,12 @@ class Engine:
             committed, reason = given.committed, given.finish_reason
             self._extend(row.request, committed, now_s)
             self._remember(row.request)
-            self._count(row.request, index, drafts, accepted, len(committed))
+            version = self._drafted_by(row.request, index, drafts)
+            self._count(row.request, index, drafts, accepted, len(committed), version)
             if self.onlooker is not None:
                 self.onlooker(row.request, chain, accepted, committed)
-            if laws is not None and chain and committed and self.recorder.wants(row.request):
-                self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, self.stats.draft_version)
+            if laws is not None and version is not None and chain and committed and self.recorder.wants(row.request):
+                self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, version)
             if reason is FinishReason.ERROR:
                 row.request.error = complaint(row.request, sound=not bool(logits[accepted].isnan().any()))
             if reason is not None:
@@ -265,14 +278,22 @@ class Engine:
             self.emission.flush()
 
     def _observe(
-        self, schedule: Schedule, chains: list[list[int]], emitted: list[list[int]], reading: int, seconds: float
+        self,
+        schedule: Schedule,
+        chains: list[list[int]],
+        drafts: Drafts | None,
+        emitted: list[list[int]],
+        reading: int,
+        seconds: float,
     ) -> None:
         """Tells the control of k what the round cost and brought; `reading` is how many tokens the draft had yet to read."""
         num_tokens = sum(row.count for row in schedule.rows)
         # What a drafter could not offer counts as not kept: the round was planned with it.
+        missed = frozenset() if drafts is None else drafts.missed
         offers = [
             Offer(row.request.request_class, row.k, min(len(tokens) - 1, row.k))
-            for row, tokens in zip(schedule.drafting, emitted, strict=False)
+            for index, (row, tokens) in enumerate(zip(schedule.drafting, emitted, strict=False))
+            if index not in missed
         ]
         result = RoundResult(
             plan=schedule.plan,
@@ -316,11 +337,19 @@ class Engine:
         if self.prefix is not None:
             self.prefix.store(request)
 
-    def _count(self, request: Request, index: int, drafts: Drafts | None, accepted: int, committed: int) -> None:
+    def _drafted_by(self, request: Request, index: int, drafts: Drafts | None) -> str | None:
+        """The version that drafted the row; None for a stand-in and for nobody."""
+        if drafts is None or index >= len(drafts.chains) or index in drafts.missed:
+            return None
+        return self.stats.draft_versions[request.route.draft]
+
+    def _count(
+        self, request: Request, index: int, drafts: Drafts | None, accepted: int, committed: int, version: str | None
+    ) -> None:
         offered = 0 if drafts is None else drafts.offered(index)
         request.speculation.add(offered, accepted, committed)
-        if drafts is not None and offered > 0:
-            self.stats.count_round(offered, accepted, committed, stand_in=drafts.stand_in)
+        if offered > 0:
+            self.stats.count_round(offered, accepted, committed, version=version)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -328,42 +357,23 @@ class Engine:
         request.taps.clear()
         self.scheduler.remove(request)
         self.drafting.finished(request)
+        self.lineup.heard(request)
+        self.lineup.release(self._requests())
         self.stats.finished[reason.value] += 1
 
     def _round_laws(self, rows: list[Row], drafts: Drafts | None, output: PassOutput) -> RoundLaws | None:
         # What a stand-in drafted tells nobody anything about the draft.
-        if (
-            drafts is None
-            or drafts.stand_in
-            or not any(drafts.chains)
-            or not any(self.recorder.wants(row.request) for row in rows)
-        ):
+        if drafts is None or len(drafts.missed) == len(drafts.chains) or not any(drafts.chains):
             return None
-        return RoundLaws(output.logits, drafts, [row.request.params.temperature for row in rows])
-
-    def _apply_swap(self, swap: Swap) -> None:
-        if not swap.claim():
-            return
-        try:
-            pause_s = apply_swap(swap)
-        except RuntimeError as error:
-            # Whatever mixture of weights drafts now, answers keep the target's law.
-            log.exception("draft version %s could not be copied in", swap.version)
-            swap.error = f"version {swap.version} could not be copied in ({error}); publish it again or restart the server"
-            self.stats.num_swaps_refused += 1
-        else:
-            self.stats.draft_version = swap.version
-            self.stats.count_swap(pause_s)
-        self.drafting.reset()
-        self.scheduler.control.new_draft()
-        self.draft_law.new_draft()
-        swap.done.set()
+        temperatures = [row.request.params.temperature if self.recorder.wants(row.request) else None for row in rows]
+        return RoundLaws(output.logits, drafts, temperatures) if any(t is not None for t in temperatures) else None
 
     def _note_admissions(self, rows: list[Row]) -> None:
         now_s = time.monotonic()
         for row in rows:
             if row.request.admitted_s is None:
                 row.request.admitted_s = now_s
+                self.lineup.route(row.request)
                 row.request.num_cached = row.begin
                 self.stats.num_prompt_tokens += row.request.num_prompt
                 if self.prefix is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from draftsmith.errors import UserError
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import FinishReason, OnUpdate, Request, SamplingParams, Update
+from draftsmith.serve.routing import LIVE
 from draftsmith.serve.scheduler import QueueFull
 from draftsmith.serve.swap import Swap, SwapLate
 
@@ -105,11 +106,11 @@ class EngineLoop:
             raise UserError(f"k is {k} but there is no drafter; give 0")
         self._inbox.put(Action(partial(self.engine.set_k, request, k), request))
 
-    def swap(self, folder: str, version: str, timeout_s: float = 60.0) -> Swap:
+    def swap(self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0) -> Swap:
         """Loads on this thread, waits until the engine serves with it. A swap that came too late never comes."""
         if self._ended:
             raise SwapLate(f"version {version} cannot be swapped in; the engine has stopped")
-        swap = self.engine.swap(folder, version)
+        swap = self.engine.swap(folder, version, draft=draft)
         self._inbox.put(Action(_wake_up))
         # Given up only while nobody has begun it; then it is a matter of a copy.
         if not swap.done.wait(timeout_s) and (swap.give_up() or not swap.done.wait(timeout_s)):
@@ -117,6 +118,9 @@ class EngineLoop:
         if swap.error:
             raise UserError(swap.error)
         return swap
+
+    def retire(self, draft: str) -> None:
+        self._inbox.put(Action(partial(self.engine.retire, draft)))
 
     def close(self, drain_s: float = 0.0) -> None:
         """No new requests; those running get `drain_s` to finish, then they are aborted."""

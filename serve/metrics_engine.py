@@ -10,8 +10,14 @@ from prometheus_client.registry import Collector
 
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import FinishReason
+from draftsmith.serve.routing import LIVE
 from draftsmith.serve.sizes import draft_bytes, target_bytes
 from draftsmith.serve.stats import MAX_PAUSES
+
+
+def shown(draft: str) -> str:
+    """The name of a draft as a label."""
+    return "live" if draft == LIVE else draft
 
 
 class EngineCollector(Collector):
@@ -100,9 +106,16 @@ class EngineCollector(Collector):
 
     def _swaps(self) -> Iterator[Metric]:
         stats = self.engine.stats
-        version = GaugeMetricFamily("draftsmith_draft_version", "1 for the draft being served.", labels=["model_name", "version"])
-        version.add_metric([self.model, stats.draft_version], 1)
-        yield version
+        labels = ["model_name", "draft", "version"]
+        versions = GaugeMetricFamily("draftsmith_draft_version", "1 for each served draft, the live one first.", labels=labels)
+        for draft, version in stats.draft_versions.items():
+            versions.add_metric([self.model, shown(draft), version], 1)
+        yield versions
+        quarantined = [draft.quarantined for draft in self.engine.drafting.drafts.values()]
+        text = "1 while the live draft, made for other weights of the target, drafts seldom."
+        yield self._gauge("draftsmith_draft_quarantined", text, float(any(quarantined)))
+        routed = {shown(draft): count for draft, count in dict(stats.routed).items()}
+        yield self._labelled("draftsmith_requests_routed", "Requests by the draft that they were given.", "draft", routed)
         yield self._counter("draftsmith_swaps", "Draft versions swapped in.", stats.num_swaps)
         yield self._counter("draftsmith_swaps_refused", "Draft versions refused.", stats.num_swaps_refused)
         pauses = stats.swap_pauses_s or [0.0]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from draftsmith.errors import UserError
 from draftsmith.serve.grammar import Grammar
+from draftsmith.serve.routing import UNROUTED, Route
 from draftsmith.serve.sampling_checks import check_adjustments, within
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class Request:
     request_class: str = ""
     tenant: str = ""  # whom the queue treats as one client; "" when the server does not tell them apart
     learn: bool = True  # may its rounds be recorded
+    route: Route = UNROUTED  # its draft, given at admission
     text_stream: TextStream | None = None
     law_state: LawState | None = None  # None: its law is the target's under temperature and filters
     text: str = ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.serve.routing import LIVE
 
 MAX_VERSIONS = 16  # counted apart; a server that learns for months sees thousands
 MAX_PAUSES = 256  # of swaps, kept to tell what is usual
@@ -36,9 +37,15 @@ class EngineStats:
     swap_pauses_s: list[float] = field(default_factory=list)  # of the latest swaps, oldest first
     longest_swap_pause_s: float = 0.0  # of all swaps
     num_swaps_refused: int = 0
-    draft_version: str = ""
+    draft_versions: dict[str, str] = field(default_factory=dict)  # by name of the draft; replaced, not changed
+    routed: Counter[str] = field(default_factory=Counter)  # requests by name of the draft they were given
     by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)  # `acceptance` of the latest versions, oldest first
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @property
+    def draft_version(self) -> str:
+        """Of the live draft."""
+        return self.draft_versions.get(LIVE, "")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -48,8 +55,9 @@ class EngineStats:
         finally:
             self.time_s[name] += perf_counter() - begun_s
 
-    def count_round(self, offered: int, accepted: int, committed: int, *, stand_in: bool = False) -> None:
-        """One request's share of a round that put `offered` >= 1 draft tokens before the target; `stand_in`: not the draft's."""
+    def count_round(self, offered: int, accepted: int, committed: int, *, version: str | None) -> None:
+        """One request's share of a round that put `offered` >= 1 draft tokens before the target; `version` of the draft that
+        drafted them, None for a stand-in's."""
         kept = min(accepted, committed)
         self.num_drafts += 1
         self.num_draft_tokens += offered
@@ -59,18 +67,22 @@ class EngineStats:
         for position in range(kept):
             self.accepted[position] += 1
         self.acceptance.add([offered], [accepted], [committed])
-        if not stand_in:
-            self._of_version().add([offered], [accepted], [committed])
+        if version is not None:
+            self._of_version(version).add([offered], [accepted], [committed])
 
-    def count_swap(self, pause_s: float) -> None:
+    def count_swap(self, draft: str, version: str, pause_s: float) -> None:
+        self.draft_versions = {**self.draft_versions, draft: version}
         self.num_swaps += 1
         # Replaced, not changed: a scrape may be walking through it.
         self.swap_pauses_s = [*self.swap_pauses_s, pause_s][-MAX_PAUSES:]
         self.longest_swap_pause_s = max(self.longest_swap_pause_s, pause_s)
 
-    def _of_version(self) -> AcceptanceCounts:
-        if self.draft_version not in self.by_version:
+    def forget(self, draft: str) -> None:
+        self.draft_versions = {name: version for name, version in self.draft_versions.items() if name != draft}
+
+    def _of_version(self, version: str) -> AcceptanceCounts:
+        if version not in self.by_version:
             kept = list(self.by_version.items())[-(MAX_VERSIONS - 1) :]
             # Replaced, not changed: a scrape may be walking through it.
-            self.by_version = {**dict(kept), self.draft_version: AcceptanceCounts()}
-        return self.by_version[self.draft_version]
+            self.by_version = {**dict(kept), version: AcceptanceCounts()}
+        return self.by_version[version]

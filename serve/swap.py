@@ -1,8 +1,12 @@
-"""New draft weights under a running engine: loaded and checked beside it, copied between rounds to the old addresses."""
+"""New draft weights under a running engine: loaded and checked beside it, copied between rounds to the old addresses.
+
+A draft with a new name comes as a module of its own, made ready beside the engine as well, and is taken in between rounds.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -10,10 +14,11 @@ from time import perf_counter
 import torch
 
 from draftsmith.drafters.checkpoint import load
-from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.text_first import TextFirst
 from draftsmith.errors import UserError
+from draftsmith.serve.routing import LIVE
 
 
 class SwapLate(UserError):
@@ -26,6 +31,8 @@ class Swap:
 
     version: str
     pairs: list[tuple[torch.Tensor, torch.Tensor]]  # live tensor, new values
+    draft: str = LIVE  # which of the engine's drafts it is for
+    drafter: ServingDrafter | None = None  # what drafts with it
     done: threading.Event = field(default_factory=threading.Event)
     pause_s: float = 0.0
     error: str = ""
@@ -43,29 +50,60 @@ class Swap:
         return True
 
 
-def prepare_swap(drafter: ServingDrafter | None, target: Target, folder: str, version: str) -> Swap:
+def prepare_swap(drafter: ServingDrafter | None, target: Target, folder: str, version: str, *, draft: str = LIVE) -> Swap:
+    """To be copied over the weights of `drafter`, which the swap keeps: it may be gone from the engine by then."""
+    live = model_of(drafter, version)
+    served, pairs = live.state_dict(), []
+    for name, values in checked_weights(live, load(Path(folder), target), version).items():
+        # What both share with the target (an embedding, say) needs no copy.
+        if values.data_ptr() != served[name].data_ptr():
+            pairs.append((served[name], values.to(served[name])))
+    return Swap(version, pairs, draft, drafter)
+
+
+def prepare_new(
+    drafter: ServingDrafter | None,
+    target: Target,
+    folder: str,
+    version: str,
+    *,
+    draft: str,
+    make_ready: Callable[[ServingDrafter], None],
+) -> Swap:
+    """A further draft beside `drafter`, the live one, which it must be like; `make_ready` prepares it for serving."""
+    live = model_of(drafter, version)
+    new = load(Path(folder), target, dtype=next(live.parameters()).dtype)
+    checked_weights(live, new, version)
+    further = drafter.beside(new) if isinstance(drafter, TextFirst) else new
+    make_ready(further)
+    return Swap(version, [], draft, further)
+
+
+def model_of(drafter: ServingDrafter | None, version: str) -> torch.nn.Module:
     if isinstance(drafter, TextFirst):
         drafter = drafter.model
     if not isinstance(drafter, torch.nn.Module):
         raise UserError(f"version {version} cannot be swapped in: the server runs without a trained draft; start it with one")
-    new = load(Path(folder), target)
-    if new.family != drafter.family:
-        raise UserError(f"version {version} is a {new.family} draft but {drafter.family} is being served; publish that family")
-    live, fresh = drafter.state_dict(), new.state_dict()
-    if live.keys() != fresh.keys():
-        name = sorted(live.keys() ^ fresh.keys())[0]
+    return drafter
+
+
+def checked_weights(live: torch.nn.Module, new: TrainedDrafter, version: str) -> dict[str, torch.Tensor]:
+    """The weights of `new`, sound and of the family and shape of `live`."""
+    if new.family != live.family:
+        raise UserError(f"version {version} is a {new.family} draft but {live.family} is being served; publish that family")
+    if new.taps != live.taps:
+        raise UserError(f"version {version} reads layers {new.taps} but {live.taps} are served; publish drafts of one shape")
+    served, fresh = live.state_dict(), new.state_dict()
+    if served.keys() != fresh.keys():
+        name = sorted(served.keys() ^ fresh.keys())[0]
         raise UserError(f"version {version} and the served draft differ in tensor {name!r}; publish drafts of one shape")
-    pairs = []
     for name, values in fresh.items():
-        if values.shape != live[name].shape:
-            shapes = f"{list(values.shape)}, served is {list(live[name].shape)}"
+        if values.shape != served[name].shape:
+            shapes = f"{list(values.shape)}, served is {list(served[name].shape)}"
             raise UserError(f"version {version} has {name!r} of shape {shapes}; publish drafts of one shape")
         if values.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise UserError(f"version {version} has values in {name!r} that are not finite; the served draft stays")
-        # What both share with the target (an embedding, say) needs no copy.
-        if values.data_ptr() != live[name].data_ptr():
-            pairs.append((live[name], values.to(live[name])))
-    return Swap(version, pairs)
+    return fresh
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.scheduler import Row
 
 if TYPE_CHECKING:
-    from draftsmith.serve.drafting import Drafts
+    from draftsmith.serve.drafts import Drafts
     from draftsmith.serve.runner import PassOutput
 
 

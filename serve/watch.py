@@ -1,4 +1,7 @@
-"""Follows a folder of draft versions: whatever `current` names there, newer or rolled back, is what the server drafts with."""
+"""Follows a folder of draft versions: whatever `current` names there, newer or rolled back, is what the server drafts with.
+
+So are the version on trial that `canary.json` names and the versions of each class in `pool/`: drafts beside the live one.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +9,59 @@ import logging
 import threading
 from pathlib import Path
 
+from draftsmith.drafters.canary import Canary, read_canary
+from draftsmith.drafters.draft_pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.versions import latest, open_version, stranger
 from draftsmith.errors import UserError
-from draftsmith.serve.drafting import PROBE
 from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.routing import CANARY, LIVE, class_draft
+from draftsmith.serve.served_draft import PROBE
 from draftsmith.serve.swap import SwapLate
 
 log = logging.getLogger(__name__)
 
 
-class VersionWatcher:
-    """`serving` is the version the engine starts with, None when its draft is not from the folder.
+class Follower:
+    """One draft of the server and the folder its versions come from. `label` is what stands before a version's number in
+    metrics and records."""
 
-    A version made for other weights of the target is no better than a guess: started with one, the server drafts with it seldom
-    until a version for its own target is live, and it never swaps one in.
-    """
-
-    def __init__(self, loop: EngineLoop, root: str | Path, *, poll_s: float = 1.0, serving: int | None = None):
-        self.loop, self.root, self.poll_s, self.serving = loop, Path(root), poll_s, serving
+    def __init__(self, loop: EngineLoop, root: Path, draft: str, *, label: str = "", serving: int | None = None):
+        self.loop, self.root, self.draft, self.label, self.serving = loop, root, draft, label, serving
         self._refused: int | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="draftsmith-versions", daemon=True)
-        if serving is not None and (reason := self._misfit(serving)):
-            loop.engine.drafting.quarantined = True
-            log.warning("draft version %d is in quarantine and drafts in one round of %d: %s", serving, PROBE, reason)
+        self._last_error = ""
 
-    def _misfit(self, version: int) -> str:
+    def misfit(self, version: int) -> str:
         own = self.loop.engine.target.revision
         made_for = stranger(self.root, version, own)
         return f"it was made for target revision {made_for}, this server runs {own}" if made_for else ""
 
-    def start(self) -> VersionWatcher:
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def look(self) -> bool:
-        """One look; True when another version was swapped in."""
+    def current(self) -> bool:
+        """Serves what `current` names."""
         try:
             wanted = latest(self.root)
-            if wanted is None or wanted in (self.serving, self._refused):
-                return False
+        except UserError as error:
+            return self._refuse(None, error)
+        return wanted is not None and self.serve(wanted)
+
+    def serve(self, wanted: int) -> bool:
+        """True when another version was swapped in."""
+        if wanted in (self.serving, self._refused):
+            return False
+        named = f"{self.label}{wanted}"
+        try:
             folder = open_version(self.root, wanted)
-            reason = self._misfit(wanted)
+            reason = self.misfit(wanted)
         except UserError as error:
             return self._refuse(None, error)
         if reason:
-            return self._refuse(wanted, UserError(f"version {wanted} stays out: {reason}; let distill learn for this target"))
+            return self._refuse(wanted, UserError(f"version {named} stays out: {reason}; let distill learn for this target"))
         try:
-            swap = self.loop.swap(str(folder), str(wanted))
+            swap = self.loop.swap(str(folder), named, draft=self.draft)
         except SwapLate as error:
             return self._refuse(None, error)  # the next look tries it again
         except UserError as error:
             return self._refuse(wanted, error)
-        log.info("draft version %d swapped in, pause %.1f ms", wanted, 1000 * swap.pause_s)
+        log.info("draft version %s swapped in, pause %.1f ms", named, 1000 * swap.pause_s)
         self.serving, self._refused = wanted, None
         return True
 
@@ -75,7 +74,72 @@ class VersionWatcher:
             self._last_error = str(error)
         return False
 
-    _last_error = ""
+    def end(self) -> None:
+        """Its requests keep it, and it gets no more."""
+        if self.serving is not None:
+            self.loop.retire(self.draft)
+            self.serving = None
+
+
+class VersionWatcher:
+    """`serving` is the version the engine starts with, None when its draft is not from the folder.
+
+    A version made for other weights of the target is no better than a guess: started with one, the server drafts with it seldom
+    until a version for its own target is live, and it never swaps one in.
+    """
+
+    def __init__(self, loop: EngineLoop, root: str | Path, *, poll_s: float = 1.0, serving: int | None = None):
+        self.loop, self.root, self.poll_s = loop, Path(root), poll_s
+        self._live = Follower(loop, self.root, LIVE, serving=serving)
+        self._canary = Follower(loop, self.root, CANARY)
+        self._classes: dict[tuple[str, str], Follower] = {}  # by class and folder
+        self._last_error = ""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="draftsmith-versions", daemon=True)
+        if serving is not None and (reason := self._live.misfit(serving)):
+            loop.engine.drafting.live.quarantined = True
+            log.warning("draft version %d is in quarantine and drafts in one round of %d: %s", serving, PROBE, reason)
+
+    def start(self) -> VersionWatcher:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def look(self) -> bool:
+        """One look; True when the live draft is another one."""
+        changed = self._live.current()
+        try:
+            self._follow_canary(read_canary(self.root))
+            self._follow_pool(read_pool(self.root) or DraftPool())
+        except UserError as error:
+            # What is served goes on being served.
+            if str(error) != self._last_error:
+                log.warning("%s", error)
+                self._last_error = str(error)
+        return changed
+
+    def _follow_canary(self, canary: Canary | None) -> None:
+        share = 0.0
+        if canary is not None:
+            self._canary.serve(canary.version)
+            # One that was refused must not be taken for the one before.
+            share = canary.share if self._canary.serving == canary.version else 0.0
+        self.loop.engine.lineup.router.canary_share = share
+        if share == 0.0:
+            self._canary.end()
+
+    def _follow_pool(self, pool: DraftPool) -> None:
+        self.loop.engine.lineup.router.pool = pool
+        for key in [key for key in self._classes if pool.classes.get(key[0]) != key[1]]:
+            self._classes.pop(key).end()
+        for name, folder in pool.classes.items():
+            if (name, folder) not in self._classes:
+                root = pool_root(self.root) / folder
+                self._classes[name, folder] = Follower(self.loop, root, class_draft(name), label=f"{name}/")
+            self._classes[name, folder].current()
 
     def _run(self) -> None:
         while not self._stopping.wait(self.poll_s):

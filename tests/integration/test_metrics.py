@@ -136,9 +136,8 @@ def test_clients_cannot_make_labels_without_bound(tiny_target: Callable[..., str
 def test_versions_are_counted_apart_and_the_oldest_forgotten() -> None:
     stats = EngineStats()
     for version in range(MAX_VERSIONS + 4):
-        stats.draft_version = str(version)
-        stats.count_round(offered=2, accepted=1, committed=2)
-        stats.count_round(offered=1, accepted=1, committed=2)
+        stats.count_round(offered=2, accepted=1, committed=2, version=str(version))
+        stats.count_round(offered=1, accepted=1, committed=2, version=str(version))
     assert list(stats.by_version) == [str(version) for version in range(4, MAX_VERSIONS + 4)]
     assert stats.by_version["7"] == AcceptanceCounts([2, 1], [2, 0], {2: 2})
     assert stats.acceptance.rounds == 2 * (MAX_VERSIONS + 4)

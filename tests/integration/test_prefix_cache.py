@@ -20,6 +20,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.request import Request, SamplingParams
+from draftsmith.serve.routing import LIVE
 
 SHARED = [20 + i * 7 % 90 for i in range(45)]
 # The second goes on where the first's answer may not; the third leaves the shared text at a block's end, the fourth inside one.
@@ -103,9 +104,9 @@ def test_taps_of_undrafted_text_are_found_again(target: Target) -> None:
     drafter = FAMILIES["eagle3"](target)
     cold, warm = Witness(drafter), Witness(drafter)
     engine = Engine(target, warm, EngineConfig(k=3, block_size=8))
-    engine.drafting._pause = 10_000
+    engine.drafting.live._pause = 10_000
     engine.generate([SHARED], params(0))
-    engine.drafting.reset()
+    engine.drafting.put(LIVE, warm)
     found = engine.generate([PROMPTS[1]], params(1))
     assert engine.stats.prefix_cache_hits == 40 and warm.starts[0] == 0
     alone = Engine(target, cold, EngineConfig(k=3, prefix_cache=False)).generate([PROMPTS[1]], params(1))

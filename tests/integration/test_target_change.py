@@ -20,10 +20,10 @@ from draftsmith.drafters.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafting import PROBE
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.served_draft import PROBE
 from draftsmith.serve.watch import VersionWatcher
 
 # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
@@ -149,7 +149,7 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
         assert f"runs {site.target.revision}" in said
         assert [one.tokens for one in engine.generate([[5, 6, 7]], GREEDY)] == [one.tokens for one in plain]
         drafted, rounds = engine.stats.rounds_by_k[3], engine.stats.num_rounds
-        assert [engine.drafting.take_turn() for _ in range(2 * PROBE)].count(True) == 2
+        assert [engine.drafting.live.take_turn() for _ in range(2 * PROBE)].count(True) == 2
         # One that fits neither is no better.
         versions.publish(
             site.config.versions, lambda folder: checkpoint.save(drafter, folder, site.target), family="draft-lm",
@@ -163,5 +163,5 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
     with_own = versions.latest(site.config.versions)
     swap = engine.swap(str(versions.open_version(site.config.versions, with_own)), str(with_own))
     engine.step()
-    assert swap.done.is_set() and not engine.drafting.quarantined
-    assert all(engine.drafting.take_turn() for _ in range(2 * PROBE))
+    assert swap.done.is_set() and not engine.drafting.live.quarantined
+    assert all(engine.drafting.live.take_turn() for _ in range(2 * PROBE))

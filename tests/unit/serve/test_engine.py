@@ -13,7 +13,7 @@ from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.decide import Streams, decide
-from draftsmith.serve.drafting import Drafts
+from draftsmith.serve.drafts import Drafts
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import FinishReason, Request, SamplingParams, Update
 from draftsmith.serve.scheduler import Row

@@ -15,6 +15,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.loop import MOST_FAILURES, EngineDead, EngineLoop, ShuttingDown
 from draftsmith.serve.request import FinishReason, Request, SamplingParams, Update
+from draftsmith.serve.routing import LIVE
 from draftsmith.serve.scheduler import QueueFull
 from draftsmith.serve.swap import Swap, SwapLate
 
@@ -222,10 +223,10 @@ class Swaps:
         monkeypatch.setattr(engine, "swap", self.swap)
         self.engine = engine
 
-    def swap(self, folder: str, version: str) -> Swap:
+    def swap(self, folder: str, version: str, *, draft: str = LIVE) -> Swap:
         swap = Swap(version, [])
         self.made.append(swap)
-        self.engine._swaps.append(swap)
+        self.engine.lineup.swaps.append(swap)
         return swap
 
 
@@ -246,7 +247,7 @@ def test_swaps_from_two_threads_both_land(make_loop: Callable[..., EngineLoop], 
     threads = [threading.Thread(target=loop.swap, args=("folder", str(number))) for number in range(2)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(loop.engine._swaps) == 2)
+    wait_until(lambda: len(loop.engine.lineup.swaps) == 2)
     loop.start()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -262,7 +263,7 @@ def test_a_copy_that_fails_is_told_and_ends_no_request(
     def fail(swap: Swap) -> float:
         raise RuntimeError("the device is full")
 
-    monkeypatch.setattr("draftsmith.serve.engine.apply_swap", fail)
+    monkeypatch.setattr("draftsmith.serve.lineup.apply_swap", fail)
     reader = ask(loop)
     with pytest.raises(UserError, match="the device is full"):
         loop.swap("folder", "9")

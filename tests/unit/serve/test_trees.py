@@ -11,7 +11,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.paged_attention import PagedPool
 from draftsmith.kernels.trees import DraftTree, ancestor_bits, depths
 from draftsmith.serve.decide import Streams, decide
-from draftsmith.serve.drafting import Drafts
+from draftsmith.serve.drafts import Drafts
 from draftsmith.serve.request import Request, SamplingParams
 from draftsmith.serve.runner import PassOutput
 from draftsmith.serve.scheduler import Row

@@ -1,0 +1,98 @@
+"""The drafts of an engine as they come, change and go, and which request gets which.
+
+`prepare` is for any thread; all else belongs to the engine's, between two rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.drafting import Drafting
+from draftsmith.serve.request import Request
+from draftsmith.serve.routing import LIVE, Router
+from draftsmith.serve.stats import EngineStats
+from draftsmith.serve.swap import Swap, apply_swap, prepare_new, prepare_swap
+
+log = logging.getLogger(__name__)
+
+
+class Lineup:
+    """`make_ready` prepares a further draft for serving as the first one was."""
+
+    def __init__(self, drafting: Drafting, stats: EngineStats, target: Target, make_ready: Callable[[ServingDrafter], None]):
+        self.drafting, self.stats, self.target, self.make_ready = drafting, stats, target, make_ready
+        self.router = Router()
+        self.swaps: deque[Swap] = deque()  # filled by any thread, emptied by the engine's
+
+    def prepare(self, folder: str, version: str, draft: str) -> Swap:
+        """A swap in the queue, for the draft of that name or for a further one."""
+        served = self.drafting.drafts
+        try:
+            if draft in served or LIVE not in served:
+                drafter = served[draft].drafter if served else None
+                swap = prepare_swap(drafter, self.target, folder, version, draft=draft)
+            else:
+                live = served[LIVE].drafter
+                swap = prepare_new(live, self.target, folder, version, draft=draft, make_ready=self.make_ready)
+        except UserError:
+            self.stats.num_swaps_refused += 1
+            raise
+        self.swaps.append(swap)
+        return swap
+
+    def take_in(self) -> bool:
+        """All swaps in the queue; whether the live draft changed."""
+        changed = False
+        while self.swaps:
+            swap = self.swaps.popleft()
+            if swap.claim():
+                self._apply(swap)
+                changed |= swap.draft == LIVE
+        return changed
+
+    def _apply(self, swap: Swap) -> None:
+        try:
+            pause_s = apply_swap(swap)
+        except RuntimeError as error:
+            # Whatever mixture of weights drafts now, answers keep the target's law.
+            log.exception("draft version %s could not be copied in", swap.version)
+            swap.error = f"version {swap.version} could not be copied in ({error}); publish it again or restart the server"
+            self.stats.num_swaps_refused += 1
+        else:
+            self.stats.count_swap(swap.draft, swap.version, pause_s)
+        if swap.drafter is not None:
+            self.drafting.put(swap.draft, swap.drafter)
+        self.router.forget(swap.draft)
+        swap.done.set()
+
+    def retire(self, draft: str, requests: Iterable[Request]) -> None:
+        """No request is given to it any more; it goes when its last one has ended."""
+        self.drafting.retire(draft)
+        self.release(requests)
+
+    def release(self, requests: Iterable[Request]) -> None:
+        """Lets go of retired drafts that none of `requests` has."""
+        if not self.drafting.retiring:
+            return
+        for draft in self.drafting.release({request.route.draft for request in requests}):
+            self.stats.forget(draft)
+            self.router.forget(draft)
+
+    def route(self, request: Request) -> None:
+        """At admission; a request that does not draft needs no draft."""
+        if request.k > 0:
+            request.route = self.router.choose(request.id, request.request_class, request.tokens, self.drafting.ready)
+            self.stats.routed[request.route.draft] += 1
+
+    def heard(self, request: Request) -> None:
+        """The end of a request tells how its draft did for its class. Not one with a seed of its own: another with the same seed
+        shares its draws, and a draft chosen by them would bias it."""
+        if request.route.pool_class and request.shares:
+            told = request.speculation
+            reached = sum(min(kept + 1, offered) for offered, kept in zip(told.offered, told.accepted, strict=True))
+            self.router.heard(request.route, reached, sum(told.accepted))
