@@ -94,9 +94,9 @@ class Drift:
         self.fruitless = 0 if promoted else self.fruitless + 1
         return self.is_resting and not was_resting
 
-    def observe(self, text: ServedText, version: int) -> Alarm | None:
+    def observe(self, text: ServedText, version: str) -> Alarm | None:
         """An alarm wakes a resting learner; its class then gets a new level."""
-        x = acceptance(text, str(version))
+        x = acceptance(text, version)
         if x is None:
             return None
         self._times_s.append(text.records[-1].time_s)

@@ -40,8 +40,8 @@ class Watched:
         }
 
 
-def served_by(texts: Sequence[ServedText], version: int) -> list[ServedText]:
-    return [text for text in texts if any(record.draft_version == str(version) for record in text.records)]
+def served_by(texts: Sequence[ServedText], version: str) -> list[ServedText]:
+    return [text for text in texts if any(record.draft_version == version for record in text.records)]
 
 
 def watch(
@@ -50,7 +50,7 @@ def watch(
     texts: Sequence[ServedText],
     config: GateConfig,
     *,
-    version: int,
+    version: str,
     max_depth: int,
     evidence: Ledger,
 ) -> Watched:
@@ -59,7 +59,7 @@ def watch(
     everything = live.score(texts, max_depth=max_depth)
     agreeing = [index for index, one in enumerate(everything) if one.is_consistent]
     texts, scored = [texts[index] for index in agreeing], [everything[index] for index in agreeing]
-    mine = [np.array([name == str(version) for name in one.version], dtype=bool) for one in scored]
+    mine = [np.array([name == version for name in one.version], dtype=bool) for one in scored]
     kept = [one.kept[chosen] for one, chosen in zip(scored, mine, strict=True)]
     should = [one.alpha[chosen] for one, chosen in zip(scored, mine, strict=True)]
     served = compare(kept, should)

@@ -1,8 +1,9 @@
 """The learner's state on disk: one folder that appears by one rename, so that a restart neither repeats nor forgets a record.
 
-`LEARNER/state-00000012/` holds `state.json` (the buffer cursor and the counters), `candidate.safetensors` and
-`optimizer.safetensors` (tensors in the order of the draft's trained parameters) and four Parquet files of round records:
-`open` (requests still running), `fresh` (not yet trained on), `window` (held out) and `reservoir`.
+`LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and what each lineage knows) and
+`open.parquet` (records of requests still running). Each lineage has a folder, the shared one this folder itself, with
+`candidate.safetensors`, `optimizer.safetensors` (tensors by the draft's trained parameters) and three Parquet files of round
+records: `fresh` (not yet trained on), `window` (held out) and `reservoir`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import torch
@@ -31,14 +32,14 @@ from draftsmith.serve.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 FOLDER = re.compile(r"state-(\d{8})")
 LEARNER = "learner"
 
 
 @dataclass
 class Counters:
-    """Totals since the first start."""
+    """Totals since the first start, over all lineages."""
 
     records: int = 0
     damaged_shards: int = 0
@@ -52,7 +53,10 @@ class Counters:
     refused: int = 0
     rolled_back: int = 0
     drift_alarms: int = 0
-    is_gate_due: bool = False  # stays set while held-out requests are too few, or a full disk prevents a publication
+
+    def take_over(self, other: Counters) -> None:
+        for one in fields(self):
+            setattr(self, one.name, getattr(other, one.name))
 
     def count(self, decision: str) -> None:
         self.published += decision == "accept"
@@ -60,25 +64,31 @@ class Counters:
         self.refused += decision == "refuse"
 
 
-TOTALS = frozenset(one.name for one in fields(Counters) if one.name != "is_gate_due")
+TOTALS = frozenset(one.name for one in fields(Counters))
 
 
 @dataclass
-class TrafficState:
-    """Records by what has become of them."""
+class LineageState:
+    """What a lineage knows beside its learner."""
 
-    open: list[RoundRecord] = field(default_factory=list)
-    fresh: list[ServedText] = field(default_factory=list)
-    window: list[ServedText] = field(default_factory=list)
+    live_version: int  # that the candidate is being compared with
+    is_gate_due: bool
+    ledger: Ledger
+    fresh: list[ServedText]
+    window: list[ServedText]
+
+
+class Kept(NamedTuple):
+    learner: Learner
+    state: LineageState
 
 
 @dataclass
 class Restored:
     cursor: Cursor
     counters: Counters
-    ledger: Ledger
-    live_version: int  # that the candidate was being compared with
-    traffic: TrafficState
+    open: list[RoundRecord]
+    lineages: dict[str, LineageState]
 
 
 class StateFolder:
@@ -93,76 +103,111 @@ class StateFolder:
 
     def save(
         self,
-        learner: Learner,
+        lineages: Mapping[str, Kept],
         *,
         cursor: Cursor,
         counters: Counters,
-        ledger: Ledger,
-        live_version: int,
         target_revision: str,
-        traffic: TrafficState,
+        open_records: Sequence[RoundRecord],
         with_records: bool = True,
     ) -> None:
-        """Without records nothing that was served reaches the disk, and a restart goes on without what it had in hand."""
+        """`lineages` by name, the shared one's being "". Without records nothing that was served reaches the disk, and a
+        restart goes on without what it had in hand."""
         self._sweep()
         number = max(self.numbers(), default=0) + 1
         with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
-            _save_tensors(learner, folder)
-            tables = {
-                "open": traffic.open,
-                "fresh": _flat(traffic.fresh),
-                "window": _flat(traffic.window),
-                "reservoir": _flat(learner.reservoir.texts),
-            }
-            if not with_records:
-                tables = {name: [] for name in tables}
-            for name, records in tables.items():
-                pq.write_table(record_table.to_table(records), folder / f"{name}.parquet", compression="zstd")
+            _write_records(folder / "open.parquet", open_records if with_records else [])
             values = {
                 "schema": SCHEMA_VERSION,
                 "cursor": cursor,
                 "counters": asdict(counters),
-                "ledger": ledger.to_dict(),
-                "live_version": live_version,
                 "target_revision": target_revision,
-                "steps": learner.steps,
-                "updates": learner.updates,
-                "reservoir_seen": learner.reservoir.seen,
+                "lineages": {name: _save_lineage(kept, folder / name, with_records) for name, kept in lineages.items()},
             }
             files.write_json(folder / "state.json", values)
         for older in self.numbers()[:-1]:
             shutil.rmtree(self.root / f"state-{older:08d}", ignore_errors=True)
 
-    def restore(self, learner: Learner, *, target_revision: str) -> Restored | None:
-        """Fills `learner`; None when there is no state that fits, which is then said in one line."""
+    def restore(self, learners: Mapping[str, Learner], *, target_revision: str) -> Restored | None:
+        """Fills `learners`; None when there is no state that fits, which is then said in one line."""
         for number in reversed(self.numbers()):
             folder = self.root / f"state-{number:08d}"
             try:
-                return self._restore(folder, learner, target_revision)
+                return self._restore(folder, learners, target_revision)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 logger.warning("learner state %s cannot be used (%s); starting without it", folder, str(error).splitlines()[0])
         return None
 
-    def _restore(self, folder: Path, learner: Learner, target_revision: str) -> Restored:
+    def _restore(self, folder: Path, learners: Mapping[str, Learner], target_revision: str) -> Restored:
         values: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if values["schema"] != SCHEMA_VERSION:
             raise ValueError(f"schema {values['schema']}, this is {SCHEMA_VERSION}")
         if values["target_revision"] != target_revision:
             raise ValueError("it learned for other weights of the target")
-        tables = {name: _records(folder / f"{name}.parquet") for name in ("open", "fresh", "window", "reservoir")}
-        counters, ledger = Counters(**values["counters"]), Ledger.from_dict(values["ledger"])
-        _load_tensors(learner, folder)
-        learner.steps, learner.updates = values["steps"], values["updates"]
-        learner.reservoir.texts = _texts(tables["reservoir"])
-        learner.reservoir.seen = values["reservoir_seen"]
-        traffic = TrafficState(tables["open"], _texts(tables["fresh"]), _texts(tables["window"]))
-        return Restored(values["cursor"], counters, ledger, values["live_version"], traffic)
+        known = {name: one for name, one in values["lineages"].items() if name in learners}
+        counters, records = Counters(**values["counters"]), _records(folder / "open.parquet")
+        saved = {name: _read_lineage(one, trained(learners[name]), folder / name) for name, one in known.items()}
+        # All or nothing: everything is read before the first learner is touched.
+        for name, one in saved.items():
+            one.fill(learners[name])
+        return Restored(values["cursor"], counters, records, {name: one.state for name, one in saved.items()})
 
     def _sweep(self) -> None:
         """What a kill left half-written."""
         if self.root.is_dir():
             for leftover in self.root.glob(".state-*.tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _save_lineage(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any]:
+    learner, state = kept
+    folder.mkdir(exist_ok=True)
+    _save_tensors(learner, folder)
+    for name, texts in (("fresh", state.fresh), ("window", state.window), ("reservoir", learner.reservoir.texts)):
+        _write_records(folder / f"{name}.parquet", _flat(texts) if with_records else [])
+    return {
+        "live_version": state.live_version,
+        "is_gate_due": state.is_gate_due,
+        "ledger": state.ledger.to_dict(),
+        "steps": learner.steps,
+        "updates": learner.updates,
+        "reservoir_seen": learner.reservoir.seen,
+    }
+
+
+class Saved(NamedTuple):
+    """A lineage as read, which nothing was done with yet."""
+
+    state: LineageState
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    reservoir: list[ServedText]
+    steps: int
+    updates: int
+    reservoir_seen: int
+
+    def fill(self, learner: Learner) -> None:
+        learner.steps, learner.updates = self.steps, self.updates
+        learner.reservoir.texts, learner.reservoir.seen = self.reservoir, self.reservoir_seen
+        parameters = trained(learner)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(self.weights[name])
+        for key, value in self.moments.items():
+            name, _, moment = key.rpartition(":")
+            place = "cpu" if moment == "step" else parameters[name].device
+            learner.optimizer.state.setdefault(parameters[name], {})[moment] = value.to(place)
+
+
+def _read_lineage(values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path) -> Saved:
+    fresh, window, reservoir = (_texts(_records(folder / f"{name}.parquet")) for name in ("fresh", "window", "reservoir"))
+    state = LineageState(values["live_version"], values["is_gate_due"], Ledger.from_dict(values["ledger"]), fresh, window)
+    weights, moments = load_file(folder / "candidate.safetensors"), load_file(folder / "optimizer.safetensors")
+    if {name: value.shape for name, value in weights.items()} != {name: value.shape for name, value in parameters.items()}:
+        raise ValueError("its candidate has another shape than the live draft")
+    if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
+        raise ValueError("its candidate has weights that are not finite")
+    return Saved(state, weights, moments, reservoir, values["steps"], values["updates"], values["reservoir_seen"])
 
 
 def trained(learner: Learner) -> dict[str, torch.nn.Parameter]:
@@ -181,21 +226,8 @@ def _save_tensors(learner: Learner, folder: Path) -> None:
     save_file(moments, folder / "optimizer.safetensors")
 
 
-def _load_tensors(learner: Learner, folder: Path) -> None:
-    """All or nothing: every tensor is checked before the first is copied."""
-    weights, moments = load_file(folder / "candidate.safetensors"), load_file(folder / "optimizer.safetensors")
-    parameters = trained(learner)
-    if {name: value.shape for name, value in weights.items()} != {name: value.shape for name, value in parameters.items()}:
-        raise ValueError("its candidate has another shape than the live draft")
-    if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
-        raise ValueError("its candidate has weights that are not finite")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
-    for key, value in moments.items():
-        name, _, moment = key.rpartition(":")
-        place = "cpu" if moment == "step" else parameters[name].device
-        learner.optimizer.state.setdefault(parameters[name], {})[moment] = value.to(place)
+def _write_records(path: Path, records: Sequence[RoundRecord]) -> None:
+    pq.write_table(record_table.to_table(records), path, compression="zstd")
 
 
 def _flat(texts: Sequence[ServedText]) -> list[RoundRecord]:

@@ -48,7 +48,7 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(tmp_path: Path, tiny
         daemon.sort_in(served(number, 3, "code"))
         daemon.sort_in(served(number, 3, "chat"))
     for _ in range(3):
-        daemon.decided(Decision("hold", "no gain"))
+        daemon.shared.decided(Decision("hold", "no gain"))
     assert "learning rests" in told.getvalue()
     before = {name: value.clone() for name, value in daemon.learner.drafter.state_dict().items()}
     assert len(daemon.fresh) > 4
@@ -65,4 +65,4 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(tmp_path: Path, tiny
     assert daemon.counters.updates == 1 and daemon.counters.drift_alarms == 1 and not daemon.status.values["resting"]
     daemon.save()
     again = Daemon(config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event()))
-    assert again.counters.drift_alarms == 1 and again.ledger == daemon.ledger
+    assert again.counters.drift_alarms == 1 and again.shared.ledger == daemon.shared.ledger

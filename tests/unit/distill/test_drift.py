@@ -86,7 +86,7 @@ def feed(
     drift: Drift, rounds: list[int], count: int, *, begin_s: float = 0.0, version: str = "1", name: str = ""
 ) -> list[object]:
     texts = (served(rounds, time_s=begin_s + 3.6 * n, version=version, request_class=name) for n in range(count))
-    return [alarm for text in texts if (alarm := drift.observe(text, 1)) is not None]
+    return [alarm for text in texts if (alarm := drift.observe(text, "1")) is not None]
 
 
 def test_alarm_names_the_class_and_wakes_the_learner() -> None:
@@ -117,7 +117,7 @@ def test_memory_and_clock_are_bounded() -> None:
     assert drift.threshold() <= 1e9
     jumping = Drift(DriftConfig())
     for time_s in (1e9, 0.0, 5e8):
-        jumping.observe(served([1], time_s=time_s), 1)
+        jumping.observe(served([1], time_s=time_s), "1")
     assert jumping.threshold() >= 20
     never = Drift(DriftConfig(patience=0))
     assert not any(never.judged(promoted=False) for _ in range(100))

@@ -35,7 +35,7 @@ def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
             assert http.get("/elsewhere").status_code == 404
     finally:
         server.close()
-    assert "updates" in TOTALS and "is_gate_due" not in TOTALS
+    assert "updates" in TOTALS and "window" not in TOTALS
 
 
 def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:

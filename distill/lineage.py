@@ -1,0 +1,307 @@
+"""One versions folder and what is learned towards its next version: train, decide, watch, roll back. It reads nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from draftsmith.config import to_dict
+from draftsmith.distill import learner as learning
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.drift import Drift
+from draftsmith.distill.gate import Decision, decide
+from draftsmith.distill.learner import Learner, UpdateReport
+from draftsmith.distill.publisher import Publisher
+from draftsmith.distill.quarantine import enough, regate
+from draftsmith.distill.regression import Watched, served_by, watch
+from draftsmith.distill.scoring import Scorer
+from draftsmith.distill.sequential import Ledger
+from draftsmith.distill.state import Counters, Kept, LineageState
+from draftsmith.distill.status import describe
+from draftsmith.distill.throttle import Throttle
+from draftsmith.distill.traffic import ServedText, is_held_out, remembered
+from draftsmith.drafters import versions
+from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.version import __version__
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the lineages of a daemon have in common."""
+
+    config: DistillConfig
+    target: Target
+    throttle: Throttle
+    counters: Counters
+    tell: Callable[[str], None]  # a line for people
+    save: Callable[[], None]  # the whole daemon's state
+    cursor: Callable[[], Mapping[str, int]]  # how far the buffer is read
+
+
+class Lineage:
+    """`name` is the class of requests that its versions draft for, "" for all."""
+
+    def __init__(self, root: str | Path, site: Site, *, draft: str, name: str = ""):
+        self.root, self.site, self.name = Path(root), site, name
+        self.config, self.counters = site.config, site.counters
+        self.publisher = Publisher(self.root, draft, site.target)
+        candidate = self.publisher.load(versions.folder_of(self.root, self.publisher.version))
+        self.learner = Learner(candidate, site.target, self.config.learn, seed=self.config.seed)
+        self.fresh: list[ServedText] = []
+        self.window: list[ServedText] = []
+        self.ledger, self.drift = Ledger(), Drift(self.config.drift)
+        self.is_gate_due = False  # stays set while held-out requests are too few, or a full disk prevents a publication
+        self.since_watch = 0  # held-out texts since the last look at the live version
+        self.report: UpdateReport | None = None
+        self.watched: Watched | None = None
+        self._new_scorers()
+
+    def _new_scorers(self) -> None:
+        live, parent = self.publisher.live, self.publisher.parent
+        self.live = Scorer(live, self.site.target, max_length=self.length)
+        self.parent = Scorer(parent, self.site.target, max_length=self.length) if parent is not None else None
+
+    @property
+    def kept(self) -> Kept:
+        state = LineageState(self.publisher.version, self.is_gate_due, self.ledger, self.fresh, self.window)
+        return Kept(self.learner, state)
+
+    def begin(self, state: LineageState | None) -> None:
+        """Where the last run ended, whose learner is filled already; or at the live version."""
+        if state is not None:
+            self.is_gate_due, self.ledger = state.is_gate_due, state.ledger
+            self.fresh, self.window = state.fresh, state.window
+        if state is not None and state.live_version != self.publisher.version:
+            self._new_live_version()
+        else:
+            self.judge_target()
+
+    def tell(self, text: str) -> None:
+        self.site.tell(f"class {self.name!r}: {text}" if self.name else text)
+
+    @property
+    def served_as(self) -> str:
+        """How records name the live version."""
+        return self.record_name(self.publisher.version)
+
+    def record_name(self, version: int) -> str:
+        return f"{self.name}/{version}" if self.name else str(version)
+
+    # Traffic.
+
+    def take(self, text: ServedText) -> None:
+        self.look_for_drift(text)
+        if not is_held_out(text, self.config.gate.held_out):
+            # More than the reservoir holds would only be waited for: the newest traffic matters most.
+            self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
+        elif text.is_scorable:
+            self.window = [*self.window, text][-self.config.gate.window :]
+            self.since_watch += 1
+
+    def look_for_drift(self, text: ServedText) -> None:
+        alarm = self.drift.observe(text, self.served_as)
+        if alarm is not None:
+            self.counters.drift_alarms += 1
+            versions.record_decision(self.root, {"decision": "drift", "reason": alarm.describe(), **asdict(alarm)})
+            self.tell(f"drift: {alarm.describe()}")
+
+    def forget(self, answers: frozenset[str]) -> None:
+        self.fresh, self.window = remembered(self.fresh, answers), remembered(self.window, answers)
+        self.learner.reservoir.texts = remembered(self.learner.reservoir.texts, answers)
+
+    # Turns.
+
+    def follow(self) -> None:
+        """Somebody else may have chosen another version: what servers run is what `current` says."""
+        if versions.latest(self.root) == self.publisher.version:
+            return
+        left = self.publisher.version
+        self.publisher.reload()
+        self.tell(f"version {self.publisher.version} was chosen instead of {left}; learning goes on from it")
+        self._new_live_version()
+        self.start_over()
+
+    def work(self) -> bool:
+        """What is due; True when the candidate took steps."""
+        gate = self.config.gate
+        has_update = len(self.fresh) >= self.config.learn.fresh and not self.drift.is_resting
+        if has_update:
+            self.update()
+            self.is_gate_due |= self.learner.updates % gate.every == 0
+        if self.is_gate_due and len(self.window) >= gate.requests:
+            with self.site.throttle.work():
+                self.gate()
+        if self.since_watch >= gate.requests:
+            with self.site.throttle.work():
+                self.watch()
+        return has_update
+
+    def finish(self) -> None:
+        """The traffic is over: what waited for company is trained on, and the last candidate is judged."""
+        if self.fresh:
+            self.update()
+            self.is_gate_due = True
+        if self.is_gate_due:
+            self.gate()
+
+    # Learning.
+
+    def update(self) -> None:
+        self.report = self.learner.update(self.fresh, self.site.throttle.rest)
+        self.counters.texts += len(self.fresh)
+        self.counters.updates += 1
+        self.fresh = []
+        if self.report.broken >= learning.MAX_BROKEN_STEPS:
+            self.decided(Decision("refuse", "training gave gradients that are not finite"))
+            self.start_over()
+
+    def start_over(self) -> None:
+        """The candidate becomes the live draft again."""
+        self.learner.restart(self.publisher.live.state_dict())
+        self.ledger.gate.new_candidate()
+
+    @property
+    def depth(self) -> int:
+        return max((len(record.drafted) for text in self.window for record in text.records), default=1)
+
+    @property
+    def length(self) -> int:
+        return min(self.config.learn.max_length, self.site.target.max_positions)
+
+    # Decisions.
+
+    def gate(self) -> None:
+        candidate, evidence = self.learner.drafter, self.ledger.gate
+        decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, evidence=evidence)
+        if self.made_for:
+            decision = enough(decision, self.config.gate)
+        if decision.decision == "accept":
+            self.publish(decision, candidate)
+            self.is_gate_due = False
+            return
+        self.is_gate_due = False
+        self.decided(decision)
+        if decision.decision == "refuse" or self.has_fallen_behind(decision):
+            self.start_over()
+
+    def has_fallen_behind(self, decision: Decision) -> bool:
+        """A candidate that is worse with evidence would take long to come back; the live draft is the better start."""
+        comparison = decision.comparison
+        return comparison is not None and comparison.gain < 0 and comparison.p_value <= self.config.gate.error
+
+    def publish(self, decision: Decision, drafter: TrainedDrafter) -> None:
+        self.site.save()
+        training = {"version": __version__, "online": to_dict(self.config.learn), "updates": self.learner.updates}
+        records, texts = self.counters.records, self.counters.texts
+        try:
+            version = self.publisher.publish(
+                drafter,
+                training=training,
+                data_range={"records": records, "texts": texts, "cursor": self.site.cursor()},
+                gate=decision.to_dict(),
+            )
+        except UserError as error:
+            self.decided(replace(decision, decision="refuse", reason=f"the written candidate cannot be read back: {error}"))
+            self.start_over()
+            return
+        self.decided(decision, version=version)
+        self._new_live_version()
+        self.site.save()
+        versions.prune(self.root, keep=self.config.retention.versions)
+
+    def _new_live_version(self) -> None:
+        """Error budgets and the watch count from here."""
+        self._new_scorers()
+        self.learner.live_changed(self.publisher.live.state_dict())
+        self.judge_target()
+        self.ledger = Ledger()
+        self.drift.new_version()
+        self.since_watch = 0
+
+    def decided(self, decision: Decision, *, version: int | None = None) -> None:
+        """Every decision with its numbers: a line for people, a line in decisions.jsonl."""
+        numbers = {**decision.to_dict(), "live": self.publisher.parent_version if version else self.publisher.version}
+        versions.record_decision(self.root, {**numbers, "version": version, "updates": self.learner.updates})
+        self.counters.count(decision.decision)
+        self.tell(describe(decision, version))
+        if self.drift.judged(promoted=version is not None):
+            self.tell(f"{self.drift.fruitless} decisions without a promotion; learning rests until the traffic changes")
+
+    def watch(self) -> None:
+        """Looks at what the live version did since it went live."""
+        self.since_watch = 0
+        if self.made_for:
+            self.regate()
+            return
+        texts = served_by(self.window, self.served_as)
+        if len(texts) < self.config.gate.requests:
+            return
+        self.watched = watch(
+            self.live,
+            self.parent,
+            texts,
+            self.config.gate,
+            version=self.served_as,
+            max_depth=self.depth,
+            evidence=self.ledger,
+        )
+        if self.watched.reason and self.publisher.parent is not None:
+            self.roll_back(self.watched)
+
+    def roll_back(self, watched: Watched) -> None:
+        left = self.publisher.version
+        version = self.publisher.roll_back(watched.reason)
+        self.counters.rolled_back += 1
+        versions.record_decision(self.root, {"decision": "rolled back", "left": left, "version": version, **watched.to_dict()})
+        self.tell(f"version {left} is rolled back to {version}: {watched.reason}")
+        self._new_live_version()
+        self.start_over()
+        self.site.save()
+
+    # Another target.
+
+    def judge_target(self) -> None:
+        """`made_for` is the revision of the target that the live version was made for, where that is another one."""
+        own = self.site.target.revision
+        self.made_for = versions.stranger(self.root, self.publisher.version, own)
+        if not self.made_for:
+            return
+        told = {"decision": "quarantine", "version": self.publisher.version, "target_revision": own}
+        if any(told.items() <= one.items() for one in versions.read_decisions(self.root)):
+            return
+        reason = f"made for target revision {self.made_for}, this is {own}"
+        versions.record_decision(self.root, {**told, "reason": reason})
+        self.tell(f"version {self.publisher.version} is in quarantine: {reason}")
+
+    def regate(self) -> None:
+        """The same draft as a version for this target, if its traffic shows it good enough."""
+        decision = regate(self.live, self.window, self.config.gate, max_depth=self.depth)
+        if decision.decision == "accept":
+            self.publish(decision, self.publisher.live)
+        else:
+            self.decided(decision)
+
+    # Showing.
+
+    def describe(self) -> str:
+        told = f", loss {self.report.loss:.3f}, alpha {self.report.alpha[0]:.3f}" if self.report else ""
+        return f"version {self.publisher.version}, {len(self.window)} held out, waiting {len(self.fresh)}{told}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": self.publisher.version,
+            "is_gate_due": self.is_gate_due,
+            "fresh": len(self.fresh),
+            "window": len(self.window),
+            "reservoir": len(self.learner.reservoir.texts),
+            "loss": self.report.loss if self.report else None,
+            "alpha_training": self.report.alpha if self.report else [],
+            "live": self.watched.to_dict() if self.watched else None,
+            "drift": self.drift.to_dict(),
+            "resting": self.drift.is_resting,
+            "quarantined": bool(self.made_for),
+        }
