@@ -22,14 +22,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from draftsmith.distill import marks, record_table
 from draftsmith.distill.folder import Cursor, Folder, Shard, is_unread, parse, retain
+from draftsmith.distill.forget import SETTLE_S, forget
 from draftsmith.serve.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.buffer")
 
 # Looks at a shard that the file system does not give before it is skipped.
 MAX_FAILURES = 10
-# Between two looks of a writer at its readers, between two marks of a reader.
-LOOK_S = 2.0
 # How long a server that stops waits for a disk that hangs.
 CLOSE_S = 10.0
 
@@ -75,7 +74,7 @@ class BufferWriter:
         self._number = 0
         self._share = 1.0
         self._forgotten: frozenset[str] = frozenset()
-        self._looked_s = -LOOK_S
+        self._looked_s = -marks.LOOK_S
         self._queue: deque[RoundRecord] = deque()
         self._batch: Batch | None = None
         self._wake = threading.Event()
@@ -99,6 +98,11 @@ class BufferWriter:
         if len(self._queue) >= self.flush_records:
             self._wake.set()
 
+    def forget(self, answer: str) -> int:
+        """Of one answer, by the id that its client was given: how many records were deleted. Takes some seconds, so that servers
+        that write into the same buffer have seen the mark."""
+        return forget(self.folder, answer, settle_s=SETTLE_S)
+
     def close(self) -> None:
         """Flushes what is queued; tries once if the disk refuses, and does not wait long for one that hangs."""
         self._closing = True
@@ -119,7 +123,7 @@ class BufferWriter:
     def _look(self) -> None:
         """How far the readers are, and what is to be forgotten."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < LOOK_S:
+        if now_s - self._looked_s < marks.LOOK_S:
             return
         self._looked_s = now_s
         try:
@@ -205,7 +209,7 @@ class BufferReader:
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
         self.name = uuid.uuid4().hex[:12]
-        self._marked_s = -LOOK_S
+        self._marked_s = -marks.LOOK_S
         self._failures = 0  # in a row, at the first unread shard
 
     def read(self, *, max_records: int = 4096) -> Reading:
@@ -232,7 +236,7 @@ class BufferReader:
     def _mark(self) -> None:
         """Tells the writers how far it is. A reader of a buffer that it may not write to is one that they do not wait for."""
         now_s = time.monotonic()
-        if now_s - self._marked_s < LOOK_S:
+        if now_s - self._marked_s < marks.LOOK_S:
             return
         self._marked_s = now_s
         try:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import time
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from draftsmith.distill import marks, record_table
-from draftsmith.distill.buffer import LOOK_S
 from draftsmith.distill.config import ForgetConfig
-from draftsmith.distill.folder import Folder, Shard, parse
+from draftsmith.distill.folder import Folder, Shard
 from draftsmith.errors import UserError
 from draftsmith.serve.record import hashed_answer
 
 logger = logging.getLogger("draftsmith.buffer")
 
 # A server that has seen the mark writes nothing of it any more; what it had in hand before is written by then.
-SETTLE_S = LOOK_S + 3.0
+SETTLE_S = marks.LOOK_S + 3.0
 
 
 def run(config: ForgetConfig) -> int:
@@ -43,18 +47,27 @@ def _sweep(folder: Folder, name: str) -> int:
 def _without(folder: Folder, shard: Shard, name: str) -> int:
     """Rewrites a shard in place, whole or not at all."""
     try:
-        records = parse(folder.fetch(shard))
+        data = folder.fetch(shard)
     except FileNotFoundError:
         return 0
-    except ValueError as error:
+    try:
+        of_answer = _of_answer(data, name)
+        if not pc.any(of_answer).as_py():
+            return 0
+        kept = pq.read_table(io.BytesIO(data)).filter(pc.invert(of_answer))
+    except (ValueError, OSError) as error:
         logger.warning("shard %s is damaged and deleted, since nobody can tell what is in it (%s)", shard.path, error)
         folder.delete(shard)
         return 0
-    kept = [record for record in records if not marks.is_forgotten(record.request, frozenset([name]))]
-    if len(kept) == len(records):
-        return 0
-    if kept:
-        folder.write(shard.path.rsplit("/", 1)[-1], record_table.to_bytes(kept))
+    if kept.num_rows:
+        rewritten = io.BytesIO()
+        record_table.write(kept, rewritten)
+        folder.write(shard.path.rsplit("/", 1)[-1], rewritten.getvalue())
     else:
         folder.delete(shard)
-    return len(records) - len(kept)
+    return len(of_answer) - kept.num_rows
+
+
+def _of_answer(data: bytes, name: str) -> pa.ChunkedArray:
+    """Of each record, whether it is of the answer; records name their requests `ANSWER-NUMBER`."""
+    return pc.starts_with(pq.read_table(io.BytesIO(data), columns=["request"])["request"], f"{name}-")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.serve.record import SCHEMA_VERSION, LawArrays, Laws, RoundRecord
+from draftsmith.serve.record import SCHEMA_VERSION, Law, LawArrays, Laws, RoundRecord
 
 STEPS = 1024  # of a surprisal a nat
 MOST = 2**16 - 1
@@ -43,6 +44,7 @@ _SCALARS = {
     "last": pa.bool_(),
     "schema": pa.int32(),
 }
+_SCALARS_OF = operator.attrgetter(*_SCALARS)
 _LAW_FIELDS = {
     "ids": pa.list_(pa.list_(pa.int32())),
     "surprisal": pa.list_(pa.list_(pa.uint16())),
@@ -73,30 +75,34 @@ def to_bytes(records: Sequence[RoundRecord]) -> bytes:
 def write(table: pa.Table, where: io.BytesIO | str) -> None:
     dictionary = [name for name in _SCALARS if name not in _PLAIN and not pa.types.is_list(_SCALARS[name])]
     encoding = dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT") | _PLAIN
-    pq.write_table(table, where, compression="zstd", use_dictionary=dictionary, column_encoding=encoding)
+    # Nobody asks for statistics of a shard, which is read whole.
+    pq.write_table(table, where, compression="zstd", use_dictionary=dictionary, column_encoding=encoding, write_statistics=False)
 
 
 def to_table(records: Sequence[RoundRecord]) -> pa.Table:
-    arrays = {name: pa.array([getattr(record, name) for record in records], kind) for name, kind in _SCALARS.items()}
-    for law in _LAWS:
-        arrays.update(_law_arrays(law, [Laws.of(getattr(record, law)).arrays for record in records]))
+    columns = list(zip(*map(_SCALARS_OF, records), strict=True)) or [()] * len(_SCALARS)
+    arrays = {name: pa.array(values, kind) for (name, kind), values in zip(_SCALARS.items(), columns, strict=True)}
+    arrays |= _law_arrays("p", [record.p for record in records]) | _law_arrays("q", [record.q for record in records])
     return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _law_arrays(law: str, rows: Sequence[LawArrays]) -> dict[str, pa.Array]:
-    """Built from flat arrays: Arrow takes nested Python lists several times slower, on the server's machine."""
-    per_row = _offsets(len(row.tail) for row in rows)
-    kept = [np.isfinite(row.logprobs) for row in rows]
-    per_law = _offsets(itertools.chain.from_iterable(one.sum(axis=-1) for one in kept))
-    ids = _joined([row.ids[one] for row, one in zip(rows, kept, strict=True)], np.int32)
-    logprobs = _joined([row.logprobs[one] for row, one in zip(rows, kept, strict=True)], np.float32)
+def _law_arrays(law: str, rows: Sequence[Sequence[Law]]) -> dict[str, pa.Array]:
+    """Built from flat arrays of many rows at once: Arrow takes nested Python lists several times slower, and the engine's thread
+    waits while Python works here."""
+    parts = Laws.runs(Laws.of(row) for row in rows if row)
+    ids = _joined([part.ids.ravel() for part in parts], np.int32)
+    logprobs = _joined([part.logprobs.ravel() for part in parts], np.float32)
+    kept = np.isfinite(logprobs)
+    ends = _bounds([part.ids.shape[1] for part in parts for _ in range(len(part.tail))])
+    per_row, per_law = _bounds([len(row) for row in rows]), _bounds(kept)[ends]
+    surprisal = np.clip(np.rint(-STEPS * logprobs[kept]), 0, MOST).astype(np.uint16)
     columns = {
-        "ids": pa.ListArray.from_arrays(per_law, pa.array(ids)),
-        "surprisal": pa.ListArray.from_arrays(per_law, pa.array(np.clip(np.rint(-STEPS * logprobs), 0, MOST).astype(np.uint16))),
-        "tail": pa.array(_joined([row.tail for row in rows], np.float32)),
+        "ids": pa.ListArray.from_arrays(per_law, pa.array(ids[kept])),
+        "surprisal": pa.ListArray.from_arrays(per_law, pa.array(surprisal)),
+        "tail": pa.array(_joined([part.tail for part in parts], np.float32)),
     }
     if law == "p":
-        columns["log_norm"] = pa.array(_joined([row.log_norms for row in rows], np.float32))
+        columns["log_norm"] = pa.array(_joined([part.log_norms for part in parts], np.float32))
     return {f"{law}_{part}": pa.ListArray.from_arrays(per_row, values) for part, values in columns.items()}
 
 
@@ -104,8 +110,9 @@ def _joined(parts: Sequence[np.ndarray], kind: type[np.generic]) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=kind), *parts]).astype(kind, copy=False)
 
 
-def _offsets(lengths: Iterable[int]) -> pa.Array:
-    return pa.array(np.concatenate([[0], np.cumsum(list(lengths))]).astype(np.int32))
+def _bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[n + 1] where each of n lists begins among the values of all."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)]).astype(np.int32)
 
 
 def from_table(table: pa.Table) -> list[RoundRecord]:
@@ -126,7 +133,7 @@ def from_table(table: pa.Table) -> list[RoundRecord]:
 def _laws(table: pa.Table, law: str) -> list[Laws]:
     """One for each row, all parts of the same arrays."""
     ids, tails = table[f"{law}_ids"].combine_chunks(), table[f"{law}_tail"].combine_chunks()
-    rows, per_law = _bounds(ids), _bounds(ids.flatten())
+    rows, per_law = _offsets(ids), _offsets(ids.flatten())
     widths = np.diff(per_law)
     place = np.arange(int(widths.max(initial=0))) < widths[:, None]  # [n, k] where a law has a token
     wide_ids = np.zeros(place.shape, dtype=np.int32)
@@ -149,7 +156,7 @@ def _logprobs(table: pa.Table, law: str) -> np.ndarray:
     return steps.astype(np.float32) / -STEPS
 
 
-def _bounds(lists: pa.ListArray) -> np.ndarray:
+def _offsets(lists: pa.ListArray) -> np.ndarray:
     """[n + 1] where each list begins among the flattened values."""
     offsets = lists.offsets.to_numpy()
     return offsets - offsets[0]

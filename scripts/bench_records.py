@@ -11,7 +11,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter, process_time, sleep, thread_time
+from time import clock_gettime, perf_counter, process_time, pthread_getcpuclockid, sleep, thread_time
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,11 @@ from draftsmith.distill.buffer import BufferReader, BufferWriter
 from draftsmith.distill.folder import Folder
 from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.target import Target
+from draftsmith.kernels.acceptance import bootstrap_ratio
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.recorder import Recorder
 from draftsmith.serve.request import SamplingParams
-
-# What a round lasts, what the engine's thread works for it, and what all threads do: the writer's work costs throughput too where
-# no core is free for it.
-CLOCKS = ("wall", "engine_thread_cpu", "process_cpu")
 
 
 def main() -> None:
@@ -91,59 +88,68 @@ def measure(target: Target, prompts: list[list[int]], options: argparse.Namespac
     }
     on = recorders["on"]
     on.round, on.finish = meter.around(on.round), meter.around(on.finish)
-    spent: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in recorders}
+    walls: dict[str, list[float]] = {name: [] for name in recorders}
+    process_s = writer_s = 0.0
     for turn in range(options.turns + 1):
         asked = prompts[turn * options.batch : (turn + 1) * options.batch]
         for name in ("on", "off") if turn % 2 else ("off", "on"):
             engine.recorder, meter.counts = recorders[name], turn > 0 and name == "on"
-            clocks = answer(engine, asked, options, seed=turn)
-            if name == "on":
-                clocks["process_cpu"] += drain(writer)
+            begun = perf_counter(), process_time(), writer_cpu(writer)
+            answer(engine, asked, options, seed=turn)
+            drain(writer)
             if turn > 0:
-                for clock, seconds in clocks.items():
-                    spent[name][clock].append(seconds)
+                walls[name].append(perf_counter() - begun[0])
+            if meter.counts:
+                process_s += process_time() - begun[1]
+                writer_s += writer_cpu(writer) - begun[2]
     writer.close()
     records = BufferReader(folder).read(max_records=10**9).records
     positions = sum(len(record.drafted) for record in records)
-    size = sum(shard.bytes for shard in Folder(folder).shards())
-    cost = {clock: [on / off - 1 for on, off in zip(spent["on"][clock], spent["off"][clock])] for clock in CLOCKS}
+    recorded = positions * options.turns / (options.turns + 1)
+    rest_s = process_s - writer_s - meter.seconds
     return {
-        "percent_more": {
-            clock: {"median": round(100 * statistics.median(values), 2), "quartiles": [round(100 * value, 2) for value in
-                    statistics.quantiles(values, n=4)[::2]]}
-            for clock, values in cost.items()
+        "throughput": {
+            "of_that_without": round(sum(walls["off"]) / sum(walls["on"]), 4),
+            "interval": [round(bound, 4) for bound in bootstrap_ratio(walls["off"], walls["on"])],
         },
-        "percent_of_engine_thread": round(100 * meter.seconds / sum(spent["on"]["engine_thread_cpu"]), 2),
-        "bytes_a_position": round(size / positions, 1),
+        "percent_of_all_other_work": {
+            "engine_thread": round(100 * meter.seconds / rest_s, 2),
+            "writer_thread": round(100 * writer_s / rest_s, 2),
+        },
+        "us_a_position": {
+            "engine_thread": round(1e6 * meter.seconds / recorded, 1),
+            "writer_thread": round(1e6 * writer_s / recorded, 1),
+        },
+        "bytes_a_position": round(sum(shard.bytes for shard in Folder(folder).shards()) / positions, 1),
         "positions": positions,
         "records": len(records),
         "dropped": writer.dropped,
-        "ms_a_turn": {name: round(1e3 * statistics.median(values["wall"]), 1) for name, values in spent.items()},
-    }  # fmt: skip
+        "ms_a_turn": {name: round(1e3 * statistics.median(values), 1) for name, values in walls.items()},
+    }
 
 
-def answer(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, *, seed: int) -> dict[str, float]:
-    """Seconds of the clock on the wall, of this thread's work and of all threads'."""
+def answer(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, *, seed: int) -> None:
     params = [
         SamplingParams(temperature=options.temperature, max_tokens=options.tokens, ignore_eos=True, seed=1000 * seed + index)
         for index in range(len(prompts))
     ]
-    begun = perf_counter(), thread_time(), process_time()
     for prompt, one in zip(prompts, params, strict=True):
         engine.submit(prompt, one)
     while engine.busy:
         engine.step()
-    ended = perf_counter(), thread_time(), process_time()
-    return dict(zip(CLOCKS, (after - before for before, after in zip(begun, ended))))
 
 
-def drain(writer: BufferWriter) -> float:
-    """What one turn left in the queue is not the next turn's to pay for. Seconds of all threads."""
-    begun_s = process_time()
+def writer_cpu(writer: BufferWriter) -> float:
+    """Seconds that its thread has worked: told by the system, so that a busy machine does not blur it."""
+    assert writer._thread.ident is not None
+    return clock_gettime(pthread_getcpuclockid(writer._thread.ident))
+
+
+def drain(writer: BufferWriter) -> None:
+    """What one turn left in the queue is its own to pay for, not the next one's."""
     while writer._queue:
         writer._wake.set()
-        sleep(0.005)
-    return process_time() - begun_s
+        sleep(0.001)
 
 
 def taps(target: Target, layers: tuple[int, ...], texts: list[list[int]]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from draftsmith.errors import UserError
 from draftsmith.serve.api_errors import Refusal, add_error_handlers, as_refusal, failure, timed_out
 from draftsmith.serve.api_gate import Gate, Limits, Load, tenant_of
+from draftsmith.serve.api_learning import add_learning_endpoints
 from draftsmith.serve.api_report import Level
 from draftsmith.serve.api_schema import ANSWER_STATUSES, ChatBody, CompletionBody, describe, documented, events_of
 from draftsmith.serve.api_service import add_service_endpoints
@@ -87,6 +88,7 @@ def create_app(server: Server) -> FastAPI:
     add_error_handlers(app)
     add_service_endpoints(app, server)
     add_token_endpoints(app, server)
+    add_learning_endpoints(app, server)
     if server.dashboard is not None:
         add_dashboard(app, server, server.dashboard)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, overload
 
@@ -52,6 +53,17 @@ class Laws(Sequence[Law]):
             np.array([law.log_norm for law in laws], dtype=np.float32),
         )
         return cls(lambda: arrays, 0, len(laws))
+
+    @staticmethod
+    def runs(rows: Iterable[Laws]) -> list[LawArrays]:
+        """The arrays of all of them in order; those that follow each other in the same arrays are taken at once."""
+        spans: list[Laws] = []
+        for row in rows:
+            if spans and spans[-1]._end == row._begin and spans[-1]._source == row._source:
+                spans[-1] = Laws(row._source, spans[-1]._begin, row._end)
+            else:
+                spans.append(row)
+        return [span.arrays for span in spans]
 
     @property
     def arrays(self) -> LawArrays:
@@ -113,6 +125,7 @@ def hashed(request_id: str) -> str:
     return f"{hashed_answer(answer)}-{number}"
 
 
+@functools.lru_cache(maxsize=4096)  # asked for every record of every running request
 def hashed_answer(answer: str) -> str:
     return hashlib.sha256(answer.encode()).hexdigest()[:16]
 
@@ -131,5 +144,9 @@ class Sink(Protocol):
         ...
 
     def put(self, record: RoundRecord) -> None: ...
+
+    def forget(self, answer: str) -> int:
+        """Deletes the records of an answer, by its id, and says how many there were; from any thread, and not at once."""
+        ...
 
     def close(self) -> None: ...

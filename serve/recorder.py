@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from draftsmith.kernels.laws import top_law
-from draftsmith.serve.drafting import Drafts
+from draftsmith.serve.drafts import Drafts
 from draftsmith.serve.record import TOP, LawArrays, Laws, RoundRecord, Sink, hashed, uniform
 from draftsmith.serve.request import Request
 from draftsmith.serve.scheduler import Row
@@ -30,18 +30,19 @@ class RoundLaws:
 
     Args:
         raw: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive ones.
-        temperatures: of each drafting row.
+        temperatures: of each drafting row, None where nobody wants its laws.
     """
 
-    def __init__(self, raw: torch.Tensor, drafts: Drafts, temperatures: Sequence[float]):
-        lengths = [len(chain) for chain in drafts.chains]
+    def __init__(self, raw: torch.Tensor, drafts: Drafts, temperatures: Sequence[float | None]):
+        wanted = [temperature is not None for temperature in temperatures]
+        lengths = [len(chain) * want for chain, want in zip(drafts.chains, wanted)]
         self.begins = [0, *accumulate(lengths)]
-        firsts = [0, *accumulate(length + 1 for length in lengths)]
+        firsts = [0, *accumulate(len(chain) + 1 for chain in drafts.chains)]
         rows = [first + depth for first, length in zip(firsts, lengths) for depth in range(length)]
         self._p_logits: torch.Tensor | None = raw[rows]
         self._q_logits = _draft_logits(drafts, lengths)
-        self._tokens = [token for chain in drafts.chains for token in chain]
-        self._spread = [temperature for temperature, length in zip(temperatures, lengths) for _ in range(length)]
+        self._tokens = [token for chain, want in zip(drafts.chains, wanted) if want for token in chain]
+        self._spread = [t for t, length in zip(temperatures, lengths) if t is not None for _ in range(length)]
         self._lock = threading.Lock()
         self._made: tuple[LawArrays, LawArrays] | None = None
         if raw.is_cuda:
@@ -53,10 +54,16 @@ class RoundLaws:
         return sum(logits.nbytes for logits in (self._p_logits, self._q_logits) if logits is not None)
 
     def p(self, index: int) -> Laws:
-        return Laws(lambda: self.make()[0], self.begins[index], self.begins[index + 1])
+        return Laws(self._make_p, self.begins[index], self.begins[index + 1])
 
     def q(self, index: int) -> Laws:
-        return Laws(lambda: self.make()[1], self.begins[index], self.begins[index + 1])
+        return Laws(self._make_q, self.begins[index], self.begins[index + 1])
+
+    def _make_p(self) -> LawArrays:
+        return self.make()[0]
+
+    def _make_q(self) -> LawArrays:
+        return self.make()[1]
 
     def make(self) -> tuple[LawArrays, LawArrays]:
         """The arrays of p and q; after it the logits are gone."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith.distill import daemon, marks
+from draftsmith.distill import buffer, daemon, marks
 from draftsmith.distill.buffer import BufferReader, BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
 from draftsmith.distill.folder import Folder
-from draftsmith.distill.forget import forget
 from draftsmith.distill.redaction import Redactor
 from draftsmith.distill.traffic import stitch
 from draftsmith.drafters import checkpoint
@@ -23,6 +23,7 @@ from draftsmith.drafters.mtp import Mtp
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target import Target
+from draftsmith.serve.api_gate import Limits
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.record import hashed_answer
@@ -36,17 +37,45 @@ def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("llama"))
 
 
-def test_all_choices_of_an_answer_are_forgotten_by_its_id(target: Target, live_server: Callable, tmp_path: Path) -> None:
+def test_a_client_has_all_choices_of_its_answer_forgotten(
+    target: Target, live_server: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer, "SETTLE_S", 0.1)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
-    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=writer)
+    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=writer, limits=Limits(api_keys=("key",)))
+    key = {"authorization": "Bearer key"}
     prompt = [7, 8, 7, 8, 7]
-    first, second = (server.http.post("/v1/completions", json=BODY | {"prompt": prompt, "n": 2}).json() for _ in range(2))
+    first, second = (
+        server.http.post("/v1/completions", json=BODY | {"prompt": prompt, "n": 2}, headers=key).json() for _ in range(2)
+    )
+
+    def stored() -> list[str]:
+        return [record.request for record in BufferReader(str(tmp_path)).read().records if record.last]
+
+    deadline_s = time.monotonic() + 20
+    while len(stored()) < 4 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    path = f"/v1/learn/{first['id']}"
+    assert server.http.delete(path).status_code == 401 and len(stored()) == 4
+    assert server.http.delete(path, headers=key).status_code == 204
+    assert {name.partition("-")[0] for name in stored()} == {hashed_answer(second["id"])} and len(stored()) == 2
+    again = server.http.delete(path, headers=key)
+    assert again.status_code == 404 and again.json()["error"]["code"] == "not_recorded"
+    monkeypatch.setattr(Folder, "write", refuse)
+    assert server.http.delete(path, headers=key).status_code == 503
+    monkeypatch.undo()
     writer.close()
-    stored = {record.request for record in BufferReader(str(tmp_path)).read().records}
-    assert len(stored) == 4
-    assert forget(Folder(str(tmp_path)), first["id"], settle_s=0.0) >= 2
-    left = {record.request.partition("-")[0] for record in BufferReader(str(tmp_path)).read().records}
-    assert left == {hashed_answer(second["id"])}
+    told = server.http.get("/openapi.json").json()["paths"]["/v1/learn/{answer}"]["delete"]
+    assert set(told["responses"]) == {"204", "401", "404", "503"} and told["security"]
+
+
+def refuse(self: Folder, name: str, data: bytes) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_server_that_records_nothing_says_so(target: Target, live_server: Callable) -> None:
+    refused = live_server(target, None, EngineConfig()).http.delete("/v1/learn/cmpl-a")
+    assert refused.status_code == 404 and "nothing is recorded" in refused.json()["error"]["message"]
 
 
 def test_what_a_hook_masks_never_reaches_the_buffer(target: Target, tmp_path: Path) -> None:

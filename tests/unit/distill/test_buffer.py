@@ -267,7 +267,7 @@ while True:
     number += 1
     if number % 10 == 0:
         time.sleep(0.002)
-        print(number, flush=True)
+        print(writer.written, flush=True)
 """
 
 

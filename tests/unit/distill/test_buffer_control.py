@@ -47,7 +47,7 @@ def fill(writer: BufferWriter, count: int, answer: str = "cmpl-a") -> None:
 def test_fewer_requests_are_asked_for_while_the_reader_is_behind(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(marks, "LOOK_S", 0.0)
     url = str(tmp_path) if url == "folder" else url
     writer = BufferWriter(url, flush_s=0.01, backlog_bytes=1000)
     fill(writer, 200)
@@ -97,7 +97,7 @@ def test_a_disk_that_hangs_is_nobodys_wait(tmp_path: Path, monkeypatch: pytest.M
 def test_an_answer_is_forgotten_by_the_buffer_its_writers_and_its_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(marks, "LOOK_S", 0.0)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
     fill(writer, 3), fill(writer, 2, "cmpl-b")
     assert eventually(lambda: writer.written == 5)
