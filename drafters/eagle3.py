@@ -23,7 +23,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.eagle3_layer import Eagle3Layer, Norms, TapNorms
-from draftsmith.drafters.head_init import adopt_last_layer, fitted_norm, frequent_tokens, output_table, shares_embeddings
+from draftsmith.drafters.head_init import (
+    adopt_layer,
+    average_taps,
+    fitted_norm,
+    frequent_tokens,
+    output_table,
+    shares_embeddings,
+)
 from draftsmith.drafters.head_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads import FeatureHead, HeadStep
 from draftsmith.drafters.options import Eagle3Options, default_taps
@@ -92,6 +99,7 @@ class Eagle3(FeatureHead):
         if drafter.d2t is not None:
             drafter.set_vocab(frequent_tokens(token_counts, vocab_size, target.eos_token_ids))
         start_from_target(drafter, target)
+        drafter.lm_head.requires_grad_(options.train_head)
         return drafter
 
     @property
@@ -203,14 +211,12 @@ def start_from_target(drafter: Eagle3, target: Target) -> None:
     drafter.norm.weight.copy_(fitted_norm(target))
     layer = drafter.midlayer
     norms = [("input_layernorm", layer.hidden_norm), ("post_attention_layernorm", layer.post_attention_layernorm)]
-    adopt_last_layer(target, layer.self_attn, layer.mlp, norms)
+    adopt_layer(target.layers[-1], layer.self_attn, layer.mlp, norms)
     for later in drafter.layers.values():
         # Further layers begin by adding nothing.
         later.self_attn.o_proj.weight.zero_()
         later.mlp.down_proj.weight.zero_()
-    size = drafter.config.hidden_size
-    average = torch.eye(size, device=target.device).repeat(1, len(drafter.taps)) / len(drafter.taps)
-    drafter.fc.weight.mul_(0.1).add_(average)
+    average_taps(drafter.fc)
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:

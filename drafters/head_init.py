@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from draftsmith.drafters.spread import gathered
 from draftsmith.drafters.taps import FINAL
@@ -41,14 +40,16 @@ def fitted_norm(target: Target) -> torch.Tensor:
 
 
 @torch.no_grad()
-def adopt_last_layer(target: Target, attention: LlamaAttention, mlp: LlamaMLP, norms: Sequence[tuple[str, LlamaRMSNorm]]) -> None:
-    """Copies the target's last decoder layer wherever name and shape agree with a Llama layer's; the rest stays as it was.
+def adopt_layer(
+    layer: torch.nn.Module, attention: torch.nn.Module, mlp: torch.nn.Module, norms: Sequence[tuple[str, torch.nn.Module]]
+) -> None:
+    """Copies a decoder layer of the target wherever name and shape agree with our layer's; the rest stays as it was.
 
     A projection that also reads the embedding takes the target's as the half that reads the state. `norms` pairs the names of
     the target's norms with ours, which take their effective gains.
     """
-    with gathered(target.layers[-1]) as last:
-        theirs = dict(last.named_parameters())
+    with gathered(layer) as whole:
+        theirs = dict(whole.named_parameters())
         for prefix, module in (("self_attn", attention), ("mlp", mlp)):
             for name, own in module.named_parameters():
                 found = theirs.get(f"{prefix}.{name}")
@@ -58,10 +59,19 @@ def adopt_last_layer(target: Target, attention: LlamaAttention, mlp: LlamaMLP, n
                     and own.shape[-1] in (found.shape[-1], 2 * found.shape[-1])
                 ):
                     own[..., -found.shape[-1] :] = found
-        modules = dict(last.named_modules())
+        modules = dict(whole.named_modules())
         for name, own in norms:
             if name in modules:
                 own.weight.copy_(gains(modules[name], len(own.weight)))
+
+
+@torch.no_grad()
+def average_taps(fc: torch.nn.Linear) -> None:
+    """[H, n * H] with a tenth of the random weights it has, so that the taps may come to differ."""
+    size = fc.out_features
+    num_taps = fc.in_features // size
+    average = torch.eye(size, device=fc.weight.device).repeat(1, num_taps) / num_taps
+    fc.weight.mul_(0.1).add_(average)
 
 
 def gains(norm: torch.nn.Module, size: int) -> torch.Tensor:

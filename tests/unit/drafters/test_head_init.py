@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftsmith.drafters.dflash import Dflash, spread
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.head_init import fitted_norm, frequent_tokens, gains, output_table
-from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.options import DflashOptions, Eagle3Options
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 
@@ -50,10 +51,21 @@ def test_a_new_draft_starts_with_the_targets_last_layer(tiny_target):
     torch.testing.assert_close(ours.hidden_norm.weight, theirs.input_layernorm.weight, atol=1e-5, rtol=1e-5)
 
 
+def test_a_new_block_drafter_starts_with_layers_from_the_targets_first_to_its_last(tiny_target):
+    target = load(tiny_target, "llama")
+    drafter = Dflash.create(DflashOptions(num_layers=2), target, seed=0)
+    for ours, theirs in zip(drafter.layers, (target.layers[0], target.layers[-1]), strict=True):
+        assert torch.equal(ours.self_attn.k_proj.weight, theirs.self_attn.k_proj.weight)
+        assert torch.equal(ours.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+        torch.testing.assert_close(ours.input_layernorm.weight, theirs.input_layernorm.weight, atol=1e-5, rtol=1e-5)
+    assert [spread(count, 8) for count in (1, 2, 3, 8)] == [[7], [0, 7], [0, 4, 7], list(range(8))]
+
+
 @pytest.mark.parametrize("arch", ["gpt_neox", "gpt2", "qwen3_moe", "mixtral", "gemma2"])
 def test_targets_with_other_layers_give_what_fits(tiny_target, arch):
-    drafter = Eagle3.create(Eagle3Options(), load(tiny_target, arch), seed=0)
-    assert all(torch.isfinite(parameter).all() for parameter in drafter.parameters())
+    target = load(tiny_target, arch)
+    for drafter in (Eagle3.create(Eagle3Options(), target, seed=0), Dflash.create(DflashOptions(), target, seed=0)):
+        assert all(torch.isfinite(parameter).all() for parameter in drafter.parameters())
 
 
 def test_a_draft_of_another_shape_keeps_its_own_weights(tiny_target):

@@ -14,6 +14,7 @@ import torch
 
 from draftsmith import cli
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptions, PeagleOptions
 from draftsmith.drafters.target import Target
@@ -259,6 +260,17 @@ def test_weights_of_the_target_are_not_trained(configure):
     trainee = trainer.Trainee(session.new_drafter(config, place, target, corpus), LiveTeacher(target), config.unroll)
     owned = {parameter.data_ptr() for parameter in trainee.parameters()}
     assert owned and not owned & {parameter.data_ptr() for parameter in target.model.parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_head_that_is_not_trained_stays_the_targets(optimizer, configure):
+    config = configure(steps=2, eagle3=Eagle3Options(train_head=False), optim=OptimConfig(lr=1e-2, optimizer=optimizer))
+    run(config)
+    target = Target.load(config.target)
+    trained, new = checkpoint.load(config.out, target), Eagle3.create(config.eagle3, target, seed=config.seed)
+    assert torch.equal(trained.lm_head.weight, target.output_weight)
+    assert not torch.equal(trained.midlayer.mlp.down_proj.weight, new.midlayer.mlp.down_proj.weight)
+    assert not torch.equal(trained.norm.weight, new.norm.weight)
 
 
 def test_the_seed_and_nothing_else_decides(configure):
