@@ -160,19 +160,24 @@ def places_in_text(text: WeightedText) -> torch.Tensor:
 def _divergence(
     drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], weights: torch.Tensor, kind: Kind
 ) -> Divergence:
-    """Of all steps at once: a call holds a gradient as large as the draft head until backward, where one is wanted."""
-    hidden, head = torch.cat([one.hidden for one in predicted]), drafter.head_weight()
+    """Of all steps at once: a call holds a gradient as large as the draft head until backward, where one is wanted. Rows go in by
+    the position they predict, so that what all depths draft for one is held against its law, computed once."""
+    row, position = torch.cat([one.row for one in predicted]), torch.cat([one.position for one in predicted])
+    order = (row * (position.max() + 1) + position).argsort(stable=True) if len(row) else row
+    hidden, head = torch.cat([one.hidden for one in predicted])[order], drafter.head_weight()
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
-    return divergence(
+    result = divergence(
         kind,
         hidden,
         head,
-        taught.laws(torch.cat([one.row for one in predicted]), torch.cat([one.position for one in predicted])),
-        weights,
+        taught.laws(row[order], position[order]),
+        weights[order],
         vocab_map=drafter.vocab_map,
-        tokens=torch.cat([one.tokens for one in predicted]),
+        tokens=torch.cat([one.tokens for one in predicted])[order],
     )
+    back = order.argsort()
+    return Divergence(result.loss, *(None if values is None else values[back] for values in result[1:]))
 
 
 def _sums(result: Divergence, predicted: Sequence[Predicted], sizes: Sequence[int]) -> StepSums:

@@ -92,6 +92,14 @@ def test_the_heads_gradient_is_held_once_for_all_steps(target, table_drafter, mo
     assert calls == [1]
 
 
+def test_the_targets_head_reads_a_position_once_for_all_steps(target, table_drafter, monkeypatch):
+    rows, head = [], target.head
+    monkeypatch.setattr(target, "head", lambda hidden: rows.append(len(hidden)) or head(hidden))
+    batch = text()
+    unrolled_loss(table_drafter(288).double(), LiveTeacher(target), batch, num_steps=3, weighting=Exponential(0.7))
+    assert rows == [int((batch.weights[:, 2:] > 0).sum())]
+
+
 def test_a_shift_by_one_would_be_seen(target, table_drafter):
     """Negative control of the alignment: the same comparison fails when laws are taken one position off."""
     drafter = table_drafter(288).double()
