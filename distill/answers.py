@@ -31,7 +31,7 @@ LAW_COLUMNS = [
     ("tail", pa.list_(pa.float32())),
 ]
 # What may differ between a run and its continuation.
-UNSETTLED = ("complete", "answers", "tokens", "left_out", "versions")
+UNSETTLED = ("complete", "answers", "tokens", "left_out", "versions", "tokenizer")
 
 
 class AnswerFolder:

@@ -23,7 +23,7 @@ from draftsmith.distill.store import check_cost, layout_of, store_taps
 from draftsmith.distill.writers import GivenWriter, TargetWriter, Writer, seed_of
 from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
+from draftsmith.drafters.vocabulary import template_hash, tokenizer_record
 from draftsmith.errors import UserError
 from draftsmith.kernels.laws import top_law
 from draftsmith.progress import Progress
@@ -176,7 +176,7 @@ def describe(config: GenerateConfig, reference: Reference, prompts: list[Prompt]
     return {
         "target": config.target,
         "target_revision": reference.revision,
-        "tokenizer_hash": tokenizer_hash(tokenizer),
+        **tokenizer_record(tokenizer),
         "template_hash": template_hash(tokenizer.chat_template),
         "prompts": config.prompts,
         "prompts_hash": _digest([prompt.ids for prompt in prompts]),
@@ -197,11 +197,13 @@ def _digest(value: Any) -> str:
 
 
 def _check(config: GenerateConfig) -> None:
-    least_values = {"max_tokens": 1, "prompt_tokens": 1, "batch": 1, "shard": 1, "top_logprobs": 0, "top_k": 0}
+    least_values = {"max_tokens": 1, "prompt_tokens": 1, "batch": 1, "shard": 1, "top_logprobs": 0, "top_k": 0, "seed": 0}
     values = to_dict(config)
     for name, least in least_values.items():
         if values[name] < least:
             raise UserError(f"--{name.replace('_', '-')} is {values[name]}; it must be at least {least}")
+    if not 0 <= config.held_out <= 1:
+        raise UserError(f"--held-out is {config.held_out}; it must lie between 0 and 1")
     if config.url is not None and config.keep_answers:
         raise UserError("--url and --keep-answers both say where answers come from; give one of them")
     if config.url is None and (config.model, config.api_key) != (None, None):

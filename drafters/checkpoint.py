@@ -16,7 +16,7 @@ from draftsmith.drafters.foreign_lm import ForeignLm
 from draftsmith.drafters.pair import Pair
 from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.drafters.vocabulary import tokenizer_difference, tokenizer_record
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
 
@@ -119,19 +119,23 @@ def identity(target: Target) -> dict[str, Any]:
         "name": target.name,
         "revision": target.revision,
         "vocab_size": target.vocab_size,
-        "tokenizer_hash": tokenizer_hash(target.tokenizer()),
+        **tokenizer_record(target.tokenizer()),
     }
 
 
 def check_target(record: dict[str, Any], target: Target, folder: Path) -> None:
-    made_for, own = record["target"], identity(target)
-    for key, what in (("vocab_size", "a vocabulary of"), ("tokenizer_hash", "tokenizer")):
-        if made_for.get(key) != own[key]:
-            raise UserError(
-                f"draft {str(folder)!r} was made for {what} {made_for.get(key)} ({made_for.get('name')!r}), "
-                f"target {target.name!r} has {own[key]}; train a draft for this target"
-            )
-    if made_for.get("revision") != own["revision"]:
+    made_for = record["target"]
+    if difference := tokenizer_difference(made_for, target.tokenizer()):
+        raise UserError(
+            f"draft {str(folder)!r} was made for the tokenizer of {made_for.get('name')!r}; that of target {target.name!r} is "
+            f"another one ({difference}); train a draft for this target"
+        )
+    if made_for.get("vocab_size") != target.vocab_size:
+        raise UserError(
+            f"draft {str(folder)!r} was made for a vocabulary of {made_for.get('vocab_size')} ({made_for.get('name')!r}), target "
+            f"{target.name!r} has {target.vocab_size}; train a draft for this target"
+        )
+    if made_for.get("revision") != target.revision:
         # Lossless all the same, and often useful: a fine-tuned target with the draft of its base.
         log.warning("draft %s was trained for other weights of its target; expect a lower acceptance", folder)
 

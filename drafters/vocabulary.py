@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,12 +13,39 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.errors import UserError
 
 SHOWN = 3  # tokens named where two tokenizers differ
+SAMPLED = 128  # tokens that a record keeps
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of the mapping from tokens to ids; templates and padding settings do not matter."""
     mapping = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(mapping, ensure_ascii=True).encode()).hexdigest()[:16]
+
+
+def tokenizer_record(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Of a tokenizer that may not be at hand later: what tells it from others, and enough to show a difference."""
+    names = {index: token for token, index in tokenizer.get_vocab().items()}
+    sampled = sorted(names)[:: -(-len(names) // SAMPLED)]
+    shown = sorted({*sampled, *tokenizer.all_special_ids})
+    return {
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "tokenizer": {"size": len(names), "tokens": [[index, names[index]] for index in shown]},
+    }
+
+
+def tokenizer_difference(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """None where `record`, by `tokenizer_record`, is of this tokenizer or of none, else what is known of the difference: what
+    the recorded one says and what this one does."""
+    digests = record.get("tokenizer_hash"), tokenizer_hash(tokenizer)
+    if digests[0] in (None, digests[1]):
+        return None
+    recorded = record.get("tokenizer", {"size": len(tokenizer), "tokens": []})
+    names = {index: token for token, index in tokenizer.get_vocab().items()}
+    moved = [(index, token) for index, token in recorded["tokens"] if names.get(index) != token]
+    shown = [f"id {index} is {token!r} and {names.get(index, 'unknown')!r}" for index, token in moved[:SHOWN]]
+    if recorded["size"] != len(names):
+        shown.insert(0, f"{recorded['size']} tokens and {len(names)}")
+    return ", ".join(shown) or f"digests {digests[0]} and {digests[1]}"
 
 
 def template_hash(template: str | None) -> str:

@@ -9,13 +9,18 @@ from transformers.integrations import get_available_reporting_integrations
 
 from draftsmith.errors import UserError
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.moved import reads_joined
 from draftsmith.train.place import Place
 from draftsmith.train.resolve import deepspeed_config, save_interval
 
 
-def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_steps: int) -> TrainingArguments:
+def training_arguments(
+    config: TrainConfig, place: Place, *, folder: Path, max_steps: int, moved: bool = False
+) -> TrainingArguments:
+    """`moved`: the run goes on from a checkpoint of another number of processes."""
     check_trackers(config.report_to)
     on_cpu = place.device.type == "cpu"
+    deepspeed = deepspeed_config(config.deepspeed)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=max_steps,
@@ -40,7 +45,7 @@ def training_arguments(config: TrainConfig, place: Place, *, folder: Path, max_s
         ddp_backend="gloo" if on_cpu and place.world_size > 1 else None,
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=not on_cpu,
-        deepspeed=deepspeed_config(config.deepspeed),
+        deepspeed=reads_joined(deepspeed) if deepspeed is not None and moved else deepspeed,
         seed=config.seed,
         disable_tqdm=True,
         report_to=list(config.report_to) or "none",

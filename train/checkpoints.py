@@ -60,11 +60,6 @@ class RunFolder:
                 f"out {str(self.out)!r} holds a run of {newest.passes} batches an optimizer step, and {processes} x accumulate "
                 f"{config.accumulate} are {processes * config.accumulate}; {mend}"
             )
-        if config.deepspeed is not None and processes != newest.processes:
-            raise UserError(
-                f"out {str(self.out)!r} holds DeepSpeed checkpoints in {newest.processes} parts, one a process, and {processes} "
-                f"processes run; start {newest.processes}"
-            )
 
     def make(self) -> None:
         try:

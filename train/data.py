@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocabulary import tokenizer_difference
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.pieces import Lists, Pieces
@@ -122,13 +124,12 @@ def held_out(names: Sequence[str], splits: Sequence[str | None], share: float) -
     return chosen if not chosen.all() else np.zeros(len(names), dtype=bool)
 
 
-def check_tokenizer(provenance: dict[str, Any], tokenizer_hash: str | None, folder: str | Path) -> None:
+def check_tokenizer(provenance: dict[str, Any], target: Target, folder: str | Path) -> None:
     """The tokens must mean the same to the target that is trained for and to the one that wrote them."""
-    written_by = provenance.get("tokenizer_hash")
-    if written_by and tokenizer_hash and written_by != tokenizer_hash:
+    if difference := tokenizer_difference(provenance, target.tokenizer()):
         raise UserError(
-            f"data {str(folder)!r} was written with the tokenizer of {provenance.get('target')!r}, not with this target's; "
-            "generate it again"
+            f"data {str(folder)!r} was written with the tokenizer of {provenance.get('target')!r}, not with that of target "
+            f"{target.name!r} ({difference}); generate it again"
         )
 
 

@@ -10,7 +10,6 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.progress import Progress
@@ -34,7 +33,7 @@ def run(config: EvalConfig) -> int:
     target = Target.load(config.target, dtype="auto" if device.type == "cuda" else torch.float32, device=device)
     drafter = checkpoint.load(config.draft, target)
     corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
-    check_tokenizer(corpus.provenance, tokenizer_hash(target.tokenizer()), config.data)
+    check_tokenizer(corpus.provenance, target, config.data)
     tell_what_was_trained_on(config, corpus)
     sequences = (corpus.held_out if len(corpus.held_out) else corpus.train).first(config.prompts)
     evaluations = [evaluate_at(config, temperature, target, drafter, corpus, sequences) for temperature in config.temperature]

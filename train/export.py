@@ -8,7 +8,7 @@ from typing import Any
 from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
 from draftsmith.drafters.registry import family_of
-from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.drafters.vocabulary import tokenizer_difference
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_folder, read_json, write_json
@@ -81,9 +81,10 @@ def recorded_target(metadata: dict[str, Any], draft: Path) -> str:
 
 
 def check_tokenizer(metadata: dict[str, Any], target: Path, target_name: str) -> None:
-    made_for = metadata["target"].get("tokenizer_hash")
-    if made_for is not None and made_for != tokenizer_hash(load_tokenizer(target)):
-        raise UserError(f"the draft was made for another tokenizer than that of {target_name!r}; give its own target")
+    if difference := tokenizer_difference(metadata["target"], load_tokenizer(target)):
+        raise UserError(
+            f"the draft was made for another tokenizer than that of {target_name!r} ({difference}); give its own target"
+        )
 
 
 def check_out(out: Path, source: Source) -> None:

@@ -94,7 +94,7 @@ class Reporter(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
         if self.progress is not None:
-            self.progress.close(f"{state.global_step} steps, {self.note}")
+            self.progress.close(f"{state.global_step} steps, {self.note or 'all of them done before'}")
 
     def _stop_when_lost(self, logs: dict[str, float], state: TrainerState, model: torch.nn.Module | None) -> None:
         """Runs before the checkpoint of the same step is written, so that no lost weights are ever saved."""

@@ -14,7 +14,6 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.spread import load_spread
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.files import atomic_path
 from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train import arguments, resolve
@@ -25,6 +24,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.curves import draw_curves
 from draftsmith.train.data import Corpus, check_tokenizer, read_corpus
 from draftsmith.train.measurement import Figures, measure
+from draftsmith.train.moved import join_parts
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.on_policy_state import KeepTexts, load_texts
 from draftsmith.train.place import Place, find_place
@@ -87,7 +87,7 @@ def load_corpus(config: TrainConfig, target: Target) -> Corpus:
         held_out_share=config.held_out,
         split_long=config.long == "split",
     )
-    check_tokenizer(corpus.provenance, tokenizer_hash(target.tokenizer()), config.data)
+    check_tokenizer(corpus.provenance, target, config.data)
     return corpus
 
 
@@ -112,7 +112,7 @@ def make_trainer(
     on_policy = new_on_policy(config, place, target, corpus) if config.on_policy.share else None
     trainer = DraftTrainer(
         trainee,
-        arguments.training_arguments(config, place, folder=folder.training, max_steps=steps),
+        arguments.training_arguments(config, place, folder=folder.training, max_steps=steps, moved=is_moved(config, place)),
         sequences=corpus.train,
         row_length=row_length,
         optim=config.optim,
@@ -156,10 +156,20 @@ def open_folder(config: TrainConfig, place: Place, trainer: DraftTrainer) -> str
     newest = folder.newest()
     if newest is None:
         return None
+    if is_moved(config, place):
+        if place.rank == 0:
+            join_parts(newest.path)
+        trainer.accelerator.wait_for_everyone()
     trainer.clock.elapsed_s = newest.elapsed_s
     if trainer.on_policy is not None:
         load_texts(trainer.on_policy, newest.path, world_size=place.world_size)
     return str(newest.path)
+
+
+def is_moved(config: TrainConfig, place: Place) -> bool:
+    """DeepSpeed's parts are of another number of processes."""
+    newest = RunFolder(config.out).newest() if config.resume and config.deepspeed is not None else None
+    return newest is not None and newest.processes != place.world_size
 
 
 def evaluate_held_out(

@@ -184,7 +184,13 @@ def test_started_folder_with_other_options_and_foreign_folder_are_refused(
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"max_tokens": 0}, "max-tokens"), ({"temperature": -1.0}, "temperature"), ({"max_tokens": 4096}, "context of 256")],
+    [
+        ({"max_tokens": 0}, "max-tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_tokens": 4096}, "context of 256"),
+        ({"held_out": 2.0}, "held-out is 2.0"),
+        ({"seed": -5}, "seed is -5"),
+    ],
 )
 def test_bad_options_are_one_sentence(tiny_target: Callable[..., str], tmp_path: Path, changes: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):

@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters.block_shape import unused_token
 from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
+from draftsmith.drafters.vocabulary import template_hash, tokenizer_difference
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.checkup.data_tokens import (
@@ -99,8 +99,9 @@ def check_provenance(provenance: dict[str, Any], target: Target) -> list[Finding
         return [warn("data.target", "no provenance.json: nobody knows who wrote it", "prefer data of draftsmith generate")]
     again = "generate the data with this target"
     findings = []
-    if provenance.get("tokenizer_hash") != tokenizer_hash(target.tokenizer()):
-        findings.append(fail("data.tokenizer", f"written with the tokenizer of {provenance.get('target')!r}", again))
+    if difference := tokenizer_difference(provenance, target.tokenizer()):
+        what = f"written with the tokenizer of {provenance.get('target')!r}, another one ({difference})"
+        findings.append(fail("data.tokenizer", what, again))
     if provenance.get("template_hash") != template_hash(target.tokenizer().chat_template):
         findings.append(warn("data.template", "written with another chat template than the target's", again))
     if provenance.get("target_revision") != target.revision:

@@ -13,7 +13,6 @@ from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.recorded import record_forwards
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.train.data import Corpus, check_tokenizer, read_corpus
@@ -59,7 +58,7 @@ def make_plan(config: PlanConfig) -> Plan:
 def corpus_of(config: PlanConfig, target: Target) -> Corpus:
     assert config.data is not None
     corpus = read_corpus(config.data, max_length=target.max_positions, vocab_size=target.vocab_size, held_out_share=0.0)
-    check_tokenizer(corpus.provenance, tokenizer_hash(target.tokenizer()), config.data)
+    check_tokenizer(corpus.provenance, target, config.data)
     return corpus
 
 

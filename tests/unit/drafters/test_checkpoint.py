@@ -92,18 +92,25 @@ def test_loading_casts_to_the_targets_dtype(saved, tiny_target):
 
 
 def test_another_vocabulary_is_refused(saved, tiny_target):
-    with pytest.raises(UserError, match="was made for a vocabulary of 288"):
+    with pytest.raises(UserError, match=r"another one \(288 tokens and 272, id 27\d is "):
         checkpoint.load(saved[1], Target.load(tiny_target("other_vocab")))
 
 
-def test_another_tokenizer_is_refused(saved, target):
+def test_another_tokenizer_is_refused_with_the_difference(saved, target):
     _, folder = saved
     path = folder / "draftsmith.json"
     record = json.loads(path.read_text())
-    record["target"]["tokenizer_hash"] = "0" * 16
-    path.write_text(json.dumps(record))
-    with pytest.raises(UserError, match="was made for tokenizer 0000"):
-        checkpoint.load(folder, target)
+    made_for = record["target"] | {"tokenizer_hash": "0" * 16}
+    swapped = [[7, "Z"], *[pair for pair in made_for["tokenizer"]["tokens"] if pair[0] != 7]]
+    for tokenizer, shown in (
+        ({"size": 300, "tokens": swapped}, r"another one \(300 tokens and 288, id 7 is 'Z' and '[^Z]+'\); train"),
+        (made_for["tokenizer"], r"another one \(digests 0000"),
+        (None, r"another one \(digests 0000"),  # a record of an older release
+    ):
+        told = {**made_for, "tokenizer": tokenizer} if tokenizer else {k: v for k, v in made_for.items() if k != "tokenizer"}
+        path.write_text(json.dumps(record | {"target": told}))
+        with pytest.raises(UserError, match=shown):
+            checkpoint.load(folder, target)
 
 
 def test_another_revision_is_a_warning(saved, tiny_target, caplog):

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.vocabulary import tokenizer_record
 from draftsmith.errors import UserError
 from draftsmith.train.batches import Batch, BatchPlan, batches_per_epoch, collate, pack
 from draftsmith.train.data import TokenSequence, check_tokenizer, read_corpus
@@ -135,11 +137,12 @@ def test_a_folder_without_shards_and_a_broken_shard(tmp_path):
         read(tmp_path)
 
 
-def test_another_tokenizer_is_refused():
-    check_tokenizer({"tokenizer_hash": "a"}, "a", "data")
-    check_tokenizer({}, "a", "data")
-    with pytest.raises(UserError, match="tokenizer"):
-        check_tokenizer({"tokenizer_hash": "a", "target": "other"}, "b", "data")
+def test_another_tokenizer_is_refused_with_the_difference(tiny_target):
+    target, other = Target.load(tiny_target("llama")), Target.load(tiny_target("other_vocab"))
+    check_tokenizer({}, target, "data")
+    check_tokenizer(tokenizer_record(target.tokenizer()), target, "data")
+    with pytest.raises(UserError, match=r"tokenizer of 'T', not .* \(272 tokens and 288\); generate it again"):
+        check_tokenizer(tokenizer_record(other.tokenizer()) | {"target": "T"}, target, "data")
 
 
 def test_collate_pads_to_the_longest():
