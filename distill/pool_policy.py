@@ -1,8 +1,8 @@
 """When a class of requests gets a draft of its own, keeps it, and gives it up. Pure.
 
-A class that is frequent is tried: a draft learns from its traffic alone and is held against the live draft. It serves the class
-once it is better with evidence; it is given up when it is not better by `gate.gain`, with evidence, when its trial lasts too
-long, or when the class has left. A class that was given up is not tried again for a while, so that others get their turn.
+A class that is frequent begins to learn: a candidate is trained on its requests alone and held against the live draft by the
+gate. Once it wins it drafts for the class. A class is given up when its draft is no better any more, when it learns too long in
+vain, or when its requests are gone; it does not learn again for a while, so that others get their turn.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 from draftsmith.distill.config import PoolConfig
 
-# A trial ends after so many looks at new held-out requests without evidence.
-MOST_LOOKS = 24
+# Learning is in vain after so many times the requests that begin it.
+PATIENCE = 8
 
-MoveKind = Literal["try", "new", "merge", "drop", "retire"]
+MoveKind = Literal["learn", "serve", "merge", "stop", "retire"]
 
 
 class Move(NamedTuple):
@@ -30,10 +30,10 @@ class Member(NamedTuple):
     """A class with a draft, as the policy sees it."""
 
     name: str
-    is_serving: bool  # not on trial
-    is_better: bool  # than the live draft, with evidence
-    is_no_better: bool  # with evidence
-    looks: int
+    is_serving: bool  # else it only learns
+    has_won: bool  # the gate found a candidate better than the live draft
+    is_no_better: bool  # any more, with evidence
+    requests: int  # of the class, since it began to learn
     told: str  # the numbers, for people
 
 
@@ -70,21 +70,25 @@ class ClassTraffic:
 def moves(members: Sequence[Member], traffic: ClassTraffic, config: PoolConfig) -> list[Move]:
     """At most one a member; a place that is given up is filled at the next look, by the most frequent class that waits."""
     counts = Counter(traffic.latest)
-    found = [move for member in members if (move := move_of(member, counts[member.name], traffic)) is not None]
+    kept = members[: config.most]
+    found = [move for member in kept if (move := move_of(member, counts[member.name], traffic, config)) is not None]
+    found += [Move("retire", member.name, f"pool.most is {config.most}") for member in members[config.most :]]
     out = {"", *traffic.given_up, *(member.name for member in members)}
     waiting = [(name, count) for name, count in counts.most_common() if count >= config.requests and name not in out]
     free = max(0, config.most - len(members))
-    return found + [Move("try", name, f"{count} of the latest {len(traffic.latest)} requests") for name, count in waiting[:free]]
+    return found + [
+        Move("learn", name, f"{count} of the latest {len(traffic.latest)} requests") for name, count in waiting[:free]
+    ]
 
 
-def move_of(member: Member, count: int, traffic: ClassTraffic) -> Move | None:
+def move_of(member: Member, count: int, traffic: ClassTraffic, config: PoolConfig) -> Move | None:
     name = member.name
     if not count and len(traffic.latest) == traffic.window:
         return Move("retire", name, f"none of the latest {traffic.window} requests")
     if member.is_serving:
         return Move("merge", name, member.told) if member.is_no_better else None
-    if member.is_better:
-        return Move("new", name, member.told)
-    if member.is_no_better or member.looks >= MOST_LOOKS:
-        return Move("drop", name, member.told)
+    if member.has_won:
+        return Move("serve", name, member.told)
+    if member.requests >= PATIENCE * config.requests:
+        return Move("stop", name, f"no better draft after {member.requests} requests")
     return None

@@ -40,7 +40,7 @@ def remove_canary(root: str | Path) -> None:
     (Path(root) / CANARY).unlink(missing_ok=True)
 
 
-def in_canary(request_id: str, share: float) -> bool:
-    """Decided by the request's id alone, and apart from the draw that decides whether it is recorded."""
-    digest = hashlib.blake2b(request_id.encode(), digest_size=6, person=b"canary").digest()
+def in_canary(request: str, share: float) -> bool:
+    """Decided by the request alone, as records name it, and apart from the draw that decides whether it is recorded."""
+    digest = hashlib.blake2b(request.encode(), digest_size=6, person=b"canary").digest()
     return int.from_bytes(digest, "big") < share * 2**48

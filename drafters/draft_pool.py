@@ -1,7 +1,9 @@
 """`VERSIONS/pool/`: drafts that serve one class of requests each. Torch-free.
 
 `pool.json` names the classes that servers draft for with a draft of their own, and the versions folder of each beside it:
-`{"classes": {"code": "c01"}, "clusters": null}`. `clusters` sorts requests without a tag (`prompt_clusters.py`).
+`{"classes": {"code": "c01"}, "learning": {"prose": "c02"}, "clusters": null}`. `learning` is the learner's alone; `clusters`
+sorts requests without a tag (`prompt_clusters.py`). The folder of a class that lost its draft keeps its decisions, so that no
+folder ever means two classes.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from draftsmith.errors import UserError
 POOL = "pool"
 POOL_FILE = "pool.json"
 FOLDER = re.compile(r"c(\d{2,})")
+KEYS = {"classes", "learning", "clusters"}
 
 
 @dataclass(frozen=True)
 class DraftPool:
     classes: Mapping[str, str] = field(default_factory=dict)  # class -> name of its versions folder under `pool/`
+    learning: Mapping[str, str] = field(default_factory=dict)  # likewise; servers do not draft with it yet
     clusters: PromptClusters | None = None
 
     def class_of(self, request_class: str, prompt: Sequence[int]) -> str:
@@ -36,8 +40,10 @@ def pool_root(root: str | Path) -> Path:
     return Path(root) / POOL
 
 
-def folder_name(number: int) -> str:
-    return f"c{number:02d}"
+def next_folder(root: str | Path) -> str:
+    """A name that no class ever had."""
+    taken = [int(match[1]) for entry in pool_root(root).glob("c*") if (match := FOLDER.fullmatch(entry.name))]
+    return f"c{max(taken, default=0) + 1:02d}"
 
 
 def read_pool(root: str | Path) -> DraftPool | None:
@@ -46,19 +52,22 @@ def read_pool(root: str | Path) -> DraftPool | None:
     if not path.is_file():
         return None
     value = files.read_json(path, "the pool file")
-    if not isinstance(value, dict) or set(value) != {"classes", "clusters"} or not _are_classes(value["classes"]):
+    if not (
+        isinstance(value, dict) and set(value) == KEYS and _are_folders(value["classes"]) and _are_folders(value["learning"])
+    ):
         raise UserError(
             f"{str(path)!r} holds {str(value)[:60]!r} instead of "
-            '{"classes": {"code": "c01"}, "clusters": null}; mend or delete it'
+            '{"classes": {"code": "c01"}, "learning": {}, "clusters": null}; mend or delete it'
         )
     clusters = None if value["clusters"] is None else PromptClusters.from_dict(value["clusters"])
-    return DraftPool(value["classes"], clusters)
+    return DraftPool(value["classes"], value["learning"], clusters)
 
 
 def write_pool(root: str | Path, pool: DraftPool) -> None:
     clusters = None if pool.clusters is None else pool.clusters.to_dict()
-    files.write_json(pool_root(root) / POOL_FILE, {"classes": dict(pool.classes), "clusters": clusters})
+    values = {"classes": dict(pool.classes), "learning": dict(pool.learning), "clusters": clusters}
+    files.write_json(pool_root(root) / POOL_FILE, values)
 
 
-def _are_classes(value: object) -> bool:
+def _are_folders(value: object) -> bool:
     return isinstance(value, dict) and all(name and isinstance(at, str) and FOLDER.fullmatch(at) for name, at in value.items())

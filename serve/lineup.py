@@ -13,6 +13,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.drafting import Drafting
+from draftsmith.serve.record import hashed
 from draftsmith.serve.request import Request
 from draftsmith.serve.routing import LIVE, Router
 from draftsmith.serve.stats import EngineStats
@@ -86,7 +87,9 @@ class Lineup:
     def route(self, request: Request) -> None:
         """At admission; a request that does not draft needs no draft."""
         if request.k > 0:
-            request.route = self.router.choose(request.id, request.request_class, request.tokens, self.drafting.ready)
+            # As records name it, so that the learner knows who was chosen.
+            name = hashed(request.id)
+            request.route = self.router.choose(name, request.request_class, request.tokens, self.drafting.ready)
             self.stats.routed[request.route.draft] += 1
 
     def heard(self, request: Request) -> None:

@@ -75,7 +75,7 @@ def test_kinds_of_real_text_are_found_and_survive_the_file(samples: list[Sample]
     assert measured > 0.8
     shuffled = [Sample(other.kind, one.tokens) for one, other in zip(new, new[1:] + new[:1], strict=True)]
     assert purity(found, shuffled) < 0.5
-    write_pool(tmp_path, DraftPool({}, found))
+    write_pool(tmp_path, DraftPool(clusters=found))
     pool = read_pool(tmp_path)
     assert pool is not None
     prompts = [sample.tokens[:PROMPT] for sample in new]

@@ -28,9 +28,16 @@ def test_files_are_read_back_as_written(tmp_path: Path) -> None:
     assert read_canary(tmp_path) is None
     write_pool(tmp_path, DraftPool({"code": "c01"}))
     assert read_pool(tmp_path) == DraftPool({"code": "c01"})
-    write_pool(tmp_path, DraftPool({"code": "c01", "cluster-1": "c02"}, PromptClusters(np.linspace(0, 1, 8), CENTROIDS)))
+    write_pool(
+        tmp_path, DraftPool({"code": "c01", "cluster-1": "c02"}, {"sql": "c03"}, PromptClusters(np.linspace(0, 1, 8), CENTROIDS))
+    )
     pool = read_pool(tmp_path)
-    assert pool is not None and pool.clusters is not None and list(pool.classes) == ["code", "cluster-1"]
+    assert (
+        pool is not None
+        and pool.clusters is not None
+        and list(pool.classes) == ["code", "cluster-1"]
+        and pool.learning == {"sql": "c03"}
+    )
     assert np.allclose(pool.clusters.centroids, CENTROIDS, atol=1e-4)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["pool", "pool.json"]
 
@@ -50,11 +57,12 @@ def test_a_malformed_canary_is_one_sentence(tmp_path: Path, text: str) -> None:
     [
         "[",
         "{}",
-        '{"classes": ["code"], "clusters": null}',
-        '{"classes": {"code": "../c01"}, "clusters": null}',
-        '{"classes": {}, "clusters": {"weights": [1, 1]}}',
-        '{"classes": {}, "clusters": {"weights": [1, 1], "centroids": [[1], [1]]}}',
-        '{"classes": {}, "clusters": {"weights": [1, NaN], "centroids": [[1, 0]]}}',
+        '{"classes": {}, "clusters": null}',
+        '{"classes": ["code"], "learning": {}, "clusters": null}',
+        '{"classes": {"code": "../c01"}, "learning": {}, "clusters": null}',
+        '{"classes": {}, "learning": {}, "clusters": {"weights": [1, 1]}}',
+        '{"classes": {}, "learning": {}, "clusters": {"weights": [1, 1], "centroids": [[1], [1]]}}',
+        '{"classes": {}, "learning": {}, "clusters": {"weights": [1, NaN], "centroids": [[1, 0]]}}',
     ],
 )
 def test_a_malformed_pool_is_one_sentence(tmp_path: Path, text: str) -> None:
@@ -79,7 +87,7 @@ def test_the_canary_takes_its_share_whatever_is_recorded() -> None:
 def test_a_request_goes_by_its_tag_then_by_its_prompt() -> None:
     weights = np.ones(8)
     prompts = {name: next(token for token in range(1000) if counts([token], 8)[name]) for name in range(8)}
-    pool = DraftPool({}, PromptClusters(weights, CENTROIDS))
+    pool = DraftPool(clusters=PromptClusters(weights, CENTROIDS))
     assert pool.class_of("code", [prompts[0]]) == "code"
     assert pool.class_of("", [prompts[0]] * 3 + [prompts[1]]) == cluster_name(0)
     assert pool.class_of("", [prompts[1], prompts[2], prompts[2]]) == cluster_name(1)
