@@ -1,4 +1,8 @@
-"""Swaps before every single round, for every trained family: greedy text is identical, the joint law of sampled text is kept."""
+"""Swaps before every single round, for every trained family, of one draft or of four that share a batch: greedy text is
+identical, the joint law of sampled text is kept.
+
+Text drafters have no weights to swap: `test_swap.py` has their refusal; in front of a model they are one of the families here.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,31 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.interface import DraftInputs, Proposal, TrainedDrafter
-from draftsmith.drafters.options import OPTIONS, DraftLmOptions
+from draftsmith.drafters.draft_pool import DraftPool
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, TrainedDrafter
+from draftsmith.drafters.options import OPTIONS, DraftLmOptions, SuffixOptions
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
+from draftsmith.serve import drafting
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.drafts import Drafts, Part, joined
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.routing import CANARY, LIVE, class_draft
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
 FALSE_ALARM = 1e-6
-NUM_SAMPLES, LENGTH = 1024, 3
+NUM_SAMPLES, MANY_SAMPLES, LENGTH = 1024, 6144, 3
 # Few tokens and flat laws, so that drafts without training are accepted often.
 ALLOWED = (7, 34, 51, 146, 180)
 TEMPERATURE = 2.0
+TEXT_FIRST = "suffix and draft-lm"
+CLASSES = ("", "code", "prose")
+FURTHER = (CANARY, class_draft("code"), class_draft("prose"))
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +47,46 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 def new_draft(family: str, target: Target, seed: int) -> TrainedDrafter:
+    """New drafts are much alike, most repeating the target's state through the target's head: these are not."""
     options = DraftLmOptions(num_layers=1, hidden_size=32) if family == "draft-lm" else OPTIONS[family]()
-    return (
-        FAMILIES[family].create(options, target, seed=seed, token_counts=torch.ones(target.vocab_size, dtype=torch.int64)).eval()
-    )
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    drafter = FAMILIES[family].create(options, target, seed=seed, token_counts=counts)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=float(weight.float().square().mean().sqrt()))
+    return drafter.eval()
+
+
+def served(family: str, target: Target) -> ServingDrafter:
+    if family == TEXT_FIRST:
+        return TextFirst(new_draft("draft-lm", target, 0), Suffix(SuffixOptions(max_spec_offset=1.0)), share=0.3)
+    return new_draft(family, target, 0)
 
 
 def saved(family: str, target: Target, root: Path) -> list[str]:
+    family = "draft-lm" if family == TEXT_FIRST else family
     folders = [root / str(seed) for seed in (1, 2)]
     for seed, folder in enumerate(folders, 1):
         checkpoint.save(new_draft(family, target, seed), folder, target)
     return [str(folder) for folder in folders]
 
 
+def add_drafts(engine: Engine, folders: list[str]) -> None:
+    """A version on trial and the drafts of two classes beside the live one."""
+    for number, name in enumerate(FURTHER):
+        engine.swap(folders[number % 2], "0", draft=name)
+    engine.step()
+    engine.lineup.router.canary_share = 0.5
+    engine.lineup.router.pool = DraftPool({"code": "c01", "prose": "c02"})
+
+
 def run(engine: Engine, folders: list[str]) -> int:
-    """Until nobody is left, each round with other weights than the one before; returns the rounds."""
+    """Until nobody is left, each round with other weights of every draft than the one before; returns the rounds."""
     rounds = 0
     while engine.scheduler.busy:
-        engine.swap(folders[rounds % 2], str(rounds))
+        for number, name in enumerate(engine.drafting.drafts):
+            engine.swap(folders[(rounds + number) % 2], str(rounds), draft=name)
         engine.step()
         rounds += 1
     return rounds
@@ -62,10 +97,18 @@ def test_greedy_text_is_the_same_with_a_swap_before_every_round(family: str, tar
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     expected = [one.tokens for one in Engine(target, None, EngineConfig(compile="off")).generate(PROMPTS, params)]
     engine = Engine(target, new_draft(family, target, 0), EngineConfig(k=3, compile="off"))
-    requests = [engine.submit(prompt, params) for prompt in PROMPTS]
-    rounds = run(engine, saved(family, target, tmp_path))
-    assert [request.output for request in requests] == expected
-    assert engine.stats.num_swaps == rounds > 5 and engine.stats.num_draft_tokens > 0 and not engine.stats.fallbacks
+    folders = saved(family, target, tmp_path)
+    alone = [engine.submit(prompt, params) for prompt in PROMPTS]
+    rounds = run(engine, folders)
+    assert engine.stats.num_swaps == rounds > 5
+    add_drafts(engine, folders)
+    short = replace(params, max_tokens=10)
+    together = [engine.submit(PROMPTS[0], short, request_class=name) for name in CLASSES]
+    run(engine, folders)
+    assert [request.output for request in alone] == expected
+    assert [request.output for request in together] == [expected[0][:10]] * len(CLASSES)
+    assert engine.stats.num_draft_tokens > 0 and not engine.stats.fallbacks
+    assert all(engine.stats.routed[name] > 0 for name in FURTHER[1:])
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +130,14 @@ def law(target: Target) -> dict[tuple[int, ...], float]:
     return law
 
 
-def fit(engine: Engine, folders: list[str], law: dict[tuple[int, ...], float]) -> Fit:
+def fit(engine: Engine, folders: list[str], law: dict[tuple[int, ...], float], num_samples: int = NUM_SAMPLES) -> Fit:
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=TEMPERATURE, allowed_token_ids=ALLOWED)
-    requests = [engine.submit(PROMPTS[0], replace(params, seed=seed), text=False) for seed in range(NUM_SAMPLES)]
+    requests = [
+        engine.submit(
+            PROMPTS[0], replace(params, seed=seed), text=False, request_class=CLASSES[seed % len(CLASSES)], tenant="all alike"
+        )
+        for seed in range(num_samples)
+    ]
     run(engine, folders)
     texts = {text: index for index, text in enumerate(law)}
     counts = torch.zeros(len(law) + 1)
@@ -98,19 +146,53 @@ def fit(engine: Engine, folders: list[str], law: dict[tuple[int, ...], float]) -
     return chi_square(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
 
 
-CONFIG = EngineConfig(k=2, max_batch=64, max_queue=NUM_SAMPLES, max_length=64, max_round_tokens=1024, compile="off")
-LONG = [pytest.param(family, marks=pytest.mark.long) for family in OPTIONS if family not in ("eagle3", "dspark")]
+CONFIG = EngineConfig(k=2, max_batch=64, max_queue=MANY_SAMPLES, max_length=64, max_round_tokens=1024, compile="off")
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in (*OPTIONS, TEXT_FIRST) if family not in ("eagle3", "dspark")]
 
 
 @pytest.mark.parametrize("family", ["eagle3", "dspark", *LONG])
 def test_the_joint_law_is_kept_with_a_swap_before_every_round(
     family: str, target: Target, law: dict[tuple[int, ...], float], tmp_path: Path
 ) -> None:
-    engine = Engine(target, new_draft(family, target, 0), CONFIG)
+    engine = Engine(target, served(family, target), CONFIG)
     found = fit(engine, saved(family, target, tmp_path), law)
     assert found.p_value > FALSE_ALARM, found
     assert engine.stats.num_swaps > 20 and engine.stats.num_accepted_tokens > NUM_SAMPLES / 2 and not engine.stats.fallbacks
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.35
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*OPTIONS, TEXT_FIRST])
+def test_the_joint_law_is_kept_with_four_drafts_in_a_batch_and_all_swapped_before_every_round(
+    family: str, target: Target, law: dict[tuple[int, ...], float], tmp_path: Path
+) -> None:
+    engine, folders = Engine(target, served(family, target), CONFIG), saved(family, target, tmp_path)
+    add_drafts(engine, folders)
+    found = fit(engine, folders, law, MANY_SAMPLES)
+    assert found.p_value > FALSE_ALARM, found
+    assert engine.stats.num_swaps > 80 and engine.stats.num_accepted_tokens > MANY_SAMPLES / 2 and not engine.stats.fallbacks
+    assert min(engine.stats.routed[name] for name in (LIVE, *FURTHER)) > MANY_SAMPLES / 10
+    assert detectable_bias(MANY_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
+
+
+def test_the_law_is_kept_with_four_drafts_and_lost_when_their_laws_are_mixed_up(
+    target: Target, law: dict[tuple[int, ...], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = saved("eagle3", target, tmp_path)
+
+    def mixed_up(parts: list[Part], num_rows: int) -> Drafts:
+        drafts = joined(parts, num_rows)
+        assert drafts.logits is not None
+        return replace(drafts, logits=drafts.logits.roll(1, dims=0))
+
+    fits = []
+    for put_together in (joined, mixed_up):
+        monkeypatch.setattr(drafting, "joined", put_together)
+        engine = Engine(target, new_draft("eagle3", target, 0), CONFIG)
+        add_drafts(engine, folders)
+        fits.append(fit(engine, folders, law))
+        assert min(engine.stats.routed[name] for name in (LIVE, *FURTHER)) > NUM_SAMPLES / 10 and not engine.stats.fallbacks
+    assert fits[0].p_value > FALSE_ALARM > fits[1].p_value, fits
 
 
 def test_weights_that_are_not_those_that_drafted_are_seen(
