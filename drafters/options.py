@@ -21,8 +21,8 @@ class Eagle3Options:
     head_dim: int | None = option(None, "width of a head [default: the target's]")
     train_head: bool = option(True, "train the output head; false keeps the target's, for less memory and time a step")
     norm_before_residual: bool = option(False, "start the residual stream from the normed state (vLLM only)")
-    fc_norm: bool = option(False, "norm every tap before they are joined (EAGLE-3.1, vLLM only)")
-    norm_output: bool = option(False, "feed the normed state back while drafting (EAGLE-3.1, vLLM only)")
+    fc_norm: bool = option(False, "norm every tap before they are joined (EAGLE-3.1)")
+    norm_output: bool = option(False, "feed the normed state back while drafting (EAGLE-3.1)")
 
 
 @dataclass(frozen=True, kw_only=True)
