@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 
 # Relative cost of one more drafted token before anything was measured: a guess that the first rounds replace.
 FIRST_SLOPE = 0.12
 KEPT = 15  # measurements; their median counts, for a stall of the machine is not the price of k
+BELIEVED = 3  # so many stand for themselves, before that a change is told from a change of the pace
+STALE = 32  # rounds after which what a k took is measured anew
+PACED = 5  # latest rounds whose median is the pace
 
 
 def _bucket_tops() -> list[int]:
@@ -32,44 +35,81 @@ def bucket_of(num_tokens: int) -> int:
 
 @dataclass(slots=True)
 class _Cell:
+    """Rounds of one k, at pace 1."""
+
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     seconds: float = 0.0
+    seen: int = 0  # the bucket's round number of the last one
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, number: int) -> None:
+        if number - self.seen > STALE:
+            self.latest.clear()
         self.latest.append(seconds)
-        self.seconds = median(self.latest)
+        self.seconds, self.seen = median_low(self.latest), number
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Times at pace 1, and the pace of now: a machine that others slow down, or requests that are sampled after greedy ones,
+    change the rounds of every k alike, but only those of one k are seen."""
+
+    cells: dict[int, _Cell] = field(default_factory=dict)
+    pace: float = 1.0
+    recent: deque[float] = field(default_factory=lambda: deque([1.0] * PACED, maxlen=PACED))
+    rounds: int = 0
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """Seconds at pace 1 of each k that was."""
+        return {k: cell.seconds for k, cell in self.cells.items() if cell.latest}
+
+    def add(self, k: int, seconds: float) -> None:
+        self.rounds += 1
+        cell = self.cells.get(k)
+        if cell is None:
+            # The first round of its kind may compile, capture or touch new memory: it is not believed.
+            self.cells[k] = _Cell(seen=self.rounds)
+        elif len(cell.latest) < BELIEVED or self.rounds - cell.seen > STALE:
+            cell.add(seconds / self.pace, self.rounds)
+        else:
+            self.recent.append(seconds / cell.seconds)
+            self.pace = median(self.recent)
+            if len(cell.latest) < KEPT:
+                cell.add(seconds / self.pace, self.rounds)
+            cell.seen = self.rounds
 
 
 class LatencyTable:
-    """Moving medians per (bucket, k); what was never measured is inferred from its neighbours."""
+    """Medians per (bucket, k) and a moving pace per bucket; what was never measured is inferred from its neighbours."""
 
     def __init__(self) -> None:
-        self._cells: dict[int, dict[int, _Cell]] = {}
+        self._buckets: dict[int, _Bucket] = {}
 
     def add(self, bucket: int, k: int, seconds: float) -> None:
-        cells = self._cells.setdefault(bucket, {})
-        if k in cells:
-            cells[k].add(seconds)
-        else:
-            # The first round of its kind may compile, capture or touch new memory: it is not believed.
-            cells[k] = _Cell()
+        self._buckets.setdefault(bucket, _Bucket()).add(k, seconds)
 
     def measured(self, bucket: int, k: int) -> bool:
-        cell = self._cells.get(bucket, {}).get(k)
-        return cell is not None and len(cell.latest) > 0
+        return self._own(bucket, k) is not None
 
     def seconds(self, bucket: int, k: int) -> float:
         """Of a round of this bucket. Before anything was measured anywhere only ratios mean something."""
-        if self.measured(bucket, k):
-            return self._cells[bucket][k].seconds
-        points = sorted((k, cell.seconds) for k, cell in self._cells.get(bucket, {}).items() if cell.latest)
-        if not points:
+        if (measured := self._own(bucket, k)) is not None:
+            return measured
+        own = self._buckets.get(bucket)
+        points = [] if own is None else sorted(own.measured.items())
+        if own is None or not points:
             return self._from_neighbour(bucket, k)
         if len(points) == 1 or not points[0][0] < k < points[-1][0]:
-            return self._beyond(bucket, points, k)
+            return own.pace * self._beyond(bucket, points, k)
         after = next(index for index, point in enumerate(points) if point[0] > k)
         (low, low_s), (high, high_s) = points[after - 1], points[after]
-        return low_s + (high_s - low_s) * (k - low) / (high - low)
+        return own.pace * (low_s + (high_s - low_s) * (k - low) / (high - low))
+
+    def _own(self, bucket: int, k: int) -> float | None:
+        """Without a walk through the cells, so that another thread may ask while they grow."""
+        own = self._buckets.get(bucket)
+        cell = None if own is None else own.cells.get(k)
+        return own.pace * cell.seconds if own is not None and cell is not None and cell.latest else None
 
     def _beyond(self, bucket: int, points: list[tuple[int, float]], k: int) -> float:
         """By the ratio that the nearest bucket with both measured has, else by the last slope; one point alone has no slope, so
@@ -79,7 +119,7 @@ class LatencyTable:
         if other is None and len(points) == 1:
             other = self._nearest(bucket, near, several=True)
         if other is not None:
-            return near_s * self.seconds(other, k) / self._cells[other][near].seconds
+            return near_s * self.seconds(other, k) / self.seconds(other, near)
         if len(points) > 1 and k > near:
             (before, before_s), _ = points[-2], points[-1]
             slope = max(0.0, (near_s - before_s) / (near - before))
@@ -90,16 +130,14 @@ class LatencyTable:
     def _nearest(self, bucket: int, *ks: int, several: bool = False) -> int | None:
         """The bucket most like this one with all of `ks` measured, and another k too if `several` must be."""
         found = [
-            other
-            for other, cells in self._cells.items()
-            if other != bucket
-            and all(self.measured(other, k) for k in ks)
-            and (not several or sum(len(cell.latest) > 0 for cell in cells.values()) > 1)
+            number
+            for number, other in self._buckets.items()
+            if number != bucket and all(k in other.measured for k in ks) and (not several or len(other.measured) > 1)
         ]
         return min(found, key=lambda other: max(other / bucket, bucket / other), default=None)
 
     def _from_neighbour(self, bucket: int, k: int) -> float:
-        known = [other for other, cells in self._cells.items() if any(cell.latest for cell in cells.values())]
+        known = [number for number, other in self._buckets.items() if other.measured]
         if not known:
             return 1.0 + FIRST_SLOPE * k
         return self.seconds(min(known, key=lambda other: max(other / bucket, bucket / other)), k)

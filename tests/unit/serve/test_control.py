@@ -112,6 +112,32 @@ def test_speculation_that_never_pays_costs_next_to_nothing(batch: int) -> None:
     assert found >= 0.99 * play(Constant(0), machine, ["a"] * batch, 10)
 
 
+@dataclass
+class Moody(Machine):
+    """Others use it now and then: every round, whatever its k, takes twice as long for a while."""
+
+    period: int = 150
+    rounds_done: int = -1  # `play` asks once a round
+
+    def round_s(self, num_tokens: int, ks: list[int]) -> float:
+        self.rounds_done += 1
+        return super().round_s(num_tokens, ks) * (1.0 + self.rounds_done // self.period % 2)
+
+
+@pytest.mark.parametrize(("draft_share", "alpha"), [(0.6, 0.65), (0.3, 0.3), (0.1, 0.8)])
+@pytest.mark.parametrize("period", [150, 600])
+def test_a_machine_that_slows_down_says_nothing_about_k(period: int, draft_share: float, alpha: float) -> None:
+    """Only the rounds of the chosen k are seen to become slower; what was measured of the others is made slower with them."""
+
+    def machine() -> Moody:
+        return Moody(lambda name, number: alpha, draft_share=draft_share, period=period)
+
+    for batch in (1, 8, 48):
+        fixed = [play(Constant(k), machine(), ["a"] * batch, 1200, skip=100) for k in range(MOST + 1)]
+        found = [play(AutoControl(), machine(), ["a"] * batch, 1200, seed=seed, skip=100) for seed in range(3)]
+        assert sum(found) / 3 >= 0.97 * max(fixed)
+
+
 def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit() -> None:
     """Requests that come and go pass through many loads; a draft that never pays must not stay where no trial was affordable."""
     machine = Machine(lambda name, number: 0.3, draft_share=0.4)

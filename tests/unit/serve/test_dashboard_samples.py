@@ -84,7 +84,8 @@ def test_auto_control_tells_what_rounds_without_drafts_take(target: Target, fixe
     history.recent.every_s = 0.0
     for k in range(engine.config.k + 1):
         for _ in range(20):
-            engine.scheduler.control.latency.add(bucket_of(1), k, 0.5 + 0.1 * k)
+            engine.scheduler.control.latency.add(bucket_of(1), k, 0.5 if k == 0 else 0.01)
+    engine.scheduler.control.observe = lambda result: None  # this machine's own rounds are far quicker
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True))
     history.look()
     told = summary(history.recent.since(0.0))
