@@ -23,7 +23,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.text_first import TextFirst
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
-from draftsmith.serve import drafting
+from draftsmith.serve import drafting, routing
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts import Drafts, Part, joined
 from draftsmith.serve.engine import Engine
@@ -93,7 +93,10 @@ def run(engine: Engine, folders: list[str]) -> int:
 
 
 @pytest.mark.parametrize("family", list(OPTIONS))
-def test_greedy_text_is_the_same_with_a_swap_before_every_round(family: str, target: Target, tmp_path: Path) -> None:
+def test_greedy_text_is_the_same_with_a_swap_before_every_round(
+    family: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "PROBES", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     expected = [one.tokens for one in Engine(target, None, EngineConfig(compile="off")).generate(PROMPTS, params)]
     engine = Engine(target, new_draft(family, target, 0), EngineConfig(k=3, compile="off"))
