@@ -66,15 +66,16 @@ class Router:
         self.pool = DraftPool()
         self._measured: dict[Route, Measured] = {}
 
-    def choose(self, request_id: str, request_class: str, prompt: Sequence[int], ready: Collection[str]) -> Route:
-        """`ready` are the drafts that take requests; the live one need not be named."""
+    def choose(self, request: str, request_class: str, prompt: Sequence[int], ready: Collection[str]) -> Route:
+        """`request` as records name it, so that whoever reads them knows who was in a trial; `ready` are the drafts that take
+        requests."""
         pool = self.pool
         name = pool.class_of(request_class, prompt) if pool.classes else ""
         if name not in pool.classes:
             name = ""
-        elif class_draft(name) in ready and self.prefers(name) != is_probe(request_id):
+        elif class_draft(name) in ready and self.prefers(name) != is_probe(request):
             return Route(class_draft(name), name)
-        canary = CANARY in ready and in_canary(request_id, self.canary_share)
+        canary = CANARY in ready and in_canary(request, self.canary_share)
         return Route(CANARY if canary else LIVE, name)
 
     def heard(self, route: Route, reached: int, kept: int) -> None:
@@ -94,6 +95,6 @@ class Router:
         self._measured = {route: measured for route, measured in self._measured.items() if route.draft != draft}
 
 
-def is_probe(request_id: str) -> bool:
-    digest = hashlib.blake2b(request_id.encode(), digest_size=6, person=b"probe").digest()
+def is_probe(request: str) -> bool:
+    digest = hashlib.blake2b(request.encode(), digest_size=6, person=b"probe").digest()
     return int.from_bytes(digest, "big") < PROBES * 2**48
