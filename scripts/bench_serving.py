@@ -24,6 +24,7 @@ import httpx
 import torch
 import transformers
 from bench_serving_report import table
+from quickstart_traffic import write_bench_prompts
 
 from draftsmith.files import write_json
 from draftsmith.progress import Progress
@@ -266,7 +267,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--run", type=Path, default=ROOT / "runs" / "quickstart", help="a finished quickstart folder")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     parser.add_argument("--k", type=int, default=3, help="draft tokens a round, for all systems")
-    parser.add_argument("--prompts", type=int, default=8)
+    # Drafts make answers of one length end at different times: with few requests a stream, the last ones alone would be timed.
+    parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
@@ -286,8 +288,9 @@ def main() -> None:
     if not (chosen.run / "export" / "draft-lm").exists():
         print("bench_serving: no drafts yet, running scripts/quickstart", flush=True)
         subprocess.run([ROOT / "scripts" / "quickstart"], check=True)
-    source = chosen.run / "bench-prompts.jsonl"
-    prompts = read_prompts(str(source) if source.exists() else "stdlib:code", count=chosen.prompts, chars=400, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        write_bench_prompts(chosen.run / "target", Path(folder) / "prompts.jsonl", chosen.prompts)
+        prompts = read_prompts(f"{folder}/prompts.jsonl", count=chosen.prompts, chars=400, seed=0)
     python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
     with ExitStack() as stack:
         systems: list[System] = []
