@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.drafters.segments import Sight, Sights
+from draftsmith.drafters.segments import Sight, Sights, chunks
 
 # Columns whose blocks attend at once; they skip the context that none of them may see.
 CHUNK = 64
@@ -22,7 +22,8 @@ LONG = 512
 
 class BlockPass:
     """An `AttentionContext`. `context`: of every layer, keys and values [B, kv_heads, L, D] of the context; None where the first
-    slot of each block is the context of those after it. Where a row holds several texts, a block sees its own only."""
+    slot of each block is the context of those after it. Blocks stand at the columns from `first` on. Where a row holds several
+    texts, a block sees its own only."""
 
     def __init__(
         self,
@@ -31,8 +32,9 @@ class BlockPass:
         slots: int,
         causal: bool,
         segments: torch.Tensor | None = None,
+        first: int = 0,
     ):
-        self.context, self.slots, self.causal = context, slots, causal
+        self.context, self.slots, self.causal, self.first = context, slots, causal, first
         self.sights = Sights(segments, CHUNK)
 
     def attend(
@@ -47,7 +49,7 @@ class BlockPass:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of L * S slots, block after block."""
+        """Of (L - first) * S slots, block after block."""
         if sliding_window is not None or softcap is not None or sinks is not None:
             raise ValueError("a block drafter with a sliding window, soft cap or sinks cannot be trained; use plain attention")
         # Under autocast the rotated queries and keys come wider than the values.
@@ -55,11 +57,10 @@ class BlockPass:
         query, key, value = blocks
         pair = (key[:, :, :, 0], value[:, :, :, 0]) if self.context is None else self.context[layer]
         context_key, context_value = (states.to(value.dtype) for states in pair)
-        length, outputs = query.shape[2], []
-        for begin in range(0, length, CHUNK):
-            end = min(begin + CHUNK, length)
-            chunk = (states[:, :, begin:end] for states in (query, key, value))
-            sight = self.sights.of(begin)
+        length, outputs = self.first + query.shape[2], []
+        for begin, end in chunks(self.first, length, CHUNK):
+            chunk = (states[:, :, begin - self.first : end - self.first] for states in (query, key, value))
+            sight = self.sights.of(begin, end)
             context = (states[:, :, sight.first : end - 1] for states in (context_key, context_value))
             inputs = (*chunk, *context, begin, sight, self.causal)
             outputs.append(_attend(*inputs) if length <= LONG else checkpoint(_attend, *inputs, use_reentrant=False))

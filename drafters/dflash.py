@@ -139,19 +139,21 @@ class Dflash(nn.Module):
         slots, device = depths + skipped, ids.device
         places, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
         context = list(self.context_keys(self.context(batch.taps), places))
-        blocks = torch.full((rows, length, slots), self.shape.mask_token, device=device)
-        blocks[:, :, 0] = ids
-        positions = (places[..., None] + torch.arange(slots, device=device)).flatten(1)
-        attention = BlockPass(context, slots=slots, causal=self.shape.causal, segments=batch.segments)
-        states = self.body(blocks.flatten(1), positions, attention).unflatten(1, (length, slots))
+        # Blocks before this column draft nothing that counts.
+        first = max(0, batch.first - depths)
+        blocks = torch.full((rows, length - first, slots), self.shape.mask_token, device=device)
+        blocks[:, :, 0] = ids[:, first:]
+        positions = (places[:, first:, None] + torch.arange(slots, device=device)).flatten(1)
+        attention = BlockPass(context, slots=slots, causal=self.shape.causal, segments=batch.segments, first=first)
+        states = self.body(blocks.flatten(1), positions, attention).unflatten(1, (-1, slots))
         previous = torch.roll(ids, -1, dims=1)
         for depth in range(batch.num_steps):
             if depth < depths:
                 # The block that drafts the token at t + 2 at this depth stands at t + 1 - depth.
-                hidden = nn.functional.pad(states[:, :, depth + skipped], (0, 0, depth, 1))[:, 1 : length + 1]
+                hidden = nn.functional.pad(states[:, :, depth + skipped], (0, 0, first + depth, 1))[:, 1 : length + 1]
                 valid = has_next & (places >= depth)
             else:
-                hidden, valid = torch.zeros_like(states[:, :, 0]), torch.zeros_like(has_next)
+                hidden, valid = states.new_zeros(rows, length, states.shape[-1]), torch.zeros_like(has_next)
             head_input = self.head_input(hidden, previous)
             yield UnrolledStep(hidden=head_input, valid=valid, offset=2, confidence=self.confidence(head_input))
 

@@ -85,12 +85,18 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         embeds = self.embed(next_ids)
         hidden = self.fuse(batch.taps)
         positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
-        context = UnrollPass(batch.segments)
+        # No chain that drafts a token which counts is longer, so before these columns only true states matter.
+        first = max(0, batch.first - batch.num_steps)
+        context = UnrollPass(batch.segments, first=first)
         for depth in range(batch.num_steps):
             step = self.step(embeds, hidden, positions, context)
-            yield UnrolledStep(hidden=step.head_input, valid=has_next & (positions >= depth), offset=2)
+            missing = batch.input_ids.shape[1] - step.head_input.shape[1]
+            drafted = torch.nn.functional.pad(step.head_input, (0, 0, missing, 0))
+            yield UnrolledStep(hidden=drafted, valid=has_next & (batch.positions >= depth), offset=2)
             context.next_step()
             hidden = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
+            if depth == 0:
+                embeds, hidden, positions = embeds[:, first:], hidden[:, first:], positions[:, first:]
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,12 @@ def stretches_of(segments: torch.Tensor) -> list[list[Stretch]]:
     return rows
 
 
+def chunks(first: int, length: int, size: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the columns from `first` to `length`, cut at the multiples of `size`."""
+    for begin in range(first - first % size, length, size):
+        yield max(begin, first), min(begin + size, length)
+
+
 class Sight(NamedTuple):
     """The columns that the queries of a chunk of columns may look back to."""
 
@@ -56,8 +63,8 @@ class Sights:
         # Begins only rise along a row.
         self.firsts = None if self.begins is None else self.begins[:, ::size].amin(dim=0).tolist()
 
-    def of(self, begin: int) -> Sight:
-        """Of the chunk from column `begin` on."""
+    def of(self, begin: int, end: int) -> Sight:
+        """Of these columns, all of one chunk."""
         if self.begins is None:
             return Sight(0, None)
-        return Sight(self.firsts[begin // self.size], self.begins[:, begin : begin + self.size])
+        return Sight(self.firsts[begin // self.size], self.begins[:, begin:end])

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.drafters.segments import Sight, Sights
+from draftsmith.drafters.segments import Sight, Sights, chunks
 
 # A chunk of queries skips the step-0 keys that none of them may see.
 CHUNK = 128
@@ -26,9 +26,11 @@ LONG = 1024
 
 
 class UnrollPass:
-    """An `AttentionContext` for the attention layers of a head; call `next_step()` between steps."""
+    """An `AttentionContext` for the attention layers of a head; call `next_step()` between steps. Steps after step 0 have the
+    columns from `first` on alone."""
 
-    def __init__(self, segments: torch.Tensor | None = None) -> None:
+    def __init__(self, segments: torch.Tensor | None = None, *, first: int = 0) -> None:
+        self.first = first
         self.sights = Sights(segments, CHUNK)
         # Of every layer, a tensor a step.
         self.keys: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
@@ -58,19 +60,26 @@ class UnrollPass:
         keys, values = self.keys[layer], self.values[layer]
         keys.append(key)
         values.append(value)
-        length = query.shape[2]
+        first = self.first if self.step else 0
+        length = first + query.shape[2]
         outputs = []
-        for begin in range(0, length, CHUNK):
-            part = query[:, :, begin : begin + CHUNK]
-            inputs = (part, begin, self.sights.of(begin), tuple(keys), tuple(values))
+        for begin, end in chunks(first, length, CHUNK):
+            part = query[:, :, begin - first : end - first]
+            inputs = (part, begin, first, self.sights.of(begin, end), tuple(keys), tuple(values))
             outputs.append(_attend(*inputs) if length <= LONG else checkpoint(_attend, *inputs, use_reentrant=False))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _attend(
-    query: torch.Tensor, begin: int, sight: Sight, keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...]
+    query: torch.Tensor,
+    begin: int,
+    later_first: int,
+    sight: Sight,
+    keys: tuple[torch.Tensor, ...],
+    values: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Scaled queries [B, heads, C, D] of the columns from `begin` at the newest step -> [B, heads, C, value dim]."""
+    """Scaled queries [B, heads, C, D] of the columns from `begin` at the newest step -> [B, heads, C, value dim]. Keys and values
+    of the later steps are those of the columns from `later_first` on."""
     rows, heads, size, _ = query.shape
     kv_heads, step, first, end = keys[0].shape[1], len(keys) - 1, sight.first, begin + size
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, size, -1)  # [B, kv_heads, G, C, D]
@@ -85,10 +94,11 @@ def _attend(
         hidden = hidden | (key_columns < sight.begins[:, None, None, :, None])
     scores = [block.masked_fill(hidden, -torch.inf)]
     chain_values = []
+    place = slice(begin - later_first, end - later_first)
     for later in range(1, step + 1):
         back = step - later
-        scores.append((grouped * _shifted(keys[later], back, begin, end)).sum(dim=-1, keepdim=True))
-        chain_values.append(_shifted(values[later], back, begin, end))
+        scores.append((grouped * _shifted(keys[later], back, place)).sum(dim=-1, keepdim=True))
+        chain_values.append(_shifted(values[later], back, place))
 
     precise = torch.promote_types(query.dtype, torch.float32)
     weights = torch.cat(scores, dim=-1).softmax(dim=-1, dtype=precise).to(query.dtype)
@@ -98,6 +108,6 @@ def _attend(
     return output.flatten(1, 2)
 
 
-def _shifted(states: torch.Tensor, back: int, begin: int, end: int) -> torch.Tensor:
-    """Column t - `back` for each t of the chunk, [B, kv_heads, 1, C, D]; columns before the first anchor get zeros, unused."""
-    return pad(states, (0, 0, back, 0))[:, :, None, begin:end]
+def _shifted(states: torch.Tensor, back: int, place: slice) -> torch.Tensor:
+    """What lies `back` before each of these, [B, kv_heads, 1, C, D]; before the first there are zeros, unused."""
+    return pad(states, (0, 0, back, 0))[:, :, None, place]

@@ -84,6 +84,7 @@ def unrolled_loss(
         taps=taps,
         num_steps=num_steps,
         segments=text.segments,
+        first=int((text.weights > 0).any(dim=0).int().argmax()),
     )
     steps = list(drafter.unroll(batch))
     predicted = [select(step, text) for step in steps]

@@ -171,6 +171,17 @@ def test_long_texts_give_the_same_states_and_gradients(drafter, target, text, mo
         torch.testing.assert_close(kept, recomputed)
 
 
+@pytest.mark.parametrize("first", [2, 40, 133])
+@torch.no_grad()
+def test_what_counts_is_drafted_alike_where_earlier_drafts_do_not(first, drafter, target, text):
+    ids = torch.tensor([text])
+    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
+    whole = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=4)
+    for one, other in zip(drafter.unroll(whole), drafter.unroll(replace(whole, first=first)), strict=True):
+        assert torch.equal(one.valid, other.valid)
+        torch.testing.assert_close(one.hidden[:, first - one.offset :], other.hidden[:, first - one.offset :])
+
+
 @torch.no_grad()
 def test_padding_changes_nothing(drafter, target, text):
     rows = [text[:20], text[20:33]]
