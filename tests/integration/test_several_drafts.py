@@ -1,0 +1,362 @@
+"""A version on trial and drafts of classes beside the live draft, in one engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters.canary import Canary, remove_canary, write_canary
+from draftsmith.drafters.draft_pool import DraftPool, pool_root, write_pool
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.options import OPTIONS, SuffixOptions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.suffix import Suffix
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
+from draftsmith.errors import UserError
+from draftsmith.serve import routing
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.loop import EngineLoop
+from draftsmith.serve.record import RoundRecord, hashed
+from draftsmith.serve.request import Request, SamplingParams, Update
+from draftsmith.serve.routing import CANARY, LIVE, class_draft
+from draftsmith.serve.watch import VersionWatcher
+
+PROMPT = [5, 60, 7, 200, 9, 33]
+PROMPTS = [PROMPT, [9, 8, 7], [100, 4, 100, 4, 100, 4, 77], [61, 62, 63, 64]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+CONFIG = EngineConfig(k=3, compile="off", prefix_cache=False)
+CODE, PROSE = class_draft("code"), class_draft("prose")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture(autouse=True)
+def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a class's draft is its requests' draft."""
+    monkeypatch.setattr(routing, "PROBES", 0.0)
+
+
+def new_draft(target: Target, seed: int, family: str = "eagle3", **options: object) -> torch.nn.Module:
+    """Unlike that of any other seed."""
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    drafter = FAMILIES[family].create(OPTIONS[family](**options), target, seed=seed, token_counts=counts)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=float(weight.float().square().mean().sqrt()))
+    return drafter.eval()
+
+
+@pytest.fixture(scope="module")
+def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Three EAGLE-3 drafts, of seeds 1, 2 and 3."""
+    root = tmp_path_factory.mktemp("drafts")
+    for seed in (1, 2, 3):
+        checkpoint.save(new_draft(target, seed), root / str(seed), target)
+    return [str(root / str(seed)) for seed in (1, 2, 3)]
+
+
+def take_in(engine: Engine, folder: str, version: str, draft: str) -> None:
+    engine.swap(folder, version, draft=draft)
+    engine.step()
+
+
+def pooled(engine: Engine, *classes: str) -> None:
+    engine.lineup.router.pool = DraftPool({name: f"c{number:02d}" for number, name in enumerate(classes, 1)})
+
+
+def drain(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+
+
+KINDS = {
+    "chains": ("eagle3", {}, {}),
+    "trees": ("eagle3", {}, {"k": 8, "tree": "dynamic:nodes=8,depth=3,width=3"}),
+    "sampled trees": ("eagle3", {}, {"k": 9, "tree": "sampled:3x2"}),
+    "blocks": ("dspark", {}, {}),
+    "text first": ("draft-lm", {"num_layers": 1, "hidden_size": 32}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_row_is_drafted_as_if_its_draft_were_alone(kind: str, target: Target, tmp_path: Path) -> None:
+    """Token for token, sampled and greedy: every draw is the request's own, so that nothing but the wrong draft could differ."""
+    family, options, settings = KINDS[kind]
+    config = EngineConfig(**{"k": 3, "compile": "off", "prefix_cache": False, **settings})
+    names, folders = (LIVE, CODE, PROSE), [tmp_path / str(seed) for seed in range(3)]
+    for seed, folder in enumerate(folders):
+        checkpoint.save(new_draft(target, seed, family, **options), folder, target)
+
+    def engine_of(folder: Path) -> Engine:
+        drafter = checkpoint.load(folder, target)
+        if kind == "text first":
+            drafter = TextFirst(drafter, Suffix(SuffixOptions(max_spec_offset=1.0)), share=0.3)
+        return Engine(target, drafter, config)
+
+    def ask(engine: Engine, number: int, seed: int) -> Request:
+        temperature = 0.0 if seed % 3 == 0 else 1.5
+        params = SamplingParams(temperature=temperature, max_tokens=16, ignore_eos=True, seed=seed, repetition_penalty=1.1)
+        return engine.submit(PROMPTS[seed % 4], params, request_class=("", "code", "prose")[number])
+
+    together = engine_of(folders[0])
+    for name, folder in zip(names[1:], folders[1:], strict=True):
+        take_in(together, str(folder), "1", name)
+    pooled(together, "code", "prose")
+    requests = [[ask(together, number, seed) for seed in range(4)] for number in range(3)]
+    drain(together)
+    told = []
+    for number, mine in enumerate(requests):
+        alone = engine_of(folders[number])
+        again = [ask(alone, number, seed) for seed in range(4)]
+        drain(alone)
+        assert {request.route.draft for request in mine} == {names[number]}
+        assert [one.output for one in mine] == [one.output for one in again]
+        told.append([one.speculation for one in mine])
+        assert told[-1] == [one.speculation for one in again]
+    assert told[0] != told[1] != told[2] != told[0], "these drafts could not be told apart"
+    assert not together.stats.fallbacks
+
+
+class Records(list[RoundRecord]):
+    share = 1.0
+
+    def put(self, record: RoundRecord) -> None:
+        self.append(record)
+
+    def close(self) -> None:
+        return
+
+
+def test_records_and_counts_name_the_version_that_drafted(target: Target, folders: list[str]) -> None:
+    records = Records()
+    engine = Engine(target, new_draft(target, 0), CONFIG, sink=records, draft_version="6")
+    take_in(engine, folders[0], "7", CANARY)
+    take_in(engine, folders[1], "code/3", CODE)
+    pooled(engine, "code")
+    engine.lineup.router.canary_share = 1.0
+    trial = engine.submit(PROMPT, GREEDY)
+    code = engine.submit(PROMPT, GREEDY, request_class="code")
+    for _ in range(4):
+        engine.step()
+    engine.lineup.router.canary_share = 0.0
+    engine.swap(folders[2], "code/4", draft=CODE)
+    later = engine.submit(PROMPT, GREEDY)
+    drain(engine)
+    assert [one.route.draft for one in (trial, code, later)] == [CANARY, CODE, LIVE]
+    assert trial.output == code.output == later.output
+    drafted = [record for record in records if record.drafted]
+    told = [[one.draft_version for one in drafted if one.request == hashed(request.id)] for request in (trial, code, later)]
+    assert [sorted(set(each)) for each in told] == [["7"], ["code/3", "code/4"], ["6"]]
+    assert told[1] == sorted(told[1])
+    rounds = {version: sum(counts.committed.values()) for version, counts in engine.stats.by_version.items()}
+    assert rounds == Counter(one.draft_version for one in drafted)
+    assert engine.stats.routed == {CANARY: 1, CODE: 1, LIVE: 1} and engine.stats.num_swaps == 3
+    assert engine.stats.draft_versions == {LIVE: "6", CANARY: "7", CODE: "code/4"}
+
+
+@contextmanager
+def failing(drafter: Eagle3, how: str) -> Iterator[None]:
+    """A draft that raises, drafts what is no token, or has weights that are NaN."""
+    if how == "nan":
+        kept = drafter.fc.weight.clone()
+        drafter.fc.weight.data.fill_(torch.nan)
+        yield
+        drafter.fc.weight.data.copy_(kept)
+        return
+
+    def broken(inputs: DraftInputs) -> Proposal:
+        if how == "raised":
+            raise RuntimeError("it fails")
+        shape = len(inputs.num_draft), int(inputs.num_draft.max())
+        return Proposal(tokens=torch.full(shape, 10**6), lengths=inputs.num_draft, logits=None)
+
+    drafter.propose = broken
+    yield
+    del drafter.propose
+
+
+@pytest.mark.parametrize("how", ["raised", "invalid", "nan"])
+def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: list[str]) -> None:
+    def begin() -> tuple[Engine, list[Request]]:
+        engine = Engine(target, new_draft(target, 0), CONFIG)
+        take_in(engine, folders[0], "7", CANARY)
+        requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
+        engine.step()
+        engine.lineup.router.canary_share = 1.0
+        requests += [engine.submit(prompt, GREEDY) for prompt in PROMPTS[2:]]
+        engine.step()
+        return engine, requests
+
+    engine, requests = begin()
+    tried = engine.drafting.drafts[CANARY].drafter
+    assert isinstance(tried, Eagle3)
+    with failing(tried, how):
+        for _ in range(2):
+            engine.step()
+        assert engine.drafting.ready == [LIVE]
+        late = engine.submit(PROMPT, GREEDY)
+        engine.step()
+        assert late.route.draft == LIVE, "nobody new for a draft that rests"
+    drain(engine)
+    other, sound = begin()
+    drain(other)
+    assert engine.stats.fallbacks[how] >= 2 and set(engine.stats.fallbacks) == {how}
+    assert [one.output for one in requests] == [one.output for one in sound]
+    # The live draft's rows were drafted in every round, as if nothing had happened.
+    assert [one.speculation for one in requests[:2]] == [one.speculation for one in sound[:2]]
+    for request in requests[2:]:
+        assert request.route.draft == CANARY
+        assert 0 < len(request.speculation.offered) < request.speculation.num_passes - 2, "it rested, and came back"
+
+
+def test_a_retired_draft_goes_when_its_last_request_has_ended(target: Target, folders: list[str]) -> None:
+    engine = Engine(target, new_draft(target, 0), CONFIG)
+    take_in(engine, folders[0], "code/1", CODE)
+    pooled(engine, "code")
+    long = engine.submit(PROMPT, GREEDY, request_class="code")
+    for _ in range(3):
+        engine.step()
+    pooled(engine)
+    engine.retire(CODE)
+    late = engine.submit(PROMPT, GREEDY, request_class="code")
+    engine.step()
+    assert CODE in engine.drafting.drafts and CODE not in engine.drafting.ready and late.route.draft == LIVE
+    while not long.finished:
+        engine.step()
+    assert list(engine.drafting.drafts) == [LIVE] == list(engine.stats.draft_versions)
+    # To its end: its first token comes without drafts, and the last round may have no room for any.
+    assert len(long.speculation.offered) >= long.speculation.num_passes - 2
+    drain(engine)
+    take_in(engine, folders[1], "code/2", CODE)
+    assert engine.drafting.ready == [LIVE, CODE]
+    engine.retire(CODE)
+    assert engine.drafting.ready == [LIVE] == list(engine.drafting.drafts), "nobody had it"
+
+
+@pytest.mark.parametrize("case", ["family", "shape", "layers", "text"])
+def test_a_draft_unlike_the_live_one_does_not_come_beside_it(case: str, target: Target, tmp_path: Path) -> None:
+    live: object = new_draft(target, 0)
+    if case == "family":
+        other = new_draft(target, 1, "mtp")
+    elif case == "text":
+        live, other = Suffix(SuffixOptions()), new_draft(target, 1)
+    else:
+        other = new_draft(target, 1, **({"draft_vocab_size": 100} if case == "shape" else {"taps": (0, 1, 2)}))
+    checkpoint.save(other, tmp_path, target)
+    engine = Engine(target, live, CONFIG)
+    with pytest.raises(UserError):
+        engine.swap(str(tmp_path), "7", draft=CANARY)
+    assert list(engine.drafting.drafts) == [LIVE] and engine.stats.num_swaps_refused == 1
+
+
+def publish(root: Path, target: Target, seed: int, revision: str = "") -> int:
+    return versions.publish(
+        root,
+        lambda folder: checkpoint.save(new_draft(target, seed), folder, target),
+        family="eagle3",
+        target={"revision": revision or target.revision},
+        parent=None,
+        data_range={},
+        gate={},
+    )
+
+
+def test_the_watcher_follows_trials_and_pools(target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for seed in (1, 2, 3):
+        publish(tmp_path, target, seed)
+    strange = publish(tmp_path, target, 4, revision="another")
+    versions.rollback(tmp_path, 1, "a test")
+    publish(pool_root(tmp_path) / "c01", target, 5)
+    engine = Engine(target, new_draft(target, 0), CONFIG, draft_version="0")
+    loop = EngineLoop(engine).start()
+    watcher, router = VersionWatcher(loop, tmp_path), engine.lineup.router
+
+    def served(expected: dict[str, str]) -> None:
+        watcher.look()
+        wait_until(lambda: engine.stats.draft_versions == expected)
+
+    try:
+        write_canary(tmp_path, Canary(2, 0.25))
+        served({LIVE: "1", CANARY: "2"})
+        assert router.canary_share == 0.25
+        write_canary(tmp_path, Canary(3, 0.5))
+        served({LIVE: "1", CANARY: "3"})
+        assert router.canary_share == 0.5
+        # One that is refused is not to be taken for the one before.
+        write_canary(tmp_path, Canary(strange, 0.5))
+        served({LIVE: "1"})
+        assert router.canary_share == 0.0 and "stays out" in caplog.text
+        remove_canary(tmp_path)
+        # Two classes, one of which has no version yet.
+        write_pool(tmp_path, DraftPool({"code": "c01", "prose": "c02"}))
+        served({LIVE: "1", CODE: "code/1"})
+        assert set(router.pool.classes) == {"code", "prose"}
+        publish(pool_root(tmp_path) / "c02", target, 6)
+        publish(pool_root(tmp_path) / "c01", target, 7)
+        served({LIVE: "1", CODE: "code/2", PROSE: "prose/1"})
+        # A file that cannot be read changes nothing, and is told once.
+        (pool_root(tmp_path) / "pool.json").write_text("{", encoding="utf-8")
+        caplog.clear()
+        for _ in range(2):
+            served({LIVE: "1", CODE: "code/2", PROSE: "prose/1"})
+        assert len([one for one in caplog.records if "pool" in one.message]) == 1
+        write_pool(tmp_path, DraftPool({"prose": "c02"}))
+        served({LIVE: "1", PROSE: "prose/1"})
+    finally:
+        loop.close()
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def test_a_further_draft_is_recorded_beside_running_rounds(target: Target, folders: list[str]) -> None:
+    """As the first one was, on the caller's thread: the rounds meanwhile are those of any other time."""
+    config = EngineConfig(k=3)
+    expected = [one.tokens for one in Engine(target, None, config).generate(PROMPTS, GREEDY)]
+    engine = Engine(target, new_draft(target, 0), config)
+    loop = EngineLoop(engine).start()
+    stop, outputs = threading.Event(), []
+
+    def traffic() -> None:
+        while not stop.is_set():
+            ended = threading.Semaphore(0)
+
+            def tell(request: Request, update: Update, ended: threading.Semaphore = ended) -> None:
+                if update.finish_reason is not None:
+                    ended.release()
+
+            requests = [loop.submit(prompt, GREEDY, tell) for prompt in PROMPTS]
+            for _ in requests:
+                ended.acquire()
+            outputs.append([request.output for request in requests])
+
+    client = threading.Thread(target=traffic)
+    client.start()
+    try:
+        loop.swap(folders[0], "code/1", draft=CODE)
+    finally:
+        stop.set()
+        client.join()
+        loop.close()
+    assert outputs and all(output == expected for output in outputs) and not engine.stats.fallbacks
+    further = engine.drafting.drafts[CODE].drafter
+    assert isinstance(further, Eagle3) and further._recorded is not None
