@@ -29,7 +29,7 @@ from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.block_pass import BlockPass
 from draftsmith.drafters.block_shape import BlockShape, check_block, checked_mask_token, shape_in
 from draftsmith.drafters.drawing import Drawing
-from draftsmith.drafters.head_init import adopt_layer, average_taps, fitted_norm, output_table
+from draftsmith.drafters.head_init import adopt_layers, average_taps, fitted_norm, output_table
 from draftsmith.drafters.head_shape import config_dict, layer_config, shape_of
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import DflashOptions, default_taps
@@ -92,7 +92,12 @@ class Dflash(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(layer_config(Qwen3Config, shape), target, taps, cls.shape_from(options, target))
-        start_from_target(drafter, target)
+        # The head is frozen, so the last norm must speak its language.
+        drafter.norm.weight.data.copy_(fitted_norm(target))
+        average_taps(drafter.fc)
+        adopt_layers(target, drafter.layers)
+        # What the keys and values of the last layer are made of has the target's norm before it, too.
+        drafter.hidden_norm.weight.data.copy_(drafter.layers[-1].input_layernorm.weight)
         return drafter
 
     @classmethod
@@ -271,28 +276,6 @@ class Dflash(nn.Module):
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
-
-
-@torch.no_grad()
-def start_from_target(drafter: Dflash, target: Target) -> None:
-    """The layers are some of the target's, from its first, which reads embeddings, to its last, which the frozen head reads.
-
-    Random layers add so little to the stream that the mask token's own embedding outweighs them. To the head that is a token no
-    text holds: training began at 36 nats, and where nothing fits it still does.
-    """
-    drafter.norm.weight.copy_(fitted_norm(target))
-    average_taps(drafter.fc)
-    for layer, index in zip(drafter.layers, spread(len(drafter.layers), target.num_layers), strict=True):
-        norms = [("input_layernorm", layer.input_layernorm), ("post_attention_layernorm", layer.post_attention_layernorm)]
-        adopt_layer(target.layers[index], layer.self_attn, layer.mlp, norms)
-    # What the keys and values of the last layer are made of has the target's norm before it, too.
-    drafter.hidden_norm.weight.copy_(drafter.layers[-1].input_layernorm.weight)
-
-
-def spread(count: int, size: int) -> list[int]:
-    """`count` indices from the first to the last of `size`; one alone is the last."""
-    steps = max(1, count - 1)
-    return [size - 1 - (steps - step) * (size - 1) // steps for step in range(steps + 1)][-count:]
 
 
 def projected(

@@ -65,6 +65,23 @@ def adopt_layer(
                 own.weight.copy_(gains(modules[name], len(own.weight)))
 
 
+def adopt_layers(target: Target, layers: Sequence[torch.nn.Module]) -> None:
+    """Makes these some of the target's layers, from its first, which reads embeddings, to its last, which the head reads.
+
+    A block needs it: random layers add so little to the stream that the mask token's own embedding outweighs them, which the
+    head reads as a token that no text holds. On the quickstart's target the first loss was 34 nats, and is 4 to 6 this way.
+    """
+    for layer, index in zip(layers, spread(len(layers), target.num_layers), strict=True):
+        norms = [("input_layernorm", layer.input_layernorm), ("post_attention_layernorm", layer.post_attention_layernorm)]
+        adopt_layer(target.layers[index], layer.self_attn, layer.mlp, norms)
+
+
+def spread(count: int, size: int) -> list[int]:
+    """`count` indices from the first to the last of `size`; one alone is the last."""
+    steps = max(1, count - 1)
+    return [size - 1 - (steps - step) * (size - 1) // steps for step in range(steps + 1)][-count:]
+
+
 @torch.no_grad()
 def average_taps(fc: torch.nn.Linear) -> None:
     """[H, n * H] with a tenth of the random weights it has, so that the taps may come to differ."""
