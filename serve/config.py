@@ -112,7 +112,7 @@ class ServeConfig(Pair):
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
     compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
-    tensor_parallel: int = option(1, "processes that share the target's weights; start the server under torchrun")
+    tensor_parallel: int = option(1, "processes that share the target's weights, started by this command or by torchrun")
     seed: int = option(0, "seeds the requests that bring none")
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
 

@@ -159,8 +159,9 @@ class Engine:
 
     @property
     def lossless(self) -> bool:
-        """Whether answers have the target's law: all but typical and synthetic acceptance keeps it."""
-        return self.config.verification != "typical" and self.config.synthetic_acceptance is None
+        """Whether answers have the target's law: only drafts judged by typical or synthetic acceptance can change it."""
+        keeps_law = self.config.verification != "typical" and self.config.synthetic_acceptance is None
+        return keeps_law or self.drafter is None
 
     @property
     def busy(self) -> bool:

@@ -121,7 +121,8 @@ def _extras(server: Server, body: Generation) -> Extras:
         name_by_id=bool(body.return_tokens_as_token_ids),
         echo=body.echoes(),
         prompt_only=body.most_tokens() == 0,
-        lossless=server.loop.engine.lossless,
+        # A request without drafts has the target's law on any server.
+        lossless=server.loop.engine.lossless or body.speculation.k == 0,
         usage=options is not None and bool(options.include_usage),
         running_usage=options is not None and bool(options.continuous_usage_stats),
     )

@@ -10,9 +10,14 @@ def run(config: ServeConfig) -> int:
     from draftsmith.distill.record_table import tokens_only
     from draftsmith.distill.redaction import Redactor, load_hook, mask_of
     from draftsmith.drafters.target import Target
+    from draftsmith.serve.launch import launch, must_launch
     from draftsmith.serve.record import Sink
+    from draftsmith.serve.run import check
     from draftsmith.serve.run import run as serve
 
+    if must_launch(config):
+        check(config)
+        return launch(config)
     hook = None if config.redact is None else load_hook(config.redact)
 
     def make_sink(config: ServeConfig, target: Target) -> Sink:

@@ -42,12 +42,16 @@ def test_a_lossy_server_says_so_everywhere(target: Target, live_server: Callable
     bodies = answers(server)
     assert len(bodies) > 4 and all(body["lossless"] is False for body in bodies)
     assert server.metric("draftsmith_lossless") == 0
+    assert "lossless" not in server.complete("hello", max_tokens=2, speculation={"k": 0}).json()
     (check,) = declared(connect(server))
     assert not check.passed and check.kind == "law"
 
 
-def test_a_lossless_server_has_no_such_label(target: Target, live_server: Callable) -> None:
-    server = live_server(target, Ngram(), EngineConfig(k=2, compile="off"))
+@pytest.mark.parametrize("drafter, rule", [(Ngram(), "chain"), (None, "typical")])
+def test_where_nothing_can_be_lossy_nothing_says_so(
+    drafter: Ngram | None, rule: str, target: Target, live_server: Callable
+) -> None:
+    server = live_server(target, drafter, EngineConfig(k=2, verification=rule, compile="off"))
     assert not any("lossless" in body for body in answers(server))
     assert server.metric("draftsmith_lossless") == 1
     assert declared(connect(server)) == []

@@ -44,22 +44,22 @@ def drafts(target_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.fixture
 def serve(target_folder: str) -> Iterator[Callable[[int, Sequence[str]], tuple[str, subprocess.Popen]]]:
-    """`serve(processes, options)` -> the URL of a server that is up."""
+    """`serve(processes, options)` -> the URL of a server that is up, started by itself or by torchrun."""
     running: list[subprocess.Popen] = []
 
-    def start(processes: int, options: Sequence[str]) -> tuple[str, subprocess.Popen]:
+    def start(processes: int, options: Sequence[str], *, torchrun: bool = False) -> tuple[str, subprocess.Popen]:
         port = free_port()
         launcher = [sys.executable, "-m", "draftsmith.cli"]
-        if processes > 1:
+        options = [*options, "--tensor-parallel", str(processes)]
+        if torchrun:
             launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
             launcher += [f"--master_port={free_port()}", "-m", "draftsmith.cli"]
-            options = [*options, "--tensor-parallel", str(processes)]
         command = [*launcher, "serve", "--target", target_folder, "--port", str(port), "--dtype", "float32", *options]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         running.append(server)
         url = f"http://127.0.0.1:{port}"
-        deadline_s = time.monotonic() + 90
+        deadline_s = time.monotonic() + 180
         while time.monotonic() < deadline_s and server.poll() is None:
             try:
                 httpx.get(f"{url}/health", timeout=1.0)
@@ -71,9 +71,9 @@ def serve(target_folder: str) -> Iterator[Callable[[int, Sequence[str]], tuple[s
 
     yield start
     for server in running:
-        server.send_signal(signal.SIGTERM)
-    for server in running:
-        server.communicate(timeout=30)
+        if server.poll() is None:
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=30)
 
 
 def free_port() -> int:
@@ -109,10 +109,14 @@ def drafted(url: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "family", ["eagle3", pytest.param("mtp", marks=pytest.mark.long), pytest.param(None, marks=pytest.mark.long)]
+    "family, torchrun",
+    [("eagle3", False), pytest.param("mtp", False, marks=pytest.mark.long), pytest.param(None, True, marks=pytest.mark.long)],
 )
-def test_two_processes_answer_as_one(family: str | None, target_folder: str, drafts: dict[str, Path], serve: Callable) -> None:
-    url, server = serve(2, [] if family is None else ["--draft", str(drafts[family]), "--k", "3"])
+def test_two_processes_answer_as_one(
+    family: str | None, torchrun: bool, target_folder: str, drafts: dict[str, Path], serve: Callable
+) -> None:
+    options = [] if family is None else ["--draft", str(drafts[family]), "--k", "3"]
+    url, server = serve(2, options, torchrun=torchrun)
     assert answers(url) == Target.load(target_folder, dtype="float32").answer(PROMPTS, max_new_tokens=24, ignore_eos=True)
     assert (drafted(url) > 0) == (family is not None)
     # A signal reaches all processes at once; the answer under way is finished all the same.
@@ -121,7 +125,9 @@ def test_two_processes_answer_as_one(family: str | None, target_folder: str, dra
         wait_until_running(url)
         server.send_signal(signal.SIGTERM)
         assert len(late.result()) == len(PROMPTS)
-    assert server.wait(timeout=30) is not None
+    said, _ = server.communicate(timeout=60)
+    # torchrun itself ends with a traceback and 1 when it is signalled, whatever its processes do.
+    assert torchrun or (server.returncode == 0 and "Traceback" not in said)
 
 
 FAILING = """
@@ -130,7 +136,8 @@ from draftsmith.drafters.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.parallel import LEADER, Channel, LeadingTarget, follow, join
+from draftsmith.drafters.ranks import LEADER, Channel
+from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.request import SamplingParams
 import threading
 
@@ -175,5 +182,5 @@ def test_a_rank_that_fails_in_a_pass_ends_all(failing: int, target_folder: str, 
 
 def test_a_server_that_torchrun_did_not_start_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UserError, match="1 process runs; start the server with `torchrun --nproc-per-node 2"):
+    with pytest.raises(UserError, match="1 process runs; start the server with"):
         join(2, "cpu")
