@@ -31,12 +31,18 @@ def fitted_norm(target: Target) -> torch.Tensor:
 
     Families name this norm differently and shape it differently (1 + gain, or a mean taken off); its effect is what counts.
     """
+    taps = probed(target, (target.num_layers, FINAL))
+    before, after = taps.double().chunk(2, dim=-1)
+    return _gains(before, after)
+
+
+@torch.no_grad()
+def probed(target: Target, taps: tuple[int, ...]) -> torch.Tensor:
+    """[T, n * H], the taps of a few random texts."""
     length = min(PROBE_LENGTH, target.max_positions)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(len(output_table(target)), (PROBE_ROWS, length), generator=generator).to(target.device)
-    taps, _ = target.states(ids, torch.ones_like(ids), (target.num_layers, FINAL))
-    before, after = taps.double().flatten(0, 1).chunk(2, dim=-1)
-    return _gains(before, after)
+    return target.states(ids, torch.ones_like(ids), taps)[0].flatten(0, 1)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from draftsmith.drafters.block_pass import BlockPass
 from draftsmith.drafters.block_shape import checked_mask_token
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.eagle3 import Eagle3, flattened
+from draftsmith.drafters.head_init import probed
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.ragged import sent
@@ -41,13 +42,14 @@ class Peagle(Eagle3):
     def __init__(self, *args: Any, mask_token: int | None = None, **shape: Any):
         super().__init__(*args, **shape)
         self.mask_token = checked_mask_token(self._target[0], mask_token)
-        # Not zeros, at which the norm that follows has no useful gradient.
-        self.mask_hidden = nn.Parameter(0.1 * torch.randn(1, self.fc.in_features, device=self.fc.weight.device))
+        self.mask_hidden = nn.Parameter(torch.zeros(1, self.fc.in_features, device=self.fc.weight.device))
 
     @classmethod
     def create(cls, options: PeagleOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Peagle:
         drafter = super().create(options, target, seed=seed, token_counts=token_counts)
         drafter.mask_token = checked_mask_token(target, options.mask_token)
+        # Taps as they are on average: of random ones the head makes worse than a uniform guess.
+        drafter.mask_hidden.data.copy_(probed(target, drafter.taps).mean(dim=0, keepdim=True))
         return drafter
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
