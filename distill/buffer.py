@@ -214,6 +214,8 @@ class BufferReader:
 
     def read(self, *, max_records: int = 4096) -> Reading:
         """New records in the order of their shards, whole shards until `max_records` is passed."""
+        # First whatever the file system may refuse: behind the cursor nothing is read again.
+        answers = self.forgotten()
         unread = [shard for shard in self.folder.shards() if is_unread(shard, self.cursor)]
         records: list[RoundRecord] = []
         done, damaged = 0, self.damaged
@@ -225,7 +227,6 @@ class BufferReader:
             self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
             done += 1
         self._mark()
-        answers = self.forgotten()
         kept = [record for record in records if not marks.is_forgotten(record.request, answers)]
         return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged)
 

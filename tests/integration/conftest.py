@@ -1,16 +1,28 @@
-"""A real server on a real socket, in a thread of the test's process."""
+"""A real server on a real socket, in a thread of the test's process; and what learning from traffic takes."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
 import uvicorn
+from safetensors.torch import load_file
 
+from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.state import StateFolder
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.options import OPTIONS as DEFAULTS
+from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 from draftsmith.serve.api_gate import Limits
 from draftsmith.serve.api_report import Level
@@ -22,10 +34,14 @@ from draftsmith.serve.http import Server, create_app
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.metrics import ServerMetrics
 from draftsmith.serve.record import Sink
+from draftsmith.serve.request import SamplingParams
 from draftsmith.serve.run import bind
 
 MODEL = "tiny"
 DEFAULT_LIMITS = Limits()
+OPTIONS = {name: options() for name, options in DEFAULTS.items()} | {"draft-lm": DraftLmOptions(num_layers=1, hidden_size=32)}
+LEARN = LearnConfig(lr=3e-3, steps=20, fresh=16, unroll=3)
+GATE = GateConfig(every=1, held_out=0.3)
 
 
 class LiveServer:
@@ -83,3 +99,77 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
     yield start
     for server in servers:
         server.close()
+
+
+class Loop:
+    """A target, a draft and the three folders between server and learner."""
+
+    def __init__(self, root: Path, target: str, family: str):
+        """Family "perfect" is the target drafting for itself: what is done to it can only be harm."""
+        self.root = root
+        self.target = Target.load(target)
+        options = DraftLmOptions(init=target) if family == "perfect" else OPTIONS[family]
+        self.draft = FAMILIES["draft-lm" if family == "perfect" else family].create(options, self.target, seed=0)
+        checkpoint.save(self.draft, root / "draft", self.target)
+        self.config = DistillConfig(
+            target=target, draft=str(root / "draft"), buffer=str(root / "buffer"), versions=str(root / "versions"),
+            until_idle_s=0.3, idle_s=0.1, poll_s=0.05, learn=LEARN, gate=GATE,
+        )  # fmt: skip
+
+    # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
+    sampling = SamplingParams(max_tokens=16, temperature=0.5)
+
+    @property
+    def versions(self) -> Path:
+        return self.root / "versions"
+
+    def serve(self, count: int, *, seed: int = 0, version: int = 1, folder: Path | None = None) -> float:
+        """Accepted share of the offered tokens. `folder` is served under the name of `version`."""
+        drafter = checkpoint.load(folder or self.root / "draft", self.target)
+        writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
+        engine = Engine(self.target, drafter, EngineConfig(k=3, seed=seed), sink=writer, draft_version=str(version))
+        engine.generate(self.prompts(count, seed), self.sampling, text=False)
+        writer.close()
+        records = [
+            one for one in BufferReader(self.config.buffer).read(max_records=10**6).records if one.draft_version == str(version)
+        ]
+        accepted = sum(one.accepted for one in records)
+        return accepted / sum(min(one.accepted + 1, len(one.drafted)) for one in records)
+
+    def decisions(self) -> list[dict[str, Any]]:
+        return versions.read_decisions(self.versions)
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.versions / "status.json").read_text())
+
+    def state(self, root: Path | None = None) -> dict[str, Any]:
+        """As the learner saved it last."""
+        root = root or self.versions
+        folder = root / "learner" / f"state-{StateFolder(root).numbers()[-1]:08d}"
+        return json.loads((folder / "state.json").read_text()) | {"candidate": load_file(folder / "candidate.safetensors")}
+
+    def publish(self, drafter: torch.nn.Module) -> int:
+        """By hand, whatever it is worth."""
+        return versions.publish(
+            self.versions, lambda folder: checkpoint.save(drafter, folder, self.target), family="draft-lm", target={}, parent=1,
+            data_range={}, gate={"reason": "by hand"},
+        )  # fmt: skip
+
+    @staticmethod
+    def prompts(count: int, seed: int) -> list[list[int]]:
+        return torch.randint(3, 288, (count, 6), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    @staticmethod
+    def shuffle(drafter: torch.nn.Module) -> None:
+        """Weights of the same size that mean nothing."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                order = torch.randperm(parameter.numel(), generator=generator)
+                parameter.copy_(parameter.flatten()[order].view_as(parameter))
+
+
+@pytest.fixture
+def loop(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Loop]:
+    """`loop(family)`: everything of learning from traffic on a tiny target."""
+    return lambda family="mtp": Loop(tmp_path, tiny_target("llama"), family)

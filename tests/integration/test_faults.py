@@ -1,0 +1,367 @@
+"""Everything that can go wrong between server and learner: nothing is lost, nothing wrong goes live, one clear line is said.
+
+Elsewhere: rollbacks in `test_distill.py`; damaged shards, hanging disks and killed writers in `test_buffer*.py`; kills at every
+file operation of a publication in `test_versions.py`; corrupt versions in a server in `test_swap.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith import files
+from draftsmith.distill import daemon, lineage
+from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill.folder import LEFTOVER_AGE_S, Folder, retain
+from draftsmith.distill.gate import Decision
+from draftsmith.distill.learner import Learner, UpdateReport
+from draftsmith.distill.lock import learner_lock
+from draftsmith.distill.publisher import Publisher
+from draftsmith.distill.state import StateFolder
+from draftsmith.drafters import versions
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.train.teacher import LiveTeacher, Taught
+from draftsmith.train.weighted_text import WeightedText
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def failing(times: int, work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work` on a disk that is full for its first `times` calls; `calls` of it counts them."""
+
+    def tried(*args: Any, **values: Any) -> Any:
+        tried.calls += 1  # type: ignore[attr-defined]
+        if tried.calls <= times:  # type: ignore[attr-defined]
+            raise FULL
+        return work(*args, **values)
+
+    tried.calls = 0  # type: ignore[attr-defined]
+    return tried
+
+
+# Bad updates.
+
+
+def wrong_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token's law is told as its neighbour's."""
+    read = LiveTeacher.read
+
+    def shuffled(self: LiveTeacher, text: WeightedText, taps: tuple[int, ...]) -> Taught:
+        taught = read(self, text, taps)
+        return Taught(taught.taps, lambda row, position: shifted(taught.laws(row, position)))
+
+    monkeypatch.setattr(LiveTeacher, "read", shuffled)
+
+
+def shifted(logits: Callable[[slice], torch.Tensor]) -> Callable[[slice], torch.Tensor]:
+    return lambda rows: logits(rows).roll(1, dims=-1)
+
+
+def harmful(harm: str, made: Any) -> Callable[..., UpdateReport]:
+    update = Learner.update
+
+    def harmed(self: Learner, fresh: list, rest: Callable[[float], None]) -> UpdateReport:
+        report = update(self, fresh, rest)
+        if harm == "noise":
+            made.shuffle(self.drafter)
+        elif harm == "NaN":
+            with torch.no_grad():
+                next(self.drafter.parameters())[0] = float("nan")
+        return report
+
+    return harmed
+
+
+def accept_all(*args: Any, **values: Any) -> Decision:
+    return Decision("accept", "nobody looked")
+
+
+@pytest.mark.parametrize("harm", ["NaN", "noise", "shuffled labels", "a learning rate 100 times too high"])
+def test_bad_updates_are_not_published(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    """The draft is the target itself, so that whatever is learned can only be harm."""
+    made = loop("perfect")
+    made.serve(60)
+    lr = {"shuffled labels": 3e-3, "a learning rate 100 times too high": 3e-1}.get(harm, 1e-5)
+    config = replace(made.config, learn=replace(made.config.learn, steps=6, lr=lr))
+    monkeypatch.setattr(Learner, "update", harmful(harm, made))
+    if harm == "shuffled labels":
+        wrong_labels(monkeypatch)
+    daemon.run(config)
+    assert versions.versions(made.versions) == [1] and versions.latest(made.versions) == 1
+    (decision,) = made.decisions()
+    assert decision["decision"] == ("refuse" if harm == "NaN" else "hold") and decision["reason"]
+    # The candidate is the live draft again.
+    candidate = made.state()["candidate"]
+    for name, parameter in made.draft.named_parameters():
+        torch.testing.assert_close(candidate[name], parameter, rtol=0, atol=0)
+    # The control: it is the gate that held it, and what it held is bad. NaN is refused a second time, as it is read back.
+    monkeypatch.setattr(lineage, "decide", accept_all)
+    ungated = made.root / "ungated"
+    daemon.run(replace(config, versions=str(ungated)))
+    assert versions.latest(ungated) == (1 if harm == "NaN" else 2)
+    if harm == "NaN":
+        assert "cannot be read back" in versions.read_decisions(ungated)[0]["reason"]
+    else:
+        assert made.serve(20, version=2, folder=versions.folder_of(ungated, 2)) < 0.9
+
+
+# Disks.
+
+
+def test_a_truncated_shard_costs_its_own_records_alone(loop: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    made = loop()
+    for wave in range(3):
+        made.serve(20, seed=wave)
+        time.sleep(0.002)
+    daemon.run(replace(made.config, versions=str(made.root / "whole")))
+    whole = made.state(made.root / "whole")["counters"]
+    victim = Path(Folder(made.config.buffer).shards()[1].path)
+    victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert daemon.run(made.config) == 0
+    told = made.status()
+    assert (whole["damaged_shards"], told["damaged_shards"]) == (0, 1) and told["updates"] > 0
+    assert told["texts"] + told["held_out"] == 40 == whole["texts"] + whole["held_out"] - 20
+    assert [line.message.count("is damaged and skipped") for line in caplog.records].count(1) == 1
+
+
+def test_answers_do_not_depend_on_the_buffers_disk(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = loop()
+
+    def answers(buffer: Path) -> tuple[list[list[int]], BufferWriter]:
+        writer = BufferWriter(str(buffer), flush_s=0.01)
+        engine = Engine(made.target, Ngram(min_n=1), EngineConfig(k=3, seed=1), sink=writer)
+        done = engine.generate(made.prompts(20, 5), made.sampling, text=False)
+        writer.close()
+        return [one.tokens for one in done], writer
+
+    good, stored = answers(made.root / "good")
+    monkeypatch.setattr(files.os, "replace", failing(10**9, os.replace))
+    bad, lost = answers(made.root / "full")
+    assert bad == good and stored.written > 50 and stored.dropped == 0
+    assert lost.written == 0 and lost.dropped == stored.written
+    assert not list((made.root / "full").iterdir())
+
+
+def test_a_full_disk_is_waited_out(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Whatever the learner writes is refused twice: its state, a version, a decision, its status."""
+    made = loop()
+    made.serve(60)
+    places = ((StateFolder, "save"), (Publisher, "publish"), (versions, "record_decision"), (daemon.Status, "show"))
+    refused = [failing(2, vars(owner)[name]) for owner, name in places]
+    for (owner, name), tried in zip(places, refused):
+        monkeypatch.setattr(owner, name, lambda *args, tried=tried, **values: tried(*args, **values))
+    daemon.run(made.config)
+    said = capsys.readouterr().err
+    assert all(tried.calls > 2 for tried in refused), "the control: each was refused and came through"
+    assert "No space left on device; trying again" in said and "decisions wait to be logged" in said and "Traceback" not in said
+    # As if nothing had happened.
+    monkeypatch.undo()
+    daemon.run(replace(made.config, versions=str(made.root / "roomy")))
+    assert versions.versions(made.versions) == versions.versions(made.root / "roomy") == [1, 2]
+    assert [one["decision"] for one in made.decisions()] == ["accept"]
+    told, roomy = made.state(), made.state(made.root / "roomy")
+    assert told["counters"] == roomy["counters"] and told["cursor"] == roomy["cursor"]
+    for name, value in roomy["candidate"].items():
+        torch.testing.assert_close(told["candidate"][name], value, rtol=0, atol=0)
+
+
+def test_damaged_state_and_damaged_live_version_do_not_stop_the_learner(loop: Callable[..., Any]) -> None:
+    made = loop()
+    made.serve(60)
+    daemon.run(made.config)
+    (number,) = StateFolder(made.versions).numbers()
+    (made.versions / "learner" / f"state-{number:08d}" / "optimizer.safetensors").write_bytes(b"torn")
+    (versions.folder_of(made.versions, 2) / "model.safetensors").write_bytes(b"torn")
+    assert daemon.run(made.config) == 0
+    assert versions.open_version(made.versions, versions.latest(made.versions))
+    assert any(one["decision"] == "rollback" and one["left"] == 2 for one in made.decisions())
+
+
+def test_a_version_that_is_half_there_is_passed_over(loop: Callable[..., Any]) -> None:
+    """As a copy of the folder that was cut off leaves it: no manifest, or weights without their end."""
+    made = loop()
+    made.serve(60)
+    daemon.run(replace(made.config, max_updates=0))
+    half = versions.folder_of(made.versions, 2)
+    shutil.copytree(versions.folder_of(made.versions, 1), half, ignore=shutil.ignore_patterns("manifest.json"))
+    weights = half / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    shutil.copytree(half, made.versions / ".v000003.0123abcd.tmp")
+    assert daemon.run(made.config) == 0
+    assert versions.latest(made.versions) == 3 and versions.versions(made.versions) == [1, 3]
+    assert not list(made.versions.glob(".v*")) and versions.open_version(made.versions, 3)
+    with pytest.raises(UserError, match="manifest of version 2"):
+        versions.open_version(made.versions, 2)
+
+
+# Clocks.
+
+
+@pytest.mark.parametrize("jump_s", [-(10**6), pytest.param(10**9, marks=pytest.mark.long)])
+def test_a_clock_that_jumps_changes_nothing_that_is_learned(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    made = loop()
+    made.serve(40)
+    daemon.run(replace(made.config, versions=str(made.root / "steady")))
+    now_s = time.time
+    monkeypatch.setattr(time, "time", lambda: now_s() + jump_s)
+    daemon.run(made.config)
+    jumped, steady = made.state(), made.state(made.root / "steady")
+    assert jumped["counters"] == steady["counters"] and jumped["counters"]["updates"] > 0
+    for name, value in steady["candidate"].items():
+        torch.testing.assert_close(jumped["candidate"][name], value, rtol=0, atol=0)
+
+
+def test_a_servers_clock_that_jumps_back_and_forth_loses_no_record(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = loop()
+    writer = BufferWriter(made.config.buffer, flush_s=60.0, flush_records=10**6)
+    engine = Engine(made.target, Ngram(min_n=1), EngineConfig(k=3), sink=writer)
+    reader, requests, newest_ms, hidden = BufferReader(made.config.buffer), [], 0, 0
+    now_s = time.time
+    for number, jump_s in enumerate((0, 10**6, -(10**6), 500, -500)):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now_s() + jump_s)
+        engine.generate(made.prompts(2, number), made.sampling, text=False)
+        writer._flush()
+        shard = max(Folder(made.config.buffer).shards(), key=lambda one: one.number)
+        hidden += shard.time_ms < newest_ms
+        newest_ms = max(newest_ms, shard.time_ms)
+        requests += [one.request for one in reader.read().records if one.last]
+        # What is read may go when it is old, by a clock that is right or not; what is unread may not.
+        retain(reader.folder, reader.cursor, max_bytes=1 << 30, max_age_s=3600.0)
+    writer.close()
+    assert len(requests) == len(set(requests)) == 10
+    assert hidden == 3, "the control: a reader that went by time would not see these"
+
+
+# Processes.
+
+
+def test_two_learners_are_refused_and_a_dead_ones_lock_is_taken_over(loop: Callable[..., Any]) -> None:
+    made = loop()
+    made.serve(2)
+    with learner_lock(made.versions), pytest.raises(UserError, match=f"process {os.getpid()}"):
+        daemon.run(made.config)
+    holder = "import sys, os; from draftsmith.distill.lock import *\nwith learner_lock(sys.argv[1]): os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", holder, str(made.versions)]).returncode == -9
+    assert daemon.run(made.config) == 0
+
+
+KILLED_SERVER = """
+import os, sys
+from draftsmith.distill.buffer import BufferReader, BufferWriter
+source, copy = sys.argv[1:]
+writer = BufferWriter(copy, flush_s=60.0, flush_records=10**6)
+for number, record in enumerate(BufferReader(source).read(max_records=10**6).records):
+    if number == 30:
+        writer._flush()
+        replace = os.replace
+        os.replace = lambda *names: os.kill(os.getpid(), 9)  # all bytes are on disk, under a name that is none yet
+    writer.put(record)
+writer._flush()
+"""
+
+
+def test_a_server_killed_amid_a_flush_loses_that_flush_alone(loop: Callable[..., Any]) -> None:
+    made = loop()
+    made.serve(10)
+    copy = made.root / "copy"
+    killed = subprocess.run([sys.executable, "-c", KILLED_SERVER, made.config.buffer, str(copy)], capture_output=True, text=True)
+    assert killed.returncode == -9, killed.stderr
+    (leftover,) = copy.glob(".*.tmp")
+    told = BufferReader(made.config.buffer).read(max_records=10**6).records
+    reading = BufferReader(str(copy)).read()
+    assert [same(one) for one in reading.records] == [same(one) for one in told[:30]] and reading.damaged == 0
+    assert leftover.stat().st_size > 1000 and len(told) > 30, "the control: there was something to lose"
+    old_s = time.time() - 2 * LEFTOVER_AGE_S
+    os.utime(leftover, (old_s, old_s))
+    retain(Folder(str(copy)), {}, max_bytes=1 << 30, max_age_s=3600.0)
+    assert not list(copy.glob(".*")) and len(Folder(str(copy)).shards()) == 1
+
+
+def same(record: Any) -> dict[str, Any]:
+    return dataclasses.asdict(replace(record, p=[], q=[]))
+
+
+RUN = """
+import os, sys
+from draftsmith.config import build
+from draftsmith.distill import daemon
+from draftsmith.distill.buffer import BufferReader
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.state import StateFolder
+import json
+from draftsmith.distill import state
+point, when = int(sys.argv[2]), sys.argv[3]
+# One shard a cycle, each holding whole requests: what is learned then depends on the records alone, not on the clock.
+read, saves = BufferReader.read, 0
+BufferReader.read = lambda self: read(self, max_records=1)
+save = StateFolder.save
+def counted(self, *args, **values):
+    global saves
+    saves += 1
+    if saves == point and when == "before":
+        os.kill(os.getpid(), 9)
+    if saves == point and when == "amid":
+        state.pq.write_table = lambda *_, **__: os.kill(os.getpid(), 9)  # the tensors are on disk, the records are not
+    save(self, *args, **values)
+    if saves == point and when == "after":
+        os.kill(os.getpid(), 9)
+StateFolder.save = counted
+daemon.run(build(DistillConfig, json.loads(sys.argv[1])))
+"""
+
+
+def learn_in_steps(made: Any, root: Path, point: int, when: str) -> subprocess.CompletedProcess:
+    values = {
+        "target": made.config.target, "draft": made.config.draft, "buffer": made.config.buffer, "versions": str(root),
+        "idle_s": 0.0, "until_idle_s": 0.5, "poll_s": 0.05, "save_s": 0.0,
+        "learn": {"lr": 1e-3, "steps": 2, "fresh": 3, "unroll": 2, "batch": 4, "reservoir": 8},
+        "gate": {"every": 3, "held_out": 0.3},
+    }  # fmt: skip
+    return subprocess.run([sys.executable, "-c", RUN, json.dumps(values), str(point), when], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("point", "when"), [(3, "amid"), *(pytest.param(*one, marks=pytest.mark.long) for one in ((3, "after"), (2, "before")))]
+)
+def test_killed_learner_goes_on_without_repeating_or_losing_a_record(loop: Callable[..., Any], point: int, when: str) -> None:
+    made = loop()
+    for wave in range(6):
+        made.serve(5, seed=wave)
+        time.sleep(0.002)
+    whole = learn_in_steps(made, made.root / "whole", 0, "never")
+    assert whole.returncode == 0, whole.stderr
+    killed = learn_in_steps(made, made.root / "cut", point, when)
+    assert killed.returncode == -9, killed.stderr
+    assert learn_in_steps(made, made.root / "cut", 0, "never").returncode == 0
+    state, reference = made.state(made.root / "cut"), made.state(made.root / "whole")
+    assert state["counters"] == reference["counters"] and state["cursor"] == reference["cursor"]
+    assert state["counters"]["updates"] >= 3 and state["counters"]["orphans"] == 0
+    for name, value in reference["candidate"].items():
+        torch.testing.assert_close(state["candidate"][name], value, rtol=0, atol=0)
+    decisions = [[one["decision"] for one in versions.read_decisions(made.root / name)] for name in ("cut", "whole")]
+    assert decisions[0] == decisions[1] and decisions[0]
