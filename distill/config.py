@@ -82,6 +82,8 @@ class GateConfig:
     error: float = option(0.05, "chance of publishing any candidate that is no better, between two promotions")
     gain: float = option(0.002, "least gain in alpha worth a swap")
     drop: float = option(0.03, "loss of live alpha that calls for a rollback, if the evidence holds")
+    canary: float = option(0.0, "share of live requests, at most 0.5, on which a version is tried before all get it; 0 is off")
+    canary_requests: int = option(48, "requests it drafts for after which held-out traffic decides what is still open")
     floor: float = option(0.3, "alpha on a changed target's traffic that takes an older draft out of quarantine")
 
 
@@ -94,8 +96,8 @@ class DriftConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig:
-    most: int = option(0, "drafts for one class of requests each, beside the live one and counting those on trial; 0 is off")
-    requests: int = option(128, "of a class, among the latest ones, that begin the trial of a draft for it")
+    most: int = option(0, "drafts for one class of requests each, beside the live one; those that only learn count too; 0 is off")
+    requests: int = option(128, "of a class, among the latest ones, that begin a draft for it")
     idle_requests: int = option(2048, "how many latest ones; a class with none among them loses its draft")
 
 

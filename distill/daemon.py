@@ -80,7 +80,9 @@ def check(config: DistillConfig) -> None:
         raise UserError(f"gate.held_out is {gate.held_out}; it must lie between 0 and 1, for example 0.2")
     if not 0 < gate.error < 1:
         raise UserError(f"gate.error is {gate.error}; it must lie between 0 and 1, for example 0.05")
-    for name, value in (("every", gate.every), ("requests", gate.requests)):
+    if not 0 <= gate.canary <= 0.5:
+        raise UserError(f"gate.canary is {gate.canary}; it must be at least 0 and at most 0.5, for example 0.1")
+    for name, value in (("every", gate.every), ("requests", gate.requests), ("canary_requests", gate.canary_requests)):
         if value < 1:
             raise UserError(f"gate.{name} is {value}; it must be at least 1")
     if gate.window < gate.requests:

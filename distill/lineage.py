@@ -9,19 +9,22 @@ from typing import Any
 
 from draftsmith.config import to_dict
 from draftsmith.distill import learner as learning
+from draftsmith.distill.canary import CanaryDesk
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.decision_log import DecisionLog
 from draftsmith.distill.drift import Drift
 from draftsmith.distill.gate import Decision, decide
 from draftsmith.distill.learner import Learner, UpdateReport
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.quarantine import enough, regate
+from draftsmith.distill.quarantine import enough, notice, regate
 from draftsmith.distill.regression import Watched, served_by, watch
 from draftsmith.distill.scoring import Scorer
-from draftsmith.distill.sequential import Ledger
+from draftsmith.distill.sequential import Evidence, Ledger
 from draftsmith.distill.state import Counters, Kept, LineageState
 from draftsmith.distill.status import describe
 from draftsmith.distill.throttle import Throttle
 from draftsmith.distill.traffic import ServedText, is_held_out, remembered
+from draftsmith.distill.trial import Verdict
 from draftsmith.drafters import versions
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target import Target
@@ -43,12 +46,14 @@ class Site:
 
 
 class Lineage:
-    """`name` is the class of requests that its versions draft for, "" for all."""
+    """`name` is the class of requests that its versions draft for, "" for all. Only the latter have versions on trial."""
 
     def __init__(self, root: str | Path, site: Site, *, draft: str, name: str = ""):
         self.root, self.site, self.name = Path(root), site, name
         self.config, self.counters = site.config, site.counters
         self.publisher = Publisher(self.root, draft, site.target)
+        self.log = DecisionLog(self.root, self.tell)
+        self.canary = CanaryDesk(self.publisher, self.config.gate)
         candidate = self.publisher.load(versions.folder_of(self.root, self.publisher.version))
         self.learner = Learner(candidate, site.target, self.config.learn, seed=self.config.seed)
         self.fresh: list[ServedText] = []
@@ -67,18 +72,18 @@ class Lineage:
 
     @property
     def kept(self) -> Kept:
-        state = LineageState(self.publisher.version, self.is_gate_due, self.ledger, self.fresh, self.window)
-        return Kept(self.learner, state)
+        version, trial = self.publisher.version, self.canary.trial
+        return Kept(self.learner, LineageState(version, self.is_gate_due, self.ledger, trial, self.fresh, self.window))
 
     def begin(self, state: LineageState | None) -> None:
         """Where the last run ended, whose learner is filled already; or at the live version."""
         if state is not None:
             self.is_gate_due, self.ledger = state.is_gate_due, state.ledger
-            self.fresh, self.window = state.fresh, state.window
+            self.fresh, self.window, self.canary.trial = state.fresh, state.window, state.trial
         if state is not None and state.live_version != self.publisher.version:
             self._new_live_version()
         else:
-            self.judge_target()
+            self._notice_target()
 
     def tell(self, text: str) -> None:
         self.site.tell(f"class {self.name!r}: {text}" if self.name else text)
@@ -95,6 +100,7 @@ class Lineage:
 
     def take(self, text: ServedText) -> None:
         self.look_for_drift(text)
+        self.canary.observe(text, self.served_as)
         if not is_held_out(text, self.config.gate.held_out):
             # More than the reservoir holds would only be waited for: the newest traffic matters most.
             self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
@@ -106,7 +112,7 @@ class Lineage:
         alarm = self.drift.observe(text, self.served_as)
         if alarm is not None:
             self.counters.drift_alarms += 1
-            versions.record_decision(self.root, {"decision": "drift", "reason": alarm.describe(), **asdict(alarm)})
+            self.log.add({"decision": "drift", "reason": alarm.describe(), **asdict(alarm)})
             self.tell(f"drift: {alarm.describe()}")
 
     def forget(self, answers: frozenset[str]) -> None:
@@ -117,13 +123,18 @@ class Lineage:
 
     def follow(self) -> None:
         """Somebody else may have chosen another version: what servers run is what `current` says."""
-        if versions.latest(self.root) == self.publisher.version:
-            return
-        left = self.publisher.version
-        self.publisher.reload()
-        self.tell(f"version {self.publisher.version} was chosen instead of {left}; learning goes on from it")
-        self._new_live_version()
-        self.start_over()
+        self.log.flush()
+        if versions.latest(self.root) != self.publisher.version:
+            left = self.publisher.version
+            self.publisher.reload()
+            self.tell(f"version {self.publisher.version} was chosen instead of {left}; learning goes on from it")
+            self._new_live_version()
+            self.start_over()
+        elif self.canary.follow():
+            on_trial = f"version {self.canary.version}" if self.canary.trial else "no version"
+            self.tell(f"{on_trial} is on trial now, as its file says")
+            if self.canary.trial is None:
+                self.start_over()
 
     def work(self) -> bool:
         """What is due; True when the candidate took steps."""
@@ -132,7 +143,10 @@ class Lineage:
         if has_update:
             self.update()
             self.is_gate_due |= self.learner.updates % gate.every == 0
-        if self.is_gate_due and len(self.window) >= gate.requests:
+        if self.canary.trial is not None:
+            with self.site.throttle.work():
+                self.judge_canary()
+        elif self.is_gate_due and len(self.window) >= gate.requests:
             with self.site.throttle.work():
                 self.gate()
         if self.since_watch >= gate.requests:
@@ -142,10 +156,11 @@ class Lineage:
 
     def finish(self) -> None:
         """The traffic is over: what waited for company is trained on, and the last candidate is judged."""
+        self.log.flush()
         if self.fresh:
             self.update()
             self.is_gate_due = True
-        if self.is_gate_due:
+        if self.is_gate_due and self.canary.trial is None:
             self.gate()
 
     # Learning.
@@ -197,37 +212,56 @@ class Lineage:
         self.site.save()
         training = {"version": __version__, "online": to_dict(self.config.learn), "updates": self.learner.updates}
         records, texts = self.counters.records, self.counters.texts
+        live = self.publisher.version
+        # Servers have one version on trial at a time; a live version in quarantine leaves nothing to compare with.
+        share = 0.0 if self.name or self.made_for else self.config.gate.canary
         try:
             version = self.publisher.publish(
                 drafter,
                 training=training,
                 data_range={"records": records, "texts": texts, "cursor": self.site.cursor()},
                 gate=decision.to_dict(),
+                live=share == 0,
             )
         except UserError as error:
             self.decided(replace(decision, decision="refuse", reason=f"the written candidate cannot be read back: {error}"))
             self.start_over()
             return
-        self.decided(decision, version=version)
-        self._new_live_version()
+        self.decided(decision, version=version, live=live, share=share)
+        if share > 0:
+            self.canary.begin(version)
+        else:
+            self._new_live_version()
         self.site.save()
-        versions.prune(self.root, keep=self.config.retention.versions)
+        self.prune()
+
+    def prune(self) -> None:
+        needed = (self.publisher.parent_version, self.canary.version)
+        versions.prune(self.root, keep=self.config.retention.versions, needed=needed)
+
+    def rebase(self, drafter: TrainedDrafter, version: int) -> None:
+        """The draft that all classes share is the live one here as well; the candidate stays, and is held to it."""
+        reason = f"version {version} of the draft that all classes share"
+        self.publisher.publish(drafter, training={}, data_range={"copy_of": version}, gate={"reason": reason})
+        self._new_live_version()
+        self.prune()
 
     def _new_live_version(self) -> None:
-        """Error budgets and the watch count from here."""
+        """Error budgets and the watch count from here; a version on trial was compared with another one."""
+        self.canary.end()
         self._new_scorers()
         self.learner.live_changed(self.publisher.live.state_dict())
-        self.judge_target()
+        self._notice_target()
         self.ledger = Ledger()
         self.drift.new_version()
         self.since_watch = 0
 
-    def decided(self, decision: Decision, *, version: int | None = None) -> None:
+    def decided(self, decision: Decision, *, version: int | None = None, live: int | None = None, share: float = 0.0) -> None:
         """Every decision with its numbers: a line for people, a line in decisions.jsonl."""
-        numbers = {**decision.to_dict(), "live": self.publisher.parent_version if version else self.publisher.version}
-        versions.record_decision(self.root, {**numbers, "version": version, "updates": self.learner.updates})
+        numbers = {**decision.to_dict(), "live": live or self.publisher.version, "version": version, "share": share}
+        self.log.add({**numbers, "updates": self.learner.updates})
         self.counters.count(decision.decision)
-        self.tell(describe(decision, version))
+        self.tell(describe(decision, version, share))
         if self.drift.judged(promoted=version is not None):
             self.tell(f"{self.drift.fruitless} decisions without a promotion; learning rests until the traffic changes")
 
@@ -253,29 +287,50 @@ class Lineage:
             self.roll_back(self.watched)
 
     def roll_back(self, watched: Watched) -> None:
-        left = self.publisher.version
-        version = self.publisher.roll_back(watched.reason)
-        self.counters.rolled_back += 1
-        versions.record_decision(self.root, {"decision": "rolled back", "left": left, "version": version, **watched.to_dict()})
-        self.tell(f"version {left} is rolled back to {version}: {watched.reason}")
+        left, wanted = self.publisher.version, self.publisher.parent_version
+        if not self.publisher.roll_back(watched.reason):
+            self.tell(f"version {left} is worse than {wanted} ({watched.reason}), which cannot be returned to any more")
+            self._new_scorers()
+            self.ledger.parent = Evidence()
+            return
+        self.rolled_back(left, watched.reason, watched.to_dict())
         self._new_live_version()
         self.start_over()
         self.site.save()
 
+    def rolled_back(self, left: int, reason: str, numbers: Mapping[str, Any]) -> None:
+        version = self.publisher.version
+        self.counters.rolled_back += 1
+        self.log.add({"decision": "rolled back", "left": left, "version": version, **numbers})
+        self.tell(f"version {left} is rolled back to {version}: {reason}")
+
+    # A version on trial.
+
+    def judge_canary(self) -> None:
+        verdict = self.canary.judge(self.live, self.window, max_depth=self.depth)
+        if verdict is None or self.canary.trial is None:
+            return
+        tried, numbers = self.canary.trial.version, {"reason": verdict.reason, **self.canary.trial.numbers()}
+        if verdict.decision == "promoted":
+            self.promote(tried, verdict, numbers)
+        else:
+            self.rolled_back(tried, verdict.reason, numbers)
+            self.canary.end()
+            self.start_over()
+        self.site.save()
+
+    def promote(self, version: int, verdict: Verdict, numbers: Mapping[str, Any]) -> None:
+        left = self.publisher.version
+        self.log.add({"decision": "promoted", "version": version, "live": left, **numbers})
+        self.tell(f"version {version} is promoted after its trial: {verdict.reason}")
+        self.publisher.promote(version)
+        self._new_live_version()
+
     # Another target.
 
-    def judge_target(self) -> None:
+    def _notice_target(self) -> None:
         """`made_for` is the revision of the target that the live version was made for, where that is another one."""
-        own = self.site.target.revision
-        self.made_for = versions.stranger(self.root, self.publisher.version, own)
-        if not self.made_for:
-            return
-        told = {"decision": "quarantine", "version": self.publisher.version, "target_revision": own}
-        if any(told.items() <= one.items() for one in versions.read_decisions(self.root)):
-            return
-        reason = f"made for target revision {self.made_for}, this is {own}"
-        versions.record_decision(self.root, {**told, "reason": reason})
-        self.tell(f"version {self.publisher.version} is in quarantine: {reason}")
+        self.made_for = notice(self.root, self.publisher.version, self.site.target.revision, self.tell)
 
     def regate(self) -> None:
         """The same draft as a version for this target, if its traffic shows it good enough."""
@@ -300,6 +355,7 @@ class Lineage:
             "reservoir": len(self.learner.reservoir.texts),
             "loss": self.report.loss if self.report else None,
             "alpha_training": self.report.alpha if self.report else [],
+            "canary": {"version": self.canary.version, **self.canary.trial.numbers()} if self.canary.trial else None,
             "live": self.watched.to_dict() if self.watched else None,
             "drift": self.drift.to_dict(),
             "resting": self.drift.is_resting,

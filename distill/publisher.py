@@ -18,7 +18,8 @@ logger = logging.getLogger("draftsmith.distill")
 
 
 class Publisher:
-    """`live` is what servers run, or will after their next look; `parent` is what a rollback returns to."""
+    """`live` is what servers run, or will after their next look; `parent` is what a rollback returns to: the nearest version
+    before it that is whole and made for this target."""
 
     def __init__(self, root: str | Path, draft: str, target: Target):
         self.root, self.target = Path(root), target
@@ -54,6 +55,7 @@ class Publisher:
         parent: int | None,
         data_range: Mapping[str, Any],
         gate: Mapping[str, Any],
+        live: bool = True,
     ) -> int:
         return versions.publish(
             self.root,
@@ -63,6 +65,7 @@ class Publisher:
             parent=parent,
             data_range=data_range,
             gate=gate,
+            live=live,
         )
 
     def _open_live(self) -> tuple[int, TrainedDrafter]:
@@ -86,32 +89,60 @@ class Publisher:
         raise damage
 
     def _open_parent(self) -> tuple[int | None, TrainedDrafter | None]:
-        parent = versions.read_manifest(self.root, self.version)["parent"]
-        if parent is None:
-            return None, None
+        parent = self._parent_of(self.version)
+        while parent is not None:
+            try:
+                stranger = versions.stranger(self.root, parent, self.target.revision)
+                if not stranger:
+                    return parent, self.load(versions.open_version(self.root, parent))
+                reason = f"it was made for target revision {stranger}"
+            except UserError as error:
+                reason = str(error)
+            logger.warning("version %d cannot be rolled back to version %d: %s", self.version, parent, reason)
+            parent = self._parent_of(parent)
+        return None, None
+
+    def _parent_of(self, version: int) -> int | None:
+        """Below it, so that no chain is endless; None too where the manifest is gone."""
         try:
-            return parent, self.load(versions.open_version(self.root, parent))
-        except UserError as error:
-            logger.warning("version %d cannot be rolled back to version %d (%s)", self.version, parent, error)
-            return None, None
+            parent = versions.read_manifest(self.root, version)["parent"]
+        except UserError:
+            return None
+        return parent if parent is not None and parent < version else None
 
     def publish(
-        self, candidate: TrainedDrafter, *, training: Mapping[str, Any], data_range: Mapping[str, Any], gate: Mapping[str, Any]
+        self,
+        candidate: TrainedDrafter,
+        *,
+        training: Mapping[str, Any],
+        data_range: Mapping[str, Any],
+        gate: Mapping[str, Any],
+        live: bool = True,
     ) -> int:
-        """The candidate is read back from its files before it can be seen: what goes live is what was written."""
+        """The candidate is read back from its files before it can be seen: what goes live is what was written. Unless `live`, it
+        is a version like any other that no server looks at yet."""
         loaded: list[TrainedDrafter] = []
 
         def save(folder: Path) -> None:
             checkpoint.save(candidate, folder, self.target, training=dict(training))
             loaded.append(self.load(folder))
 
-        version = self._publish(candidate, save, parent=self.version, data_range=data_range, gate=gate)
-        self.parent_version, self.parent = self.version, self.live
-        self.version, self.live = version, loaded[0]
+        version = self._publish(candidate, save, parent=self.version, data_range=data_range, gate=gate, live=live)
+        if live:
+            self.version, self.live = version, loaded[0]
+            self.parent_version, self.parent = self._open_parent()
         return version
 
-    def roll_back(self, reason: str) -> int:
-        assert self.parent_version is not None
-        versions.rollback(self.root, self.parent_version, reason)
+    def promote(self, version: int) -> None:
+        versions.promote(self.root, version)
         self.reload()
-        return self.version
+
+    def roll_back(self, reason: str) -> bool:
+        """False where the parent that this was decided by is gone meanwhile; `parent` is then another one, or none."""
+        compared = self.parent_version
+        self.parent_version, self.parent = self._open_parent()
+        if compared is None or self.parent_version != compared:
+            return False
+        versions.rollback(self.root, compared, reason)
+        self.reload()
+        return True

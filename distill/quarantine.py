@@ -6,7 +6,7 @@ the new target's traffic and reaches the floor, or the same draft again, once th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,20 @@ from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate import Decision
 from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.traffic import ServedText
+from draftsmith.drafters import versions
 
 Signature = list[tuple[str, int, int]]
+
+
+def notice(root: str | Path, version: int, own: str, tell: Callable[[str], None]) -> str:
+    """The revision of the target that a version was made for, where it is another one than `own`: told once; else ""."""
+    made_for = versions.stranger(root, version, own)
+    told = {"decision": "quarantine", "version": version, "target_revision": own}
+    if made_for and not any(told.items() <= one.items() for one in versions.read_decisions(root)):
+        reason = f"made for target revision {made_for}, this is {own}"
+        versions.record_decision(root, {**told, "reason": reason})
+        tell(f"version {version} is in quarantine: {reason}")
+    return made_for
 
 
 def regate(live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int) -> Decision:

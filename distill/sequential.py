@@ -89,10 +89,13 @@ class BoundedEvidence:
 
     def look(self, differences: Mapping[str, float]) -> float:
         """As `Evidence.look`, each request once."""
-        new = np.array([d for request, d in differences.items() if request not in self.seen])
-        self.log_wealth = [log + float(np.log1p(bet * new).sum()) for log, bet in zip(self.log_wealth, BOUNDED_BETS, strict=True)]
+        self.bet(np.array([d for request, d in differences.items() if request not in self.seen]))
         self.seen = list(differences)
         return self.value
+
+    def bet(self, new: np.ndarray) -> None:
+        won = np.log1p(np.outer(BOUNDED_BETS, new)).sum(axis=1)
+        self.log_wealth = (self.log_wealth + won).tolist()
 
 
 @dataclass

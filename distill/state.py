@@ -28,6 +28,7 @@ from draftsmith.distill.folder import Cursor
 from draftsmith.distill.learner import Learner
 from draftsmith.distill.sequential import Ledger
 from draftsmith.distill.traffic import ServedText, stitch
+from draftsmith.distill.trial import Trial
 from draftsmith.serve.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
@@ -74,6 +75,7 @@ class LineageState:
     live_version: int  # that the candidate is being compared with
     is_gate_due: bool
     ledger: Ledger
+    trial: Trial | None
     fresh: list[ServedText]
     window: list[ServedText]
 
@@ -169,6 +171,7 @@ def _save_lineage(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any
         "live_version": state.live_version,
         "is_gate_due": state.is_gate_due,
         "ledger": state.ledger.to_dict(),
+        "trial": state.trial.to_dict() if state.trial else None,
         "steps": learner.steps,
         "updates": learner.updates,
         "reservoir_seen": learner.reservoir.seen,
@@ -201,7 +204,8 @@ class Saved(NamedTuple):
 
 def _read_lineage(values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path) -> Saved:
     fresh, window, reservoir = (_texts(_records(folder / f"{name}.parquet")) for name in ("fresh", "window", "reservoir"))
-    state = LineageState(values["live_version"], values["is_gate_due"], Ledger.from_dict(values["ledger"]), fresh, window)
+    ledger, trial = Ledger.from_dict(values["ledger"]), Trial.from_dict(values["trial"]) if values["trial"] else None
+    state = LineageState(values["live_version"], values["is_gate_due"], ledger, trial, fresh, window)
     weights, moments = load_file(folder / "candidate.safetensors"), load_file(folder / "optimizer.safetensors")
     if {name: value.shape for name, value in weights.items()} != {name: value.shape for name, value in parameters.items()}:
         raise ValueError("its candidate has another shape than the live draft")

@@ -49,9 +49,11 @@ class Status:
         self.width = 0
 
 
-def describe(decision: Decision, version: int | None) -> str:
+def describe(decision: Decision, version: int | None, share: float) -> str:
+    """`share` is that of a version on trial."""
     comparison = decision.comparison
     text = f"version {version} published" if version else decision.decision
+    text += f" for a share of {share:g} of the requests" if share else ""
     text += f": {decision.reason}"
     if comparison is not None and comparison.requests:
         text += (

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,10 @@ def publish(
     parent: int | None,
     data_range: Mapping[str, Any],
     gate: Mapping[str, Any],
+    live: bool = True,
 ) -> int:
-    """`save` writes the draft checkpoint into the folder it is given. Returns the new version, which is then the live one.
+    """`save` writes the draft checkpoint into the folder it is given. Returns the new version, which is then the live one, unless
+    it is to be tried first.
 
     `parent` is the version the draft was trained from, `data_range` the records it learned from, `gate` the numbers that
     earned its promotion. The caller holds the folder's lock: publishing has one writer.
@@ -89,8 +91,19 @@ def publish(
             "created_s": time.time(),
         }
         files.write_json(temporary / MANIFEST, _plain(manifest))
-    files.write_text(root / CURRENT, f"{version}\n")
+    if live:
+        _make_live(root, version)
     return version
+
+
+def promote(root: str | Path, version: int) -> None:
+    """Makes an intact version that is there already the live one."""
+    open_version(root, version)
+    _make_live(Path(root), version)
+
+
+def _make_live(root: Path, version: int) -> None:
+    files.write_text(root / CURRENT, f"{version}\n")
 
 
 def read_manifest(root: str | Path, version: int) -> dict[str, Any]:
@@ -124,16 +137,15 @@ def open_version(root: str | Path, version: int) -> Path:
 def rollback(root: str | Path, version: int, reason: str) -> None:
     """Makes an older, intact version the live one again and logs why."""
     left = latest(root)
-    open_version(root, version)
-    files.write_text(Path(root) / CURRENT, f"{version}\n")
+    promote(root, version)
     record_decision(root, {"decision": "rollback", "version": version, "left": left, "reason": reason})
 
 
-def prune(root: str | Path, *, keep: int) -> list[int]:
-    """Deletes all but the newest `keep` versions, the live one, its parent, and the first; returns the deleted ones."""
+def prune(root: str | Path, *, keep: int, needed: Collection[int | None] = ()) -> list[int]:
+    """Deletes all but the newest `keep` versions, the live one, its parent, the first and what is `needed`; returns those."""
     present = versions(root)
     live = latest(root)
-    kept = {*present[:1], *present[-keep:]} if keep > 0 else set(present)
+    kept = {*present[:1], *present[-keep:], *needed} if keep > 0 else set(present)
     if live in present:
         kept |= {live, read_manifest(root, live)["parent"]}
     doomed = [version for version in present if version not in kept]
