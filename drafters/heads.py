@@ -25,6 +25,7 @@ from draftsmith.drafters.recorded_head import RecordedHead, record_head
 from draftsmith.drafters.tree_growth import grow
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.drafters.unroll import UnrollPass
+from draftsmith.drafters.unroll_flex import FlexUnrollPass
 from draftsmith.kernels.cuda_graphs import Recorder
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 
@@ -87,7 +88,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
         # No chain that drafts a token which counts is longer, so before these columns only true states matter.
         first = max(0, batch.first - batch.num_steps)
-        context = UnrollPass(batch.segments, first=first)
+        context = (FlexUnrollPass if batch.flex else UnrollPass)(batch.segments, first=first)
         for depth in range(batch.num_steps):
             step = self.step(embeds, hidden, positions, context)
             missing = batch.input_ids.shape[1] - step.head_input.shape[1]

@@ -111,6 +111,7 @@ class UnrollBatch:
     taps: torch.Tensor | None  # [B, L, taps * hidden]
     num_steps: int  # unrolled draft positions wanted
     segments: torch.Tensor | None = None  # [B, L] int64: several texts a row, none of which may see another; see segments.py
+    flex: bool = False  # heads with attention: see unroll_flex.py
     first: int = 0  # no token before this position counts, so what is drafted for them may be anything
 
     @property

@@ -12,6 +12,7 @@ Legend: B rows, L columns, C columns of a chunk, G queries a key-value head, D w
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -60,6 +61,10 @@ class UnrollPass:
         keys, values = self.keys[layer], self.values[layer]
         keys.append(key)
         values.append(value)
+        return self.weigh(query, keys, values).transpose(1, 2)
+
+    def weigh(self, query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Scaled queries of the newest step, keys and values of all -> [B, heads, L, value dim]."""
         first = self.first if self.step else 0
         length = first + query.shape[2]
         outputs = []
@@ -67,7 +72,13 @@ class UnrollPass:
             part = query[:, :, begin - first : end - first]
             inputs = (part, begin, first, self.sights.of(begin, end), tuple(keys), tuple(values))
             outputs.append(_attend(*inputs) if length <= LONG else checkpoint(_attend, *inputs, use_reentrant=False))
-        return torch.cat(outputs, dim=2).transpose(1, 2)
+        return torch.cat(outputs, dim=2)
+
+
+def is_hidden(columns: torch.Tensor, key_columns: torch.Tensor, step: int, begins: torch.Tensor | None) -> torch.Tensor:
+    """Of true keys: those behind the column at which a query's draft is anchored, and those before its text `begins`."""
+    hidden = key_columns > columns - step
+    return hidden if begins is None else hidden | (key_columns < begins)
 
 
 def _attend(
@@ -89,9 +100,8 @@ def _attend(
     block = (flat @ keys[0][:, :, first:last].transpose(-1, -2)).unflatten(2, (-1, size))
     columns = torch.arange(begin, end, device=query.device)
     key_columns = torch.arange(first, last, device=query.device)
-    hidden = key_columns > columns[:, None] - step
-    if sight.begins is not None:
-        hidden = hidden | (key_columns < sight.begins[:, None, None, :, None])
+    begins = None if sight.begins is None else sight.begins[:, None, None, :, None]
+    hidden = is_hidden(columns[:, None], key_columns, step, begins)
     scores = [block.masked_fill(hidden, -torch.inf)]
     chain_values = []
     place = slice(begin - later_first, end - later_first)

@@ -73,6 +73,7 @@ def unrolled_loss(
     weighting: StepWeighting,
     kind: Kind = FORWARD_KL,
     noise: FeatureNoise | None = None,
+    flex: bool = False,
 ) -> UnrolledLoss:
     """The teacher reads the text once, the draft once a step. Gradients reach the draft only."""
     with torch.no_grad():
@@ -84,6 +85,7 @@ def unrolled_loss(
         taps=taps,
         num_steps=num_steps,
         segments=text.segments,
+        flex=flex,
         first=int((text.weights > 0).any(dim=0).int().argmax()),
     )
     steps = list(drafter.unroll(batch))

@@ -15,10 +15,14 @@ from draftsmith.train.config import TrainConfig
 # Options that may differ between a run and its continuation: they change how long or how loudly it trains, not what.
 CONTINUABLE = {
     "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts", "eval_tokens", "report_to",
-    "target_shares", "gradient_checkpointing", "out",
+    "target_shares", "gradient_checkpointing", "unroll.flex", "out",
     # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
     "accumulate",
 }  # fmt: skip
+
+
+# Their drafts' own attention is what training unrolls.
+UNROLLED = ("eagle1", "eagle3", "mtp")
 
 
 def drafter_options(config: TrainConfig) -> DrafterOptions:
@@ -97,6 +101,8 @@ def check_objective(config: TrainConfig) -> None:
         raise UserError(f"option 'unroll.noise' is {noise}; it must be 0 or a small number such as 0.1")
     if noise and config.family == "draft-lm":
         raise UserError(f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; remove it")
+    if config.unroll.flex and config.family not in UNROLLED:
+        raise UserError(f"option 'unroll.flex' is for {', '.join(UNROLLED)} and the family is {config.family!r}; remove it")
     for name, count in (("refresh", own.refresh), ("k", own.k), ("tokens", own.tokens)):
         if count < 1:
             raise UserError(f"option 'on_policy.{name}' is {count}; it must be 1 or more")

@@ -14,6 +14,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.spread import load_spread
 from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
 from draftsmith.kernels.divergence_kind import kind_of
 from draftsmith.train import arguments, resolve
@@ -44,6 +45,8 @@ def train(config: TrainConfig) -> None:
     corpus = load_corpus(config, target)
     if place.rank == 0:
         tell_what_is_missing(config, corpus)
+    if config.unroll.flex and place.device.type != "cuda":
+        raise UserError("option 'unroll.flex' needs CUDA: on a CPU torch's flex attention has no backward pass; remove it")
     drafter = new_drafter(config, place, target, corpus)
     spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
     if config.gradient_checkpointing:
