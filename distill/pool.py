@@ -48,11 +48,21 @@ class Pooled:
     live: Scorer | None = None  # the live draft on this class's texts
     live_version: int = 0
 
+    def copied(self, version: int) -> int | None:
+        """Which version of the live draft a version of its own is a copy of; None for a candidate that won."""
+        return versions.read_manifest(self.lineage.root, version)["data_range"].get("copy_of")
+
     @property
-    def copied(self) -> int | None:
-        """Which version of the live draft its own live version is a copy of; None for a candidate that won."""
-        manifest = versions.read_manifest(self.lineage.root, self.lineage.publisher.version)
-        return 0 if manifest["parent"] is None else manifest["data_range"].get("copy_of")
+    def has_won(self) -> bool:
+        return not self.is_serving and self.copied(self.lineage.publisher.version) is None
+
+    @property
+    def held_to(self) -> int | None:
+        """The version of the live draft that its candidate must beat, or did."""
+        version = self.lineage.publisher.version
+        if self.has_won:
+            version = versions.read_manifest(self.lineage.root, version)["parent"]
+        return None if version is None else self.copied(version)
 
     def describe(self) -> dict[str, Any]:
         latest = self.standing.latest
@@ -136,9 +146,9 @@ class ClassPool:
             self._apply(move)
 
     def _follow_live(self, one: Pooled) -> None:
-        """What a class that learns must beat is the live draft of today."""
+        """What a class that learns must beat is the live draft of today, even if it did beat yesterday's."""
         version = self.shared.publisher.version
-        if one.copied not in (None, version):
+        if one.held_to != version:
             one.lineage.rebase(self.shared.publisher.live, version)
 
     def _num_new(self, one: Pooled) -> int:
@@ -161,9 +171,8 @@ class ClassPool:
         one.standing.look([texts[index].request for index in agreeing], before, after, versions=pair)
 
     def _member(self, one: Pooled) -> Member:
-        has_won = not one.is_serving and one.copied is None
         told = one.standing.describe() if one.is_serving else f"version {one.lineage.publisher.version} won"
-        return Member(one.name, one.is_serving, has_won, one.standing.is_no_better, one.requests, told)
+        return Member(one.name, one.is_serving, one.has_won, one.standing.is_no_better, one.requests, told)
 
     def _apply(self, move: Move) -> None:
         name = move.name
