@@ -15,15 +15,13 @@ import torch
 
 from draftsmith.distill.adapters import adapt, rebase
 from draftsmith.distill.config import POSITIONS, LearnConfig
+from draftsmith.distill.gradients import Gradients, OwnGradients
 from draftsmith.distill.traffic import ServedText, branches
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence_kind import kind_of
-from draftsmith.train.objective import UnrolledLoss, unrolled_loss
-from draftsmith.train.place import fast_at_bf16
-from draftsmith.train.position_weights import step_weighting
-from draftsmith.train.roles import RoleWeights, Row, branch_row, padded_rows, text_row
-from draftsmith.train.teacher import LiveTeacher
+from draftsmith.train.objective import StepSums
+from draftsmith.train.roles import RoleWeights, Row, branch_row, text_row
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
@@ -61,15 +59,17 @@ class Reservoir:
 
 
 class Learner:
-    """Owns the candidate's optimizer and the reservoir. Randomness depends on `seed` and the number of the update alone."""
+    """Owns the candidate's optimizer and the reservoir. Randomness depends on `seed` and the number of the update alone.
+    `gradients` are this process's own where none are given."""
 
-    def __init__(self, drafter: torch.nn.Module, target: Target, config: LearnConfig, *, seed: int):
+    def __init__(
+        self, drafter: torch.nn.Module, target: Target, config: LearnConfig, *, seed: int, gradients: Gradients | None = None
+    ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
-        self.is_bf16_fast = fast_at_bf16(target.device)
+        self.gradients = OwnGradients(target, config) if gradients is None else gradients
         self.reservoir = Reservoir(config.reservoir)
         self.weights = role_weights(config.positions)
-        self.weighting = step_weighting(config.weights, config.step_decay)
         if config.lora is not None:
             adapt(drafter, config.lora, seed=seed)
         self.updates = 0
@@ -119,9 +119,10 @@ class Learner:
             rows = self._rows(self._batch(queue, step, rng), rng)
             if not any(row.weights.any() for row in rows):
                 continue
-            unrolled = self._backward(rows)
+            self.optimizer.zero_grad(set_to_none=True)
+            sums = self.gradients.add(self.drafter, rows)
             if self._step():
-                loss, alpha = summary(unrolled)
+                loss, alpha = summary(sums)
                 in_a_row = 0
             else:
                 broken, in_a_row = broken + 1, in_a_row + 1
@@ -148,20 +149,6 @@ class Learner:
             rows += [branch_row(branch, self.weights) for branch in rng.sample(found, min(self.config.branches, len(found)))]
         return [row.cut(min(self.config.max_length, self.target.max_positions)) for row in rows]
 
-    def _backward(self, rows: Sequence[Row]) -> UnrolledLoss:
-        text = padded_rows(rows, self.target.device)
-        unrolled = unrolled_loss(
-            self.drafter,
-            LiveTeacher(self.target),
-            text,
-            num_steps=self.config.unroll,
-            weighting=self.weighting,
-            kind=kind_of(self.config.divergence),
-        )
-        self.optimizer.zero_grad(set_to_none=True)
-        (unrolled.total / (unrolled.scale * text.weights.sum())).backward()
-        return unrolled
-
     def _step(self) -> bool:
         """False, and nothing changed, when the gradient is not finite."""
         group = self.optimizer.param_groups[0]
@@ -184,8 +171,7 @@ class Learner:
                 parameter.lerp_(live, share)
 
 
-def summary(unrolled: UnrolledLoss) -> tuple[float, list[float]]:
-    sums = unrolled.sums
+def summary(sums: StepSums) -> tuple[float, list[float]]:
     weight = sums.weight.clamp(min=1e-9)
     loss = float(sums.divergence.sum() / weight.sum())
     return loss, (sums.alpha / weight).tolist()

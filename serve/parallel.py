@@ -2,17 +2,11 @@
 
 Every pass of the target is the same call on every rank, so rank 0 tells the others what it is about to call. The draft is
 whole on rank 0 alone. What is told is a few small tensors a round, over gloo whatever the weights' own backend is.
-
-A rank that leaves such a call halfway leaves the others in a collective that nobody will complete, and the next call would meet
-them there. So whoever fails in one ends its process on the spot, and torchrun ends the others.
 """
 
 from __future__ import annotations
 
-import datetime
-import logging
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,17 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from draftsmith.drafters import ranks
 from draftsmith.drafters.attention import AttentionContext
+from draftsmith.drafters.ranks import Channel, in_step, leave_signals_to_the_leader
 from draftsmith.drafters.target import Target, TargetOutput
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool, TreeLayout
-
-log = logging.getLogger(__name__)
-
-LEADER = 0
-FAILED = 70  # exit status: sysexits.h's EX_SOFTWARE
-# A server may rest for months between two requests; a collective that ends before then would end the server.
-PATIENCE = datetime.timedelta(days=3650)
 
 
 class NewPool(NamedTuple):
@@ -62,43 +51,6 @@ class Stop(NamedTuple):
 
 
 Call = NewPool | Pass | Move | Embed | Stop
-
-
-class Channel:
-    """From rank 0 to all others, in order."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-
-    def tell(self, call: Call) -> None:
-        dist.broadcast_object_list([_moved(call, "cpu")], src=LEADER, group=self._group)
-
-    def hear(self, device: torch.device) -> Call:
-        message: list[Call | None] = [None]
-        dist.broadcast_object_list(message, src=LEADER, group=self._group)
-        assert message[0] is not None
-        return _moved(message[0], device)
-
-
-@contextmanager
-def in_step() -> Iterator[None]:
-    """Around a call that all ranks make; whatever it raises ends this process."""
-    try:
-        yield
-    except BaseException:
-        # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that wait for this one.
-        log.critical("rank %d failed in a call that all ranks make; the server ends", dist.get_rank(), exc_info=True)
-        logging.shutdown()
-        os._exit(FAILED)
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    """Every tensor of a (nested) call on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple) and type(value) is not tuple:
-        return type(value)(*(_moved(field, device) for field in value))
-    return value
 
 
 class LeadingPool(PagedPool):
@@ -168,9 +120,7 @@ class LeadingTarget(Target):
 
 def follow(target: Target, channel: Channel) -> None:
     """What every rank but 0 does: the same calls, until told to stop. A failure ends this process, and torchrun all others."""
-    # torchrun signals every process at once; rank 0 drains and says when to stop.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_the_leader()
     with in_step():
         _follow(target, channel)
 
@@ -202,17 +152,14 @@ class Place(NamedTuple):
 
 
 def join(size: int, device: str) -> Place:
-    """Joins the `size` processes that torchrun started, each with a device of its own; `UserError` when they are not so many."""
+    """Joins the `size` processes started together, each with a device of its own; `UserError` when they are not so many."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != size:
         raise UserError(
-            f"tensor_parallel is {size} but {started} process{'es run' if started > 1 else ' runs'}; start the server with "
-            f"`torchrun --nproc-per-node {size} -m draftsmith.cli serve ...`"
+            f"tensor_parallel is {size} but {started} process{'es run' if started > 1 else ' runs'}; start the server without "
+            f"torchrun, or with `torchrun --nproc-per-node {size} -m draftsmith.cli serve ...`"
         )
-    on_cuda = device.startswith("cuda")
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if on_cuda else "gloo")
-    if on_cuda:
+    if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
+    ranks.join(torch.device(device))
     return Place(dist.get_rank(), size, device)

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from draftsmith.drafters.checkpoint import DRAFT_DTYPES, load, load_draft
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.ranks import LEADER, Channel
 from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.text_first import TextFirst
@@ -36,7 +37,7 @@ from draftsmith.serve.http import Server, create_app
 from draftsmith.serve.log_line import StatsLog
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.metrics import ServerMetrics
-from draftsmith.serve.parallel import LEADER, Channel, LeadingTarget, follow, join
+from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.record import Sink
 from draftsmith.serve.trees import wanted_tree
 from draftsmith.serve.watch import VersionWatcher

@@ -1,0 +1,50 @@
+"""The gradient of one step of online learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from draftsmith.distill.config import LearnConfig
+from draftsmith.drafters.target import Target
+from draftsmith.kernels.divergence_kind import kind_of
+from draftsmith.train.objective import StepSums, unrolled_loss
+from draftsmith.train.position_weights import step_weighting
+from draftsmith.train.roles import Row, padded_rows
+from draftsmith.train.teacher import LiveTeacher
+
+
+class Gradients(Protocol):
+    def add(self, drafter: torch.nn.Module, rows: Sequence[Row]) -> StepSums:
+        """The gradient of the rows' token mean, added to those of the draft's parameters."""
+        ...
+
+
+class OwnGradients:
+    """By this process alone."""
+
+    def __init__(self, target: Target, config: LearnConfig):
+        self.target, self.config = target, config
+        self.weighting = step_weighting(config.weights, config.step_decay)
+
+    def add(self, drafter: torch.nn.Module, rows: Sequence[Row]) -> StepSums:
+        return self.add_share(drafter, rows, total_weight(rows))
+
+    def add_share(self, drafter: torch.nn.Module, rows: Sequence[Row], weight: float) -> StepSums:
+        """Of some rows of a batch whose rows weigh `weight` together."""
+        unrolled = unrolled_loss(
+            drafter,
+            LiveTeacher(self.target),
+            padded_rows(rows, self.target.device),
+            num_steps=self.config.unroll,
+            weighting=self.weighting,
+            kind=kind_of(self.config.divergence),
+        )
+        (unrolled.total / (unrolled.scale * weight)).backward()
+        return unrolled.sums
+
+
+def total_weight(rows: Sequence[Row]) -> float:
+    return float(sum(row.weights.sum(dtype="float64") for row in rows))

@@ -1,0 +1,94 @@
+"""Several processes of one launcher where rank 0 leads: it tells the others what to call, and all of them make that call.
+
+A rank that leaves such a call halfway leaves the others in a collective that nobody will complete, and the next call would meet
+them there. So whoever fails in one ends its process on the spot, and torchrun ends the others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+LEADER = 0
+FAILED = 70  # exit status: sysexits.h's EX_SOFTWARE
+# Rank 0 may rest for months between two calls; a collective that ends before then would end all.
+PATIENCE = datetime.timedelta(days=3650)
+
+
+class Gone(Exception):
+    """Another process has ended."""
+
+
+class Channel:
+    """From rank 0 to all others, in order. Over gloo, whatever the calls themselves use."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def tell(self, call: Any) -> None:
+        """A named tuple whose tensors, nested ones included, arrive on the listeners' devices."""
+        with meeting():
+            dist.broadcast_object_list([_moved(call, "cpu")], src=LEADER, group=self._group)
+
+    def hear(self, device: torch.device) -> Any:
+        message: list[Any] = [None]
+        with meeting():
+            dist.broadcast_object_list(message, src=LEADER, group=self._group)
+        return _moved(message[0], device)
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Around collectives."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Gone(str(error).strip().splitlines()[0]) from error
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Around a call that all ranks make; whatever it raises ends this process."""
+    try:
+        yield
+    except BaseException as error:
+        # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that wait for this one.
+        if isinstance(error, Gone):
+            log.critical("rank %d ends because another process has (%s)", dist.get_rank(), error)
+        else:
+            log.critical("rank %d failed in a call that all ranks make; all of them end", dist.get_rank(), exc_info=True)
+        logging.shutdown()
+        os._exit(FAILED)
+
+
+def leave_signals_to_the_leader() -> None:
+    """torchrun signals every process at once; rank 0 ends its work and says when to stop."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def join(device: torch.device) -> None:
+    """The group of the processes that torchrun started, each with a device of its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """Every tensor of a (nested) call on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and type(value) is not tuple:
+        return type(value)(*(_moved(field, device) for field in value))
+    return value
