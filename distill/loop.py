@@ -14,6 +14,7 @@ from draftsmith.distill.folder import retain
 from draftsmith.distill.learner import Learner
 from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.place import load_target
+from draftsmith.distill.pool import ClassPool
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.quarantine import signature
 from draftsmith.distill.state import Counters, StateFolder
@@ -36,6 +37,7 @@ class Daemon:
         self.counters, self.open = Counters(), OpenRequests()
         site = Site(config, self.target, throttle, self.counters, status.event, self.save, lambda: self.reader.cursor)
         self.shared = Lineage(self.root, site, draft=config.draft)
+        self.pool = ClassPool(self.root, site, self.shared)
         self.reader = BufferReader(config.buffer)
         self.saves = StateFolder(self.root)
         self.forgotten: frozenset[str] = frozenset()
@@ -45,8 +47,8 @@ class Daemon:
 
     @property
     def lineages(self) -> dict[str, Lineage]:
-        """By class; the shared one, which learns from all traffic, is ""."""
-        return {"": self.shared}
+        """By folder; the shared one, which learns from all traffic, is ""."""
+        return {"": self.shared, **self.pool.lineages}
 
     def _restore(self) -> None:
         learners = {name: one.learner for name, one in self.lineages.items()}
@@ -56,6 +58,7 @@ class Daemon:
             self.reader.cursor = dict(restored.cursor)
             self.counters.take_over(restored.counters)
             self.open = OpenRequests(restored.open)
+            self.pool.restore(restored.pool)
         for name, one in self.lineages.items():
             one.begin(known.get(name))
         if restored is not None:
@@ -99,6 +102,7 @@ class Daemon:
             self.sort_in(text)
         for one in self.lineages.values():
             one.finish()
+        self.pool.judge()
         self.show()
 
     def is_done(self) -> bool:
@@ -123,6 +127,7 @@ class Daemon:
         arrived = self.take_in()
         worked = [one.work() for one in self.lineages.values()]
         has_update = any(worked)
+        self.pool.judge()
         if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
             self.save()
         self.retain()
@@ -159,6 +164,7 @@ class Daemon:
     def sort_in(self, text: ServedText) -> None:
         self.counters.held_out += is_held_out(text, self.config.gate.held_out)
         self.shared.take(text)
+        self.pool.take(text)
 
     # Keeping.
 
@@ -168,6 +174,7 @@ class Daemon:
             cursor=self.reader.cursor,
             counters=self.counters,
             target_revision=self.target.revision,
+            pool=self.pool.to_dict(),
             open_records=self.open.all_records(),
             with_records=not self.reader.folder.is_memory,
         )
@@ -188,6 +195,7 @@ class Daemon:
         values = {
             **to_dict(self.counters),
             **self.shared.to_dict(),
+            "pool": self.pool.describe(),
             "share": self.throttle.share,
             "worked_s": self.throttle.worked_s,
             "rested_s": self.throttle.rested_s,

@@ -83,7 +83,7 @@ class ClassPool:
     def __init__(self, root: Path, site: Site, shared: Lineage):
         self.root, self.site, self.shared = root, site, shared
         self.config, self.gate = site.config.pool, site.config.gate
-        pool = read_pool(root) or DraftPool()
+        self.written = pool = read_pool(root) or DraftPool()
         self.clusters = pool.clusters
         self.traffic = ClassTraffic(self.config.idle_requests)
         self.untagged, self.clusters_due = 0, FIRST_CLUSTERS
@@ -124,7 +124,6 @@ class ClassPool:
         texts = [text.tokens for text in kept if not text.records[0].request_class]
         self.clusters = find_clusters(texts, most=max(2, self.config.most), seed=self.site.config.seed)
         self.traffic.leave_out(names)
-        self._write()
         count = len(self.clusters.centroids) if self.clusters else 1
         self.site.tell(f"requests without a tag are of {count} kind{'s' if count > 1 else ''}")
 
@@ -144,6 +143,7 @@ class ClassPool:
         members = [self._member(one) for one in sorted(self.members.values(), key=lambda one: not one.is_serving)]
         for move in moves(members, self.traffic, self.config):
             self._apply(move)
+        self._write()
 
     def _follow_live(self, one: Pooled) -> None:
         """What a class that learns must beat is the live draft of today, even if it did beat yesterday's."""
@@ -185,19 +185,26 @@ class ClassPool:
         elif move.kind != "learn":
             del self.members[name]
             self.traffic.given_up[name] = self.traffic.num_seen
-        self._write()
         decision = DECISIONS[move.kind]
-        versions.record_decision(self.root, {"decision": decision, "class": name, "reason": move.reason, **one.describe()})
+        self.shared.log.add({"decision": decision, "class": name, "reason": move.reason, **one.describe()})
         self.site.tell(f"{decision}: {name!r} ({one.folder}), {move.reason}")
-        self.site.save()
-        self._sweep()
 
     # Keeping.
 
-    def _write(self) -> None:
+    def _pool(self) -> DraftPool:
         serving = {one.name: one.folder for one in self.members.values() if one.is_serving}
         learning = {one.name: one.folder for one in self.members.values() if not one.is_serving}
-        write_pool(self.root, DraftPool(serving, learning, self.clusters))
+        return DraftPool(serving, learning, self.clusters)
+
+    def _write(self) -> None:
+        """Whatever moved. A full disk is tried again."""
+        pool = self._pool()
+        if pool == self.written:
+            return
+        write_pool(self.root, pool)
+        self.site.save()
+        self.written = pool
+        self._sweep()
 
     def _sweep(self) -> None:
         """Versions of classes that have no draft any more; their decisions stay."""

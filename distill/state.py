@@ -91,6 +91,7 @@ class Restored:
     counters: Counters
     open: list[RoundRecord]
     lineages: dict[str, LineageState]
+    pool: dict[str, Any]
 
 
 class StateFolder:
@@ -110,11 +111,12 @@ class StateFolder:
         cursor: Cursor,
         counters: Counters,
         target_revision: str,
+        pool: Mapping[str, Any],
         open_records: Sequence[RoundRecord],
         with_records: bool = True,
     ) -> None:
-        """`lineages` by name, the shared one's being "". Without records nothing that was served reaches the disk, and a
-        restart goes on without what it had in hand."""
+        """`lineages` by folder, the shared one's being ""; `pool` is what a pool knows beside its own. Without records nothing
+        that was served reaches the disk, and a restart goes on without what it had in hand."""
         self._sweep()
         number = max(self.numbers(), default=0) + 1
         with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
@@ -124,6 +126,7 @@ class StateFolder:
                 "cursor": cursor,
                 "counters": asdict(counters),
                 "target_revision": target_revision,
+                "pool": pool,
                 "lineages": {name: _save_lineage(kept, folder / name, with_records) for name, kept in lineages.items()},
             }
             files.write_json(folder / "state.json", values)
@@ -152,7 +155,7 @@ class StateFolder:
         # All or nothing: everything is read before the first learner is touched.
         for name, one in saved.items():
             one.fill(learners[name])
-        return Restored(values["cursor"], counters, records, {name: one.state for name, one in saved.items()})
+        return Restored(values["cursor"], counters, records, {name: one.state for name, one in saved.items()}, values["pool"])
 
     def _sweep(self) -> None:
         """What a kill left half-written."""
