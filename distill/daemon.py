@@ -11,12 +11,15 @@ import torch
 
 from draftsmith.distill import learner as learning
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.crew import follow, joined
 from draftsmith.distill.latency_guard import LatencyGuard, scraper
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.loop import Daemon
+from draftsmith.distill.place import device_of
 from draftsmith.distill.status import Status
 from draftsmith.distill.status_server import StatusServer
 from draftsmith.distill.throttle import Guard, NoGuard, Throttle
+from draftsmith.drafters.ranks import LEADER, Channel
 from draftsmith.errors import UserError
 
 
@@ -24,14 +27,19 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
     """Until SIGTERM, SIGINT or `stop`; what was learned is saved and a restart goes on from there."""
     check(config)
     stop = stop or threading.Event()
-    with learner_lock(config.versions), stopping(stop):
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        learn(config, stop)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with joined(device_of(config.device)) as crew:
+        if crew is not None and crew.rank != LEADER:
+            follow(crew.channel, config)
+            return 0
+        channel = None if crew is None else crew.channel
+        with learner_lock(config.versions), stopping(stop):
+            learn(config, stop, channel)
     return 0
 
 
-def learn(config: DistillConfig, stop: threading.Event) -> None:
+def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None) -> None:
     status, throttle = Status(config.versions), Throttle(config.learn.budget, guard_of(config), stop)
     with ExitStack() as closing:
         if config.status_port is not None:
@@ -39,7 +47,7 @@ def learn(config: DistillConfig, stop: threading.Event) -> None:
             closing.callback(server.close)
             status.event(f"status at http://{config.status_host}:{server.port}")
         while True:
-            daemon = Daemon(config, status, throttle)
+            daemon = Daemon(config, status, throttle, channel)
             daemon.loop(stop)
             if not daemon.is_outdated:
                 return

@@ -14,6 +14,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.decision_log import DecisionLog
 from draftsmith.distill.drift import Drift
 from draftsmith.distill.gate import Decision, decide
+from draftsmith.distill.gradients import Gradients
 from draftsmith.distill.learner import Learner, UpdateReport
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.quarantine import enough, notice, regate
@@ -38,6 +39,7 @@ class Site:
 
     config: DistillConfig
     target: Target
+    gradients: Gradients
     throttle: Throttle
     counters: Counters
     tell: Callable[[str], None]  # a line for people
@@ -55,7 +57,7 @@ class Lineage:
         self.log = DecisionLog(self.root, self.tell)
         self.canary = CanaryDesk(self.publisher, self.config.gate)
         candidate = self.publisher.load(versions.folder_of(self.root, self.publisher.version))
-        self.learner = Learner(candidate, site.target, self.config.learn, seed=self.config.seed)
+        self.learner = Learner(candidate, site.target, self.config.learn, seed=self.config.seed, gradients=site.gradients)
         self.fresh: list[ServedText] = []
         self.window: list[ServedText] = []
         self.ledger, self.drift = Ledger(), Drift(self.config.drift)
@@ -72,14 +74,15 @@ class Lineage:
 
     @property
     def kept(self) -> Kept:
-        version, trial = self.publisher.version, self.canary.trial
-        return Kept(self.learner, LineageState(version, self.is_gate_due, self.ledger, trial, self.fresh, self.window))
+        version, trial, drift = self.publisher.version, self.canary.trial, self.drift.kept()
+        return Kept(self.learner, LineageState(version, self.is_gate_due, self.ledger, trial, drift, self.fresh, self.window))
 
     def begin(self, state: LineageState | None) -> None:
         """Where the last run ended, whose learner is filled already; or at the live version."""
         if state is not None:
             self.is_gate_due, self.ledger = state.is_gate_due, state.ledger
             self.fresh, self.window, self.canary.trial = state.fresh, state.window, state.trial
+            self.drift.restore(state.drift)
         if state is not None and state.live_version != self.publisher.version:
             self._new_live_version()
         else:

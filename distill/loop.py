@@ -10,7 +10,9 @@ from pathlib import Path
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer import BufferReader
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.crew import SharedGradients
 from draftsmith.distill.folder import retain
+from draftsmith.distill.gradients import OwnGradients
 from draftsmith.distill.learner import Learner
 from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.place import load_target
@@ -21,6 +23,7 @@ from draftsmith.distill.state import Counters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.distill.traffic import OpenRequests, ServedText, is_held_out
+from draftsmith.drafters.ranks import Channel
 
 RETENTION_S = 30.0
 
@@ -28,14 +31,17 @@ RETENTION_S = 30.0
 class Daemon:
     """Every part of a cycle may fail for want of disk without ending the loop."""
 
-    def __init__(self, config: DistillConfig, status: Status, throttle: Throttle):
+    def __init__(self, config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None = None):
+        """`channel` leads to other processes that share the work of an update."""
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
         self.target_files = signature(config.target)
         self.is_outdated = False  # the servers run weights that have come into the target's folder since
         self.target = load_target(config.target, dtype=config.dtype, device=config.device)
         self.counters, self.open = Counters(), OpenRequests()
-        site = Site(config, self.target, throttle, self.counters, status.event, self.save, lambda: self.reader.cursor)
+        own = OwnGradients(self.target, config.learn)
+        gradients = own if channel is None else SharedGradients(own, channel)
+        site = Site(config, self.target, gradients, throttle, self.counters, status.event, self.save, lambda: self.reader.cursor)
         self.shared = Lineage(self.root, site, draft=config.draft)
         self.pool = ClassPool(self.root, site, self.shared)
         self.reader = BufferReader(config.buffer)

@@ -53,7 +53,8 @@ def meeting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Gone(str(error).strip().splitlines()[0]) from error
+        # The first sentence: advice of the library follows.
+        raise Gone(str(error).split(". ")[0]) from error
 
 
 @contextmanager
