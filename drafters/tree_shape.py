@@ -74,6 +74,10 @@ class TreeByLaw:
     def nodes(self) -> int:
         return max(self.greedy.nodes, self.sampled.nodes)
 
+    @property
+    def depth(self) -> int:
+        return max(self.greedy.depth, self.sampled.depth)
+
 
 TreeShape = DynamicTree | SampledTree | TreeByLaw
 

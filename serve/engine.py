@@ -36,6 +36,7 @@ from draftsmith.serve.runner import BlockTables, PassOutput, make_runner
 from draftsmith.serve.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.stats import EngineStats
 from draftsmith.serve.swap import Swap
+from draftsmith.serve.tree_control import TreeControl
 from draftsmith.serve.trees import move_kept, straighten, wanted_tree
 
 
@@ -385,7 +386,10 @@ class Engine:
 def control_of(config: EngineConfig) -> Control:
     if config.k_schedule is not None:
         return ScheduledControl(parse_schedule(config.k_schedule))
-    return AutoControl(min(3, config.k)) if config.adaptive else FixedControl()
+    if not config.adaptive:
+        return FixedControl()
+    tree = wanted_tree(config)
+    return AutoControl(min(3, config.k)) if tree is None else TreeControl(tree.depth)
 
 
 def prefix_cache(target: Target, drafter: ServingDrafter | None, blocks: BlockManager, plan: BlockPlan) -> PrefixCache:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 def wanted_tree(config: EngineConfig) -> TreeShape | None:
     if config.tree is None:
         return None
-    if config.adaptive:
-        raise UserError("k is auto together with a tree, whose size does not change with what pays; leave one of them out")
     if config.verification != "chain":
         raise UserError(
             f"verification is {config.verification!r}, which judges chains, together with a tree; leave one of them out"

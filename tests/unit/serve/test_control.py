@@ -25,6 +25,7 @@ from draftsmith.serve.control import (
 from draftsmith.serve.latency import LatencyTable, bucket_of
 from draftsmith.serve.marginal import MarginalCost
 from draftsmith.serve.survival import Survival
+from draftsmith.serve.tree_control import TreeControl
 
 MOST = 8
 
@@ -389,3 +390,20 @@ def test_what_one_more_draft_costs_is_told_from_rounds_that_differ() -> None:
     for _ in range(3000):
         cost.add(6, 0.029 * (1.0 + 0.05 * chance.gauss(0, 1)))
     assert cost.seconds < 0.1 * known, "what cannot be seen any more is forgotten, so that rounds differ again"
+
+
+@pytest.mark.parametrize("tree_s, alpha, pays", [(4e-3, 0.8, True), (4e-3, 0.1, False), (4e-2, 0.8, False)])
+def test_trees_are_grown_where_they_pay(tree_s: float, alpha: float, pays: bool) -> None:
+    """A round takes 10 ms, with trees `tree_s` more; of 5 depths each is kept with chance alpha."""
+    control, chance, grown = TreeControl(depth=5), random.Random(1), 0
+    for number in range(600):
+        # The last one is at its answer's end: its tree has room for 3 nodes.
+        plan = control.choose([Wish("", 24), Wish("", 24), Wish("", 3)], 3)
+        assert plan.ks in ([24, 24, 3], [0, 0, 0])
+        trees = plan.ks[0] > 0
+        kept = [next((depth for depth in range(5) if chance.random() > alpha), 5) for _ in plan.ks] if trees else []
+        offers = [Offer("", k, min(depth, k)) for k, depth in zip(plan.ks, kept, strict=False)]
+        seconds = (1e-2 + tree_s * trees) * chance.uniform(0.95, 1.05)
+        control.observe(RoundResult(plan, 3, 3, max(plan.ks), seconds, False, offers, sum(plan.ks)))
+        grown += trees and number >= 100
+    assert (grown > 450) if pays else (grown < 50)

@@ -114,6 +114,10 @@ def test_a_k_that_is_no_number_is_refused(k: str) -> None:
         ServeConfig(target="t", k=k).engine()
 
 
-def test_trees_have_a_size_of_their_own(target: Target) -> None:
-    with pytest.raises(UserError, match="k is auto together with a tree"):
-        Engine(target, None, EngineConfig(k=8, adaptive=True, tree="dynamic"))
+def test_k_auto_grows_whole_trees_or_none(target: Target) -> None:
+    drafter = Eagle3.create(Eagle3Options(), target, seed=0).eval()
+    engine = Engine(target, drafter, EngineConfig(k=8, adaptive=True, tree="dynamic:nodes=6,depth=3,width=2", compile="off"))
+    answers = engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    assert [answer.tokens for answer in answers] == target.answer(PROMPTS, max_new_tokens=60, ignore_eos=True)
+    # Fewer where an answer ends; a draft of random weights pays nowhere, so most rounds have none.
+    assert engine.stats.rounds_by_k[0] > engine.stats.rounds_by_k[6] > 0
