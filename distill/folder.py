@@ -6,6 +6,8 @@ import io
 import logging
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,10 +58,12 @@ class Folder:
 
     def names(self) -> dict[str, int]:
         """Every file with its size in bytes."""
-        if not self.fs.isdir(self.root):
-            return {}
-        self.fs.invalidate_cache(self.root)
-        return {entry["name"].rsplit("/", 1)[-1]: int(entry.get("size") or 0) for entry in self.fs.ls(self.root, detail=True)}
+        with as_os_errors():
+            if not self.fs.isdir(self.root):
+                return {}
+            self.fs.invalidate_cache(self.root)
+            listed = self.fs.ls(self.root, detail=True)
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry.get("size") or 0) for entry in listed}
 
     @property
     def is_memory(self) -> bool:
@@ -75,14 +79,16 @@ class Folder:
             with files.atomic_path(path) as temporary:
                 temporary.write_bytes(data)
         else:
-            self.fs.pipe_file(path, data)
+            with as_os_errors():
+                self.fs.pipe_file(path, data)
 
     def fetch(self, shard: Shard) -> bytes:
         """An `OSError` says something about the file system, not about the shard."""
-        return self.fs.cat_file(shard.path)
+        return self.read(shard.path.rsplit("/", 1)[-1])
 
     def read(self, name: str) -> bytes:
-        return self.fs.cat_file(f"{self.root}/{name}")
+        with as_os_errors():
+            return self.fs.cat_file(f"{self.root}/{name}")
 
     def sweep(self) -> None:
         """Half-written files of killed writers."""
@@ -96,9 +102,21 @@ class Folder:
 
     def remove(self, name: str) -> None:
         try:
-            self.fs.rm_file(f"{self.root}/{name}")
+            with as_os_errors():
+                self.fs.rm_file(f"{self.root}/{name}")
         except FileNotFoundError:
             logger.debug("%s/%s was deleted by another process", self.root, name)
+
+
+@contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Object stores have errors of their own for a store that is not reached, and each library others."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def file_system_of(path: Path) -> str:

@@ -113,6 +113,32 @@ def test_many_writers_one_reader_and_other_file_systems() -> None:
     fsspec.filesystem("memory").rm("/traffic-test", recursive=True)
 
 
+def test_an_object_store_that_is_not_reached_is_waited_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an error of its own library, which is no `OSError`."""
+
+    def unreachable(*args: object, **values: object) -> None:
+        raise RuntimeError("could not connect to the endpoint")
+
+    store = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(store), "pipe_file", unreachable)
+    monkeypatch.setattr(type(store), "isdir", unreachable)
+    writer = BufferWriter("memory://unreachable-test", flush_s=0.01)
+    writer.put(record())
+    deadline_s = time.monotonic() + 10
+    while not caplog.records and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert [line.message.count("cannot be written (RuntimeError: could not connect") for line in caplog.records] == [1]
+    with pytest.raises(OSError):
+        BufferReader("memory://unreachable-test").read()
+    monkeypatch.undo()
+    writer.close()
+    assert (writer.written, writer.dropped) == (1, 0)
+    assert len(BufferReader("memory://unreachable-test").read().records) == 1
+    store.rm("/unreachable-test", recursive=True)
+
+
 def test_put_never_blocks_and_counts_what_it_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Folder, name: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")
