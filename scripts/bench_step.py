@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
@@ -53,7 +54,12 @@ def main() -> None:
         "passes": {
             f"{count} tokens": measure(target_variants(own, recorded, count), options.steps) for count in TOKENS
         },
-        "matmuls": {f"{count} tokens": measure(matmul_variants(own, count), options.steps) for count in TOKENS},
+        "matmuls": {f"{count} tokens": measure(matmul_variants(own.model, count), options.steps) for count in TOKENS},
+        "draft_matmuls": {
+            f"{family}, {count} tokens": measure(matmul_variants(new_draft(family, own), count), options.steps)
+            for family in DRAFTS
+            for count in TOKENS
+        },
         "draft_rounds": {
             f"{family}, k = {options.k}": measure(draft_variants(family, own, recorded, options.k), options.steps)
             for family in DRAFTS
@@ -105,12 +111,9 @@ def target_pass(target: Target, count: int) -> Callable[[], Any]:
     return lambda: target.forward(ids, positions[None], PagedPass(pool, table, positions, lengths), rows)
 
 
-def matmul_variants(target: Target, count: int) -> Variants:
-    """The target's matrices alone, as torch multiplies them, as a recording does, and in fewer bits, for drafts to come."""
-    head, table = target.model.get_output_embeddings().weight, target.model.get_input_embeddings().weight
-    looked_up = table if table is not head else None
-    matrices = [weight for weight in target.model.parameters() if weight.ndim == 2 and weight is not looked_up]
-    weights = [weight.detach() for weight in matrices]
+def matmul_variants(model: nn.Module, count: int) -> Variants:
+    """A model's matrices alone, as torch multiplies them, as a recording does, and in fewer bits, for drafts to come."""
+    weights = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
     narrow = [torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 8) for weight in weights]
     scales = [weight.abs().amax(dim=1, keepdim=True) / 127 for weight in weights]
@@ -132,8 +135,12 @@ def matmul_variants(target: Target, count: int) -> Variants:
     }
 
 
+def new_draft(family: str, target: Target) -> Any:
+    return FAMILIES[family].create(DRAFTS[family], target, seed=0).eval()
+
+
 def draft_variants(family: str, own: Target, recorded: Target, k: int) -> Variants:
-    plain, replayed = (FAMILIES[family].create(DRAFTS[family], target, seed=0).eval() for target in (own, recorded))
+    plain, replayed = new_draft(family, own), new_draft(family, recorded)
     record_forwards(recorded, replayed)
     return {"own": draft_round(plain, own, k), "recorded": draft_round(replayed, recorded, k)}
 
@@ -162,6 +169,11 @@ def show(report: dict[str, Any]) -> None:
         for name, row in report[part].items():
             before, after = row["own"]["least_ms"], row["recorded"]["least_ms"]
             print(f"{name:24}{before:14.3f}{after:14.3f}{before / after:14.2f}")
+    print(f"\n{'products, least ms':24}" + "".join(f"{name:>14}" for name in ("recorded", "bfloat16", "int8")))
+    for part in ("matmuls", "draft_matmuls"):
+        for name, row in report[part].items():
+            cells = "".join(f"{row[kind]['least_ms']:14.3f}" for kind in ("packed", "bfloat16", "int8"))
+            print(f"{name if part == 'draft_matmuls' else 'target, ' + name:24}{cells}")
     print(f"recording took {report['record_s']} s; load average before: {report['load_average_before']:.1f}")
 
 
