@@ -83,7 +83,7 @@ class GateConfig:
     gain: float = option(0.002, "least gain in alpha worth a swap")
     drop: float = option(0.03, "loss of live alpha that calls for a rollback, if the evidence holds")
     canary: float = option(0.0, "share of live requests, at most 0.5, on which a version is tried before all get it; 0 is off")
-    canary_requests: int = option(48, "requests it drafts for after which held-out traffic decides what is still open")
+    canary_requests: int = option(96, "requests it drafts for after which held-out traffic decides what is still open")
     floor: float = option(0.3, "alpha on a changed target's traffic that takes an older draft out of quarantine")
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from draftsmith.distill.config import DriftConfig
 from draftsmith.distill.traffic import ServedText
@@ -121,6 +123,17 @@ class Drift:
         if hours <= 0:
             return high
         return min(high, max(low, len(self._times_s) / hours / self.config.false_alarms))
+
+    def kept(self) -> dict[str, Any]:
+        """All that a restart needs to go on."""
+        classes = {name: asdict(one) for name, one in self._detectors.items()}
+        return {"fruitless": self.fruitless, "times_s": list(self._times_s), "classes": classes}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        self.fruitless = kept["fruitless"]
+        self._times_s.extend(kept["times_s"])
+        for name, one in kept["classes"].items():
+            self._detectors[name] = ClassDetector(**{**one, "drop": self.config.drop})
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         return {

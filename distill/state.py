@@ -76,6 +76,7 @@ class LineageState:
     is_gate_due: bool
     ledger: Ledger
     trial: Trial | None
+    drift: dict[str, Any]
     fresh: list[ServedText]
     window: list[ServedText]
 
@@ -175,6 +176,7 @@ def _save_lineage(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any
         "is_gate_due": state.is_gate_due,
         "ledger": state.ledger.to_dict(),
         "trial": state.trial.to_dict() if state.trial else None,
+        "drift": state.drift,
         "steps": learner.steps,
         "updates": learner.updates,
         "reservoir_seen": learner.reservoir.seen,
@@ -208,7 +210,7 @@ class Saved(NamedTuple):
 def _read_lineage(values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path) -> Saved:
     fresh, window, reservoir = (_texts(_records(folder / f"{name}.parquet")) for name in ("fresh", "window", "reservoir"))
     ledger, trial = Ledger.from_dict(values["ledger"]), Trial.from_dict(values["trial"]) if values["trial"] else None
-    state = LineageState(values["live_version"], values["is_gate_due"], ledger, trial, fresh, window)
+    state = LineageState(values["live_version"], values["is_gate_due"], ledger, trial, values["drift"], fresh, window)
     weights, moments = load_file(folder / "candidate.safetensors"), load_file(folder / "optimizer.safetensors")
     if {name: value.shape for name, value in weights.items()} != {name: value.shape for name, value in parameters.items()}:
         raise ValueError("its candidate has another shape than the live draft")

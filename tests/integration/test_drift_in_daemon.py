@@ -66,3 +66,4 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(tmp_path: Path, tiny
     daemon.save()
     again = Daemon(config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event()))
     assert again.counters.drift_alarms == 1 and again.shared.ledger == daemon.shared.ledger
+    assert str(again.shared.drift.kept()) == str(daemon.shared.drift.kept())

@@ -1,0 +1,59 @@
+"""Where a rollback can return to, and which versions are kept for it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftsmith.distill.publisher import Publisher
+from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import Target
+
+
+@pytest.fixture
+def made(tmp_path: Path, target: Target) -> Callable[..., Publisher]:
+    """Versions in a row, each the parent of the next, made for the given revisions of the target."""
+    draft = FAMILIES["mtp"].create(MtpOptions(), target, seed=0)
+
+    def publish(*revisions: str) -> Publisher:
+        for number, revision in enumerate(revisions):
+            versions.publish(
+                tmp_path, lambda folder: checkpoint.save(draft, folder, target), family="mtp", target={"revision": revision},
+                parent=number or None, data_range={}, gate={},
+            )  # fmt: skip
+        return Publisher(tmp_path, "", target)
+
+    return publish
+
+
+def test_a_rollback_returns_to_the_nearest_version_that_is_whole_and_made_for_this_target(
+    made: Callable[..., Publisher], target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = target.revision
+    publisher = made(own, own, "another", own)
+    assert publisher.version == 4 and publisher.parent_version == 2
+    assert "version 4 cannot be rolled back to version 3: it was made for target revision another" in caplog.text
+    (versions.folder_of(publisher.root, 2) / "model.safetensors").write_bytes(b"torn")
+    # What the decision compared with is gone: nothing is proven about the one before it.
+    assert not publisher.roll_back("worse") and versions.latest(publisher.root) == 4 and publisher.parent_version == 1
+    assert publisher.roll_back("worse") and publisher.version == versions.latest(publisher.root) == 1
+    assert publisher.parent_version is None and not publisher.roll_back("worse")
+
+
+def test_a_chain_whose_link_was_deleted_ends_there(made: Callable[..., Publisher], target: Target) -> None:
+    publisher = made(target.revision, "another", target.revision)
+    assert publisher.parent_version == 1
+    shutil.rmtree(versions.folder_of(publisher.root, 2))
+    publisher.reload()
+    assert publisher.parent_version is None
+
+
+def test_versions_that_are_needed_are_not_pruned(made: Callable[..., Publisher], target: Target) -> None:
+    publisher = made(*[target.revision] * 8)
+    assert versions.prune(publisher.root, keep=1, needed=(4, None)) == [2, 3, 5, 6]
+    assert versions.versions(publisher.root) == [1, 4, 7, 8]
