@@ -236,8 +236,6 @@ def test_broken_weights_cost_only_speed(tree: str, temperature: float, load: Cal
 def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
     with pytest.raises(UserError, match="grows none"):
         Engine(load("llama"), None, EngineConfig(tree="dynamic"))
-    with pytest.raises(UserError, match="together with a tree"):
-        Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="dynamic", adaptive=True))
     with pytest.raises(UserError, match="judges chains"):
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="dynamic", verification="block"))
     with pytest.raises(UserError, match="drafts of a chain"):
