@@ -19,6 +19,7 @@ from draftsmith.serve.dashboard_learning import Learning
 from draftsmith.serve.dashboard_samples import NOW_S, Counts, History, by_class, summary
 from draftsmith.serve.dashboard_schema import DashboardBody
 from draftsmith.serve.dashboard_text import TextView, pieces
+from draftsmith.serve.routing import LIVE
 from draftsmith.version import __version__
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def _identity(server: Server, dashboard: Dashboard) -> dict[str, Any]:
         "lossless": engine.lossless,
         "drafter": None if engine.drafter is None else engine.drafter.family,
         "draft_version": stats.draft_version,
+        "further_versions": [version for draft, version in stats.draft_versions.items() if draft != LIVE],
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "kv_usage": scheduler.blocks.usage,

@@ -52,6 +52,7 @@ class Identity(BaseModel):
     lossless: bool
     drafter: str | None
     draft_version: str
+    further_versions: list[str]  # on trial, and of classes
     running: int
     waiting: int
     kv_usage: float

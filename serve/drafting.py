@@ -46,7 +46,7 @@ class Drafting:
             raise UserError(f"tree is given with {family}, which grows none; leave it out or draft with eagle3, eagle1 or mtp")
         self.pool, self.stats, self.vocab_size, self.tree = pool, stats, vocab_size, tree
         # Replaced, not changed: other threads look into it.
-        self.drafts: dict[str, ServedDraft] = {} if drafter is None else {LIVE: ServedDraft(drafter)}
+        self.drafts: dict[str, ServedDraft] = {} if drafter is None else {LIVE: ServedDraft(LIVE, drafter)}
         # Drafts from the text alone while a draft rests: a drafter without cache and taps.
         self.fallback = fallback
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
@@ -66,7 +66,7 @@ class Drafting:
 
     def put(self, name: str, drafter: ServingDrafter) -> None:
         """`drafter` has new weights, or is new: either deserves a new chance."""
-        self.drafts = {**self.drafts, name: ServedDraft(drafter)}
+        self.drafts = {**self.drafts, name: ServedDraft(name, drafter)}
 
     def retire(self, name: str) -> None:
         """No new requests for it; those it has keep it."""

@@ -9,6 +9,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import torch
+
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
@@ -32,17 +34,21 @@ class Lineup:
 
     def prepare(self, folder: str, version: str, draft: str) -> Swap:
         """A swap in the queue, for the draft of that name or for a further one."""
-        served = self.drafting.drafts
+        drafters = {name: served.drafter for name, served in self.drafting.drafts.items()}
         try:
-            if draft in served or LIVE not in served:
-                drafter = served[draft].drafter if served else None
-                swap = prepare_swap(drafter, self.target, folder, version, draft=draft)
+            if draft == LIVE or draft in drafters:
+                swap = prepare_swap(drafters.get(draft), self.target, folder, version, draft=draft)
             else:
-                live = served[LIVE].drafter
+                live = drafters.get(LIVE)
                 swap = prepare_new(live, self.target, folder, version, draft=draft, make_ready=self.make_ready)
         except UserError:
             self.stats.num_swaps_refused += 1
             raise
+        except torch.OutOfMemoryError as error:
+            self.stats.num_swaps_refused += 1
+            raise UserError(
+                f"version {version} found no room on the device ({error}); serve with a smaller memory_gib or fewer drafts"
+            ) from error
         self.swaps.append(swap)
         return swap
 

@@ -10,14 +10,9 @@ from prometheus_client.registry import Collector
 
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import FinishReason
-from draftsmith.serve.routing import LIVE
+from draftsmith.serve.routing import shown
 from draftsmith.serve.sizes import draft_bytes, target_bytes
 from draftsmith.serve.stats import MAX_PAUSES
-
-
-def shown(draft: str) -> str:
-    """The name of a draft as a label."""
-    return "live" if draft == LIVE else draft
 
 
 class EngineCollector(Collector):
@@ -98,7 +93,7 @@ class EngineCollector(Collector):
         yield self._labelled("draftsmith_rounds_by_k", "Engine rounds that decided, by the k they were planned with.", "k", by_k)
         lossless = float(self.engine.lossless)
         yield self._gauge(
-            "draftsmith_lossless", "0 when typical or synthetic acceptance was opted for, which changes answers.", lossless
+            "draftsmith_lossless", "0 when drafts are judged by typical or synthetic acceptance, which changes answers.", lossless
         )
         yield self._labelled("draftsmith_time_seconds", "Where rounds spend their time.", "phase", stats.time_s)
         yield self._labelled("draftsmith_fallbacks", "Drafting failures by cause.", "cause", stats.fallbacks)

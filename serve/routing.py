@@ -29,6 +29,11 @@ def class_draft(name: str) -> str:
     return f"pool/{name}"
 
 
+def shown(draft: str) -> str:
+    """The name of a draft in logs and metrics."""
+    return draft or "live"
+
+
 class Route(NamedTuple):
     draft: str = LIVE
     pool_class: str = ""  # the class of the pool it was sorted into; "" for none

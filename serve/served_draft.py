@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.serve.routing import shown
 
 log = logging.getLogger(__name__)
 
@@ -13,8 +14,8 @@ LONGEST_PAUSE = 256  # rounds without drafting after a drafter has failed again 
 
 
 class ServedDraft:
-    def __init__(self, drafter: ServingDrafter):
-        self.drafter = drafter
+    def __init__(self, name: str, drafter: ServingDrafter):
+        self.name, self.drafter = name, drafter
         # It was made for other weights of the target, until it is shown to be worth its time with these.
         self.quarantined = False
         self.retired = False  # goes when its last request has ended
@@ -41,4 +42,4 @@ class ServedDraft:
         self._failures += 1
         self._pause = min(2 ** (self._failures - 1), LONGEST_PAUSE) - 1
         if self._pause < LONGEST_PAUSE - 1 or self._failures % 16 == 0:
-            log.warning("drafter failed (%s: %s); no speculation for the next %d rounds", cause, error, self._pause + 1)
+            log.warning("draft %s failed (%s: %s); it rests for %d rounds", shown(self.name), cause, error, self._pause)

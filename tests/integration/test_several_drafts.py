@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -248,17 +249,27 @@ def test_a_retired_draft_goes_when_its_last_request_has_ended(target: Target, fo
     assert engine.drafting.ready == [LIVE] == list(engine.drafting.drafts), "nobody had it"
 
 
-@pytest.mark.parametrize("case", ["family", "shape", "layers", "text"])
-def test_a_draft_unlike_the_live_one_does_not_come_beside_it(case: str, target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["family", "shape", "layers", "text", "room"])
+def test_a_draft_that_does_not_fit_does_not_come_beside_the_live_one(
+    case: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live: object = new_draft(target, 0)
     if case == "family":
         other = new_draft(target, 1, "mtp")
     elif case == "text":
         live, other = Suffix(SuffixOptions()), new_draft(target, 1)
+    elif case == "room":
+        other = new_draft(target, 1)
+
+        def full(drafter: Eagle3) -> None:
+            raise torch.OutOfMemoryError("nothing is left")
+
+        monkeypatch.setattr(Eagle3, "record", full)
     else:
         other = new_draft(target, 1, **({"draft_vocab_size": 100} if case == "shape" else {"taps": (0, 1, 2)}))
     checkpoint.save(other, tmp_path, target)
     engine = Engine(target, live, CONFIG)
+    engine.config = replace(CONFIG, compile="auto")
     with pytest.raises(UserError):
         engine.swap(str(tmp_path), "7", draft=CANARY)
     assert list(engine.drafting.drafts) == [LIVE] and engine.stats.num_swaps_refused == 1

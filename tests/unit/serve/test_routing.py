@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+
 from draftsmith.drafters.canary import in_canary
 from draftsmith.drafters.draft_pool import DraftPool
+from draftsmith.drafters.prompt_clusters import PromptClusters, vector
 from draftsmith.serve.routing import CANARY, FEWEST, LIVE, PROBES, WINDOW, Route, Router, class_draft, is_probe
 
 CODE = class_draft("code")
@@ -73,7 +76,7 @@ def test_a_draft_measured_worse_than_the_live_one_is_left_and_probed_until_it_is
 
 def test_equal_drafts_are_seldom_told_apart() -> None:
     """The bound is crossed by chance for few windows; the control is a draft that is worse."""
-    left = {rate: 0 for rate in (0.5, 0.35)}
+    left = dict.fromkeys((0.5, 0.35), 0)
     for rate in left:
         for seed in range(200):
             router = pooled()
@@ -81,6 +84,18 @@ def test_equal_drafts_are_seldom_told_apart() -> None:
             feed(router, CODE, rate, seed=1000 + seed)
             left[rate] += not router.prefers("code")
     assert left[0.5] <= 3 and left[0.35] >= 190
+
+
+def test_a_request_without_a_tag_belongs_to_the_cluster_of_its_prompt() -> None:
+    weights = np.ones(64)
+    code, prose = ([7, 7, 8], [40, 41, 41])
+    clusters = PromptClusters(weights, np.stack([vector(code, weights), vector(prose, weights)]))
+    router = Router()
+    router.pool = DraftPool({"cluster-2": "c01"}, clusters=clusters)
+    ready = [LIVE, class_draft("cluster-2")]
+    drafts = {name: {router.choose(one, "", name, ready).draft for one in IDS[:50]} for name in (tuple(code), tuple(prose))}
+    assert drafts[tuple(code)] == {LIVE} and class_draft("cluster-2") in drafts[tuple(prose)]
+    assert router.choose("a", "tagged", prose, ready).draft == LIVE
 
 
 def test_requests_that_drafted_nothing_or_belong_to_no_class_say_nothing() -> None:
