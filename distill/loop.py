@@ -97,19 +97,21 @@ class Daemon:
                 self.active_s = time.monotonic()
             else:
                 stop.wait(self.config.poll_s)
-        if not stop.is_set() and not self.is_outdated and self.config.until_idle_s is not None:
-            self.guarded(self.finish)
+        is_over = self.config.until_idle_s is not None and not self.is_outdated
+        while is_over and not stop.is_set() and not self.guarded(self.finish):
+            stop.wait(self.config.poll_s)
         self.guarded(self.save)
         self.status.event(f"stopped after {self.counters.updates} updates, version {self.publisher.version} is live")
 
-    def finish(self) -> None:
-        """The traffic is over."""
+    def finish(self) -> bool:
+        """The traffic is over. False when a decision waits to be logged."""
         for text in self.open.take(idle_s=0.0):
             self.sort_in(text)
         for one in self.lineages.values():
             one.finish()
         self.pool.judge()
         self.show()
+        return not any(one.log.waiting for one in self.lineages.values())
 
     def is_done(self) -> bool:
         limit, idle_s = self.config.max_updates, self.config.until_idle_s
