@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.corpus import held_out, stdlib_code, stdlib_prose
 from draftsmith.progress import Progress
@@ -58,9 +58,45 @@ def target_config(vocab_size: int) -> LlamaConfig:
 
 
 @torch.no_grad()
-def mean_loss(model: LlamaForCausalLM, stream: torch.Tensor, length: int) -> float:
+def mean_loss(model: PreTrainedModel, stream: torch.Tensor, length: int) -> float:
     batches = stream[: len(stream) // length * length].view(-1, length)[:32].long()
     return sum(model(input_ids=rows, labels=rows).loss.item() for rows in batches.split(8)) / len(batches.split(8))
+
+
+def fit(
+    model: PreTrainedModel, streams: dict[str, torch.Tensor], rows: dict[str, int], *, length: int, minutes: float, lr: float,
+    generator: torch.Generator,
+) -> int:
+    """`rows` of each stream make a batch. Returns the number of steps."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    gains = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95)
+    )
+    progress = Progress("target", total=1000, unit="permille")
+    begun_s, step, loss_average = time.monotonic(), 0, math.log(model.config.vocab_size)
+    fast_bf16 = is_fast_at_bf16()
+    while (done := (time.monotonic() - begun_s) / (minutes * 60)) < 1:
+        # The schedule follows the clock, so a slower machine still ends at a decayed learning rate.
+        scale = min(1.0, (step + 1) / 50) * max(0.02, 0.5 * (1 + math.cos(math.pi * done)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr * scale
+        batch = torch.cat([sample_batch(streams[name], count, length, generator) for name, count in rows.items()])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=fast_bf16):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        loss_average += 0.02 * (loss.item() - loss_average)
+        progress.update(int(done * 1000), f"step {step}, loss {loss_average:.3f}")
+    progress.close()
+    return step
+
+
+def is_fast_at_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def main() -> None:
@@ -85,43 +121,18 @@ def main() -> None:
     eval_streams = {name: pack(tokenizer, texts) for name, texts in unseen.items()}
 
     model = LlamaForCausalLM(target_config(args.vocab_size))
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    gains = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.95)
-    )
-    progress = Progress("target", total=1000, unit="permille")
-    begun_s, step, loss_average = time.monotonic(), 0, math.log(args.vocab_size)
     prose_rows = round(args.rows * args.prose_share)
-    fast_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    while (done := (time.monotonic() - begun_s) / (args.minutes * 60)) < 1:
-        # The schedule follows the clock, so a slower machine still ends at a decayed learning rate.
-        scale = min(1.0, (step + 1) / 50) * max(0.02, 0.5 * (1 + math.cos(math.pi * done)))
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * scale
-        rows = torch.cat(
-            [
-                sample_batch(streams["code"], args.rows - prose_rows, args.length, generator),
-                sample_batch(streams["prose"], prose_rows, args.length, generator),
-            ]
-        )
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=fast_bf16):
-            loss = model(input_ids=rows, labels=rows).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        loss_average += 0.02 * (loss.item() - loss_average)
-        progress.update(int(done * 1000), f"step {step}, loss {loss_average:.3f}")
-    progress.close()
-
+    begun_s = time.monotonic()
+    step = fit(
+        model, streams, {"code": args.rows - prose_rows, "prose": prose_rows}, length=args.length, minutes=args.minutes,
+        lr=args.lr, generator=generator,
+    )  # fmt: skip
     seconds = time.monotonic() - begun_s
     model.eval()
     record = {
         "command": f"python scripts/train_target.py --minutes {args.minutes:g} --seed {args.seed}",
         "steps": step, "tokens": step * args.rows * args.length, "seconds": round(seconds), "torch": torch.__version__,
-        "threads": torch.get_num_threads(), "bf16": fast_bf16, "parameters": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(), "bf16": is_fast_at_bf16(), "parameters": sum(p.numel() for p in model.parameters()),
         "held_out_loss": {name: round(mean_loss(model, s, args.length), 4) for name, s in eval_streams.items()},
     }  # fmt: skip
     model.to(torch.bfloat16).save_pretrained(args.out)

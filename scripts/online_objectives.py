@@ -1,0 +1,60 @@
+"""Which positions to learn from, by which divergence, from the same served tokens in the same number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from online_cells import SECOND, Cell
+from online_setting import LEARN, Setting
+
+from draftsmith.distill.config import LearnConfig
+from draftsmith.distill.learner import Learner
+from draftsmith.distill.traffic import ServedText
+from draftsmith.train.roles import Role
+
+AWAY = 3 * 10**6
+STEPS = 24
+POSITIONS: dict[str, tuple[str, ...]] = {
+    "first rejected": ("first-rejected",),
+    "accepted": ("accepted",),
+    "accepted, first rejected, bonus": ("accepted", "first-rejected", "bonus"),
+    "all, later rejected too": ("accepted", "first-rejected", "bonus", "later-rejected"),
+}
+OFF_BY_ONE = "as OSD's code: one behind each correction or bonus"
+DIVERGENCES = ("forward-kl", "reverse-kl", "tv", "lk-alpha")
+
+
+def run_objectives(setting: Setting, cell: Cell) -> dict[str, Any]:
+    count = int(cell.arguments["requests"])
+    static = setting.load(setting.draft(cell.seed))
+    texts = setting.texts(static, SECOND, count + max(16, count // 2), seed=cell.seed, begin=AWAY)
+    taught, judged = texts[:count], texts[count:]
+    rows = [{"positions": "static", "divergence": "", "alpha": setting.alpha(static, judged), "trained": 0}]
+    for positions, divergence in product([*POSITIONS, OFF_BY_ONE], DIVERGENCES):
+        given = [off_by_one(text) for text in taught] if positions == OFF_BY_ONE else taught
+        wanted = POSITIONS.get(positions, ("first-rejected", "bonus"))
+        drafter = setting.load(setting.draft(cell.seed))
+        config = replace(LEARN, positions=wanted, divergence=divergence, steps=STEPS, replay=0.0)
+        trained = train(drafter, setting, config, given, seed=cell.seed)
+        rows.append(
+            {"positions": positions, "divergence": divergence, "alpha": setting.alpha(drafter, judged), "trained": trained}
+        )
+    return {"rows": rows, "texts": len(taught)}
+
+
+def train(drafter: Any, setting: Setting, config: LearnConfig, texts: Sequence[ServedText], *, seed: int) -> int:
+    """How many positions counted."""
+    return Learner(drafter, setting.target, config, seed=seed).update(list(texts)).tokens
+
+
+def off_by_one(text: ServedText) -> ServedText:
+    """OSD's published code takes the corrected token's own index where the law before it is meant, so it trains the token behind;
+    and it notes the bonus token of a fully accepted round as if it had been a correction."""
+    is_noted = np.isin(text.roles, (Role.FIRST_REJECTED, Role.BONUS))
+    roles = np.full_like(text.roles, Role.CONTEXT)
+    roles[1:][is_noted[:-1]] = Role.FIRST_REJECTED
+    return replace(text, roles=roles)

@@ -1,0 +1,170 @@
+"""The benchmark of online learning at sizes that say nothing but that it works; and what its report makes of figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import Target
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+Script = Callable[[str], ModuleType]
+
+
+@pytest.fixture(scope="module")
+def script(request: pytest.FixtureRequest) -> Script:
+    """A module of the benchmark by its name."""
+    patch = pytest.MonkeyPatch()
+    request.addfinalizer(patch.undo)
+    patch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def work(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target and an untrained draft stand where those that take minutes would be trained."""
+    folder = tmp_path_factory.mktemp("online")
+    (folder / "target").symlink_to(tiny_target("llama"))
+    target = Target.load(str(folder / "target"))
+    draft = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0)
+    checkpoint.save(draft, folder / "seed-0" / "warm", target)
+    return folder
+
+
+def test_streams_are_served_learned_from_told_and_kept(script: Script, work: Path, tmp_path: Path) -> None:
+    bench = script("bench_online")
+    names = ("baselines", "sudden")
+    arguments = ["--work", work, "--out", tmp_path / "online", "--seeds", 1, "--requests", 24, "--only", *names]
+    bench.main([str(argument) for argument in arguments])
+    report = json.loads((tmp_path / "online.json").read_text())
+    assert [row["cell"]["name"] for row in report["rows"]] == list(names)
+    by_name = {row["cell"]["name"]: row["result"] for row in report["rows"]}
+    assert sum(chunk["requests"] for chunk in by_name["sudden"]["curve"]) == 24 + 2 * 8
+    assert by_name["sudden"]["updates"] > 0 and 0 < by_name["sudden"]["compared"]["online"] <= 1
+    assert by_name["baselines"]["static"].keys() == {"code", "prose", "headers"}
+    told = (tmp_path / "online.md").read_text()
+    assert "| alpha gained after the shift to prose |" in told and "| sudden | 1 | 40 |" in told
+    assert (tmp_path / "online.png").stat().st_size > 1000 and not list((work / "room").iterdir())
+    kept = {path: path.stat().st_mtime_ns for path in (work / "seed-0" / "curves").iterdir()}
+    bench.main([str(argument) for argument in arguments])
+    assert kept == {path: path.stat().st_mtime_ns for path in (work / "seed-0" / "curves").iterdir()}
+
+
+@pytest.mark.long
+def test_updates_of_known_worth_meet_the_gate(script: Script, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, cells, setting, measures = map(script, ("online_faults", "online_cells", "online_setting", "online_measures"))
+    monkeypatch.setattr(faults, "SNAPSHOTS", 1)
+    monkeypatch.setattr(faults, "GATE", setting.GateConfig(window=12))
+    opened = setting.open_setting(work, target_minutes=0)
+    found = faults.run_gate(opened, cells.Cell("gate", "gate", 0, {"requests": 16}))
+    assert {trial["kind"] for trial in found["trials"]} == {"update", *faults.HARMS}
+    assert all(trial["decision"] == "refuse" for trial in found["trials"] if trial["kind"] == "NaN")
+    # Whatever lifts an untrained draft is no harm, whatever its name.
+    assert not any(measures.is_bad(trial) and trial["decision"] == "accept" for trial in found["trials"])
+    assert [one["harm"] for one in found["forced"]] == ["noise", "shuffled labels"]
+
+
+def test_the_published_off_by_one_trains_behind_what_was_wrong(script: Script) -> None:
+    from draftsmith.distill.traffic import ServedText
+
+    text = ServedText(records=[], tokens=[5, 6, 7, 8, 9, 3], roles=np.array([0, 1, 2, 1, 3, 1], dtype=np.int8))
+    assert script("online_objectives").off_by_one(text).roles.tolist() == [0, 0, 0, 2, 0, 2]
+
+
+def answers(domain: str, begin: int, *shares: tuple[int, float], version: int = 1) -> list[dict[str, Any]]:
+    """(count, alpha) after one another, 20 tried tokens each."""
+    flat = [share for count, share in shares for _ in range(count)]
+    return [
+        {
+            "number": begin + index, "domain": domain, "version": version, "accepted": 20 * share, "tried": 20, "tokens": 33,
+            "passes": 17, "serve_s": 0.1 * index, "learn_s": 0.2 * index,
+        }
+        for index, share in enumerate(flat)
+    ]  # fmt: skip
+
+
+def test_figures_are_read_off_the_curves(script: Script) -> None:
+    measures = script("online_measures")
+    curve = answers("code", 0, (200, 0.6))
+    curve += answers("prose", 200, (100, 0.3), (900, 0.5))
+    curve += answers("code", 1200, (200, 0.54))
+    result = {"answers": curve, "decisions": [], "compared": {"static": 0.3, "online": 0.5, "offline": 0.52}}
+    rows = [{"cell": {"part": "curves", "name": "sudden", "seed": 0}, "result": result}]
+    rows.append(
+        {
+            "cell": {"part": "baselines", "name": "baselines", "seed": 0},
+            "result": {"answers": {"static": answers("code", 0, (10, 0.6)) + answers("prose", 0, (10, 0.3))}},
+        }
+    )
+    assert measures.gains(rows) == [pytest.approx(0.2)] and measures.shares_of_offline(rows) == [pytest.approx(0.5 / 0.52)]
+    # Of the latest 50, so many must have 0.5 for a mean of 0.45: 38, and for 0.48: 45.
+    assert measures.recoveries(rows, "sudden", "prose") == [138.0] and measures.risen(rows, "sudden", "prose") == [145.0]
+    assert measures.returns(rows, "sudden") == [pytest.approx(0.9)]
+    assert measures.expected(rows, "static", 0, curve[:400])[0] == pytest.approx(0.45)
+
+
+def test_predictions_are_held_against_versions_that_served_one_domain(script: Script) -> None:
+    measures = script("online_measures")
+    curve = answers("prose", 0, (300, 0.4)) + answers("prose", 300, (60, 0.5), version=2)
+    decisions = [
+        {"decision": "accept", "version": 2, "alpha_candidate": 0.47, "alpha_logged_candidate": "nan"},
+        {"decision": "accept", "version": 1, "alpha_candidate": 0.9},  # it served before the window had settled
+    ]
+    rows = [{"cell": {"part": "curves", "name": "sudden", "seed": 0}, "result": {"answers": curve, "decisions": decisions}}]
+    assert measures.predictions(rows, ["sudden"], "alpha_candidate") == [pytest.approx(0.03)]
+    assert measures.predictions(rows, ["sudden"], "alpha_logged_candidate") == []
+
+
+def test_updates_are_sorted_by_what_they_gain(script: Script) -> None:
+    measures, report = script("online_measures"), script("online_report")
+    trials = [
+        {"kind": "noise", "gain": -0.1, "decision": "hold"},
+        {"kind": "NaN", "gain": "-inf", "decision": "refuse"},
+        {"kind": "shuffled labels", "gain": -0.2, "decision": "accept"},
+        {"kind": "update", "gain": 0.05, "decision": "accept"},
+        {"kind": "update", "gain": 0.03, "decision": "hold"},
+        {"kind": "update", "gain": 0.001, "decision": "hold"},
+    ]
+    rows = [{"cell": {"part": "gate", "name": "gate", "seed": 0}, "result": {"trials": trials, "forced": []}}]
+    assert measures.shares(rows, measures.is_bad, False) == [pytest.approx(2 / 3)]
+    assert measures.shares(rows, measures.is_good, False) == [pytest.approx(1 / 2)]
+    told = report.tables({"rows": rows})
+    assert "| injected bad updates blocked | 1 | 0.667 | 1 | missed |" in told
+    assert "| NaN | not finite | 1 | 0 |" in told
+
+
+def test_streams_shift_as_they_are_named(script: Script) -> None:
+    streams = script("online_streams")
+    first, *_, last = np.array_split([name == "b" for name in streams.gradual("a", "b", 4000)], 8)
+    assert first.mean() < 0.12 and last.mean() > 0.88
+    assert streams.turns(("a", "b"), 2, 2) == ["a", "a", "b", "b"] * 2
+
+
+def test_a_day_is_lived_through_window_by_window(script: Script, work: Path, tmp_path: Path) -> None:
+    day = script("bench_day")
+    arguments = ["--work", work, "--out", tmp_path / "day", "--busiest", 16, "--windows", 3]
+    day.main([str(argument) for argument in arguments])
+    report = json.loads((tmp_path / "day.json").read_text())
+    assert len(report["windows"]) == 3 and report["requests"] == sum(one["requests"] for one in report["windows"])
+    # Nothing is learned from so few requests: both drafts are the same one, scored at the same positions.
+    assert report["windows"][0]["gain"] == 0.0 and report["windows"][0]["resident_mib"] > 50
+    assert "| windows below the static draft" in (tmp_path / "day.md").read_text() and (tmp_path / "day.png").exists()
+
+
+def test_memory_that_grows_is_told_from_memory_that_is_flat(script: Script) -> None:
+    day = script("bench_day")
+    noise = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    flat = day.slope_a_window((500 + noise).tolist())
+    growing = day.slope_a_window((500 + noise + 0.8 * torch.arange(60)).tolist())
+    assert abs(flat.mean) < flat.half and growing.mean - growing.half > 0
