@@ -53,6 +53,7 @@ class BufferWriter:
 
     Args:
         screens: applied in order on the writer's thread; each makes of a record those that may be stored now.
+        share: of new requests that are asked for while readers keep up.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class BufferWriter:
         queue_records: int = 16384,
         max_bytes: int = 8 << 30,
         backlog_bytes: int = 64 << 20,
+        share: float = 1.0,
     ):
         self.folder = Folder(url)
         self.flush_s, self.flush_records, self.queue_records, self.max_bytes = flush_s, flush_records, queue_records, max_bytes
@@ -72,7 +74,7 @@ class BufferWriter:
         self.writer = uuid.uuid4().hex[:12]
         self.written = self.dropped = self.deleted = 0
         self._number = 0
-        self._share = 1.0
+        self._most = self._share = share
         self._forgotten: frozenset[str] = frozenset()
         self._looked_s = -marks.LOOK_S
         self._queue: deque[RoundRecord] = deque()
@@ -132,7 +134,7 @@ class BufferWriter:
         except OSError as error:
             logger.debug("buffer %s cannot be looked into (%s)", self.folder.url, error)
             return
-        self._share = min(1.0, self.backlog_bytes / max(1, unread))
+        self._share = self._most * min(1.0, self.backlog_bytes / max(1, unread))
 
     def _flush(self) -> None:
         while self._queue:

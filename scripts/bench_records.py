@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--share", type=float, default=1.0, help="of the requests that are recorded")
     parser.add_argument("--turns", type=int, default=12, help="pairs of turns, after one that does not count")
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
@@ -79,7 +80,7 @@ def read_prompts(data: str, count: int) -> list[list[int]]:
 
 def measure(target: Target, prompts: list[list[int]], options: argparse.Namespace, folder: str) -> dict[str, Any]:
     engine = Engine(target, load(options.draft, target), EngineConfig(k=options.k, max_batch=options.batch))
-    writer = BufferWriter(folder)
+    writer = BufferWriter(folder, share=options.share)
     meter = Meter()
     engine._round_laws = meter.around(engine._round_laws)
     recorders = {

@@ -68,6 +68,7 @@ class ServeConfig(Pair):
     versions: str | None = option(None, "a folder of draft versions to follow; new ones are swapped in between rounds")
     poll_s: float = option(1.0, "seconds between two looks into the versions folder")
     learn: str | None = option(None, "a buffer folder or URL that records rounds for learning")
+    learn_share: float = option(1.0, "the part of requests that is recorded, whole ones; what recording costs goes with it")
     learn_laws: bool = option(True, "record the laws of target and draft too; without them a buffer holds tokens alone")
     redact: str | None = option(
         None, "module:function that gives (begin, end) of what to mask in a request's text before it is recorded"

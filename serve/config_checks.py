@@ -62,6 +62,8 @@ def _check_numbers(config: ServeConfig) -> None:
     for name, value in (("drain_s", config.drain_s), ("log_stats_s", config.log_stats_s)):
         if not 0 <= value < math.inf:
             raise UserError(f"{name} is {value}; it must be at least 0")
+    if not 0 < config.learn_share <= 1:
+        raise UserError(f"learn_share is {config.learn_share}; it must be above 0 and at most 1, for example 0.25")
     if not 0 <= config.port < 2**16:
         raise UserError(f"port is {config.port}; give one from 0 to {2**16 - 1}")
     if config.api_key is not None and not all(key.strip() for key in config.api_key):

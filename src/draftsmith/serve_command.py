@@ -28,6 +28,6 @@ def run(config: ServeConfig) -> int:
             screens.append(Redactor(hook, tokenizer, mask_id=mask_of(tokenizer)))
         if not config.learn_laws:
             screens.append(lambda record: [tokens_only(record)])
-        return BufferWriter(config.learn, screens=screens)
+        return BufferWriter(config.learn, screens=screens, share=config.learn_share)
 
     return serve(config, make_sink)

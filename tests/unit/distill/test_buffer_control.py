@@ -49,15 +49,15 @@ def test_fewer_requests_are_asked_for_while_the_reader_is_behind(
 ) -> None:
     monkeypatch.setattr(marks, "LOOK_S", 0.0)
     url = str(tmp_path) if url == "folder" else url
-    writer = BufferWriter(url, flush_s=0.01, backlog_bytes=1000)
+    writer = BufferWriter(url, flush_s=0.01, backlog_bytes=1000, share=0.5)
     fill(writer, 200)
-    assert eventually(lambda: writer.written == 200) and writer.share == 1.0, "nobody reads: retention alone bounds it"
+    assert eventually(lambda: writer.written == 200) and writer.share == 0.5, "nobody reads: retention alone bounds it"
     reader = BufferReader(url)
     marks.leave_progress(reader.folder, reader.name, {})
-    assert eventually(lambda: writer.share < 1.0)
-    assert writer.share == pytest.approx(1000 / marks.unread_bytes(reader.folder))
+    assert eventually(lambda: writer.share < 0.5)
+    assert writer.share == pytest.approx(0.5 * 1000 / marks.unread_bytes(reader.folder))
     assert len(reader.read(max_records=10**6).records) == 200
-    assert eventually(lambda: writer.share == 1.0)
+    assert eventually(lambda: writer.share == 0.5)
     stale = time.time() + 2 * marks.GONE_S
     monkeypatch.setattr(marks.time, "time", lambda: stale)
     marks.sweep(reader.folder)

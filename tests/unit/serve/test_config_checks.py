@@ -44,6 +44,7 @@ def test_an_engine_is_not_made_of(options, words):
         ({"poll_s": 0.0}, "poll_s is 0"),
         ({"drain_s": -1.0}, "drain_s is -1"),
         ({"log_stats_s": NAN}, "log_stats_s is nan"),
+        ({"learn_share": 0.0}, "learn_share is 0"),
         ({"port": 65536}, "port is 65536"),
         ({"api_key": ("right", " ")}, "api_key is empty"),
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
