@@ -55,6 +55,9 @@ def test_only_the_share_and_the_rest_of_its_time_take_part() -> None:
     assert (trial.drafted, trial.missed) == (1, 1) and trial.chosen.value == 0.5
     trial.observe(served(request(True, 2), 0, drafted=0), **take)
     assert trial.missed == 2 and trial.chosen.count == 2, "nothing was drafted, nothing is compared"
+    # A version that fails, and what stands in for it.
+    trial.observe(served(request(True, 3), 0, version=""), **take)
+    assert trial.missed == 3 and trial.chosen.count == 3
 
 
 def stream(
