@@ -61,10 +61,10 @@ class Trial:
     levels: dict[str, Mean] = field(default_factory=dict)  # x of a request class, whoever drafts
 
     def observe(self, text: ServedText, *, live: str, canary: str, drop: float) -> None:
-        """`live` and `canary` as records name them. What another version or a class's draft drafted takes no part. What stands in
-        for a draft that fails does: it is part of what such a draft brings."""
+        """`live` and `canary` as records name them. What another version, a class's draft or a server without a trained draft
+        drafted takes no part; rounds of what stands in for a failing draft are in no record."""
         rounds = [record for record in text.records if record.drafted]
-        if any(record.draft_version not in (live, canary, "") for record in rounds):
+        if any(record.draft_version not in (live, canary) for record in rounds):
             return
         is_chosen = in_canary(text.request, self.share)
         is_drafted = is_chosen and any(record.draft_version == canary for record in rounds)
