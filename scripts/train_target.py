@@ -64,7 +64,13 @@ def mean_loss(model: PreTrainedModel, stream: torch.Tensor, length: int) -> floa
 
 
 def fit(
-    model: PreTrainedModel, streams: dict[str, torch.Tensor], rows: dict[str, int], *, length: int, minutes: float, lr: float,
+    model: PreTrainedModel,
+    streams: dict[str, torch.Tensor],
+    rows: dict[str, int],
+    *,
+    length: int,
+    minutes: float,
+    lr: float,
     generator: torch.Generator,
 ) -> int:
     """`rows` of each stream make a batch. Returns the number of steps."""
