@@ -111,8 +111,13 @@ class Engine:
         request = self.intake.request(
             prompt_ids, params, on_update, text=text, request_class=request_class, tenant=tenant, learn=learn
         )
-        self.scheduler.add(request)
+        self._receive(request)
         return request
+
+    def _receive(self, request: Request) -> None:
+        """Its draft is known before its place: it looks for blocks that this draft has read."""
+        self.scheduler.add(request)
+        self.lineup.route(request)
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         if not request.finished:
@@ -174,7 +179,7 @@ class Engine:
         arrivals = list(reversed(requests))
         while arrivals or self.scheduler.busy:
             while arrivals and len(self.scheduler.waiting) < self.config.max_queue:
-                self.scheduler.add(arrivals.pop())
+                self._receive(arrivals.pop())
             self.step()
         return [completion(request) for request in requests]
 
@@ -375,7 +380,6 @@ class Engine:
         for row in rows:
             if row.request.admitted_s is None:
                 row.request.admitted_s = now_s
-                self.lineup.route(row.request)
                 row.request.num_cached = row.begin
                 self.stats.num_prompt_tokens += row.request.num_prompt
                 if self.prefix is not None:

@@ -91,7 +91,7 @@ class Lineup:
             self.router.forget(draft)
 
     def route(self, request: Request) -> None:
-        """At admission; a request that does not draft needs no draft."""
+        """When it comes in; a request that does not draft needs no draft."""
         if request.k > 0:
             # As records name it, so that the learner knows who was chosen.
             name = hashed(request.id)

@@ -136,6 +136,7 @@ class EngineLoop:
         with self._lock:
             self._arriving -= 1
             self.engine.scheduler.waiting.append(request)
+        self.engine.lineup.route(request)
 
     def _stop(self) -> None:
         self._stopped = True

@@ -3,8 +3,9 @@
 A block's key is a digest of all text up to its end, chained from block to block, and of the `ahead` tokens after it. A drafter
 that reads the token at t + 1 beside the state at t (`ahead` 1) keeps in a block's last position what depends on the token after
 the block; with that token in the key, target and draft share a block exactly when both find in it what they would have written.
-The root of the chain is the target's revision. The draft's version is no part of it: keys and values that an older version
-wrote stay, as those of running requests do, and only acceptance can suffer.
+The root of the chain is the target's revision and the request's draft, where there are several: none of them reads what a worse
+one wrote. The draft's version is no part of it: keys and values that an older version wrote stay, as those of running requests
+do, and only acceptance can suffer.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class PrefixCache:
         size = self.blocks.block_size
         while len(request.block_keys) <= index:
             begin = len(request.block_keys) * size
-            before = request.block_keys[-1] if request.block_keys else self._root
+            before = request.block_keys[-1] if request.block_keys else self._root + request.route.draft.encode()
             text = array("q", request.tokens[begin : begin + size + self.ahead]).tobytes()
             request.block_keys.append(blake2b(before + text, digest_size=16).digest())
         return request.block_keys[index]

@@ -147,7 +147,7 @@ class Request:
     request_class: str = ""
     tenant: str = ""  # whom the queue treats as one client; "" when the server does not tell them apart
     learn: bool = True  # may its rounds be recorded
-    route: Route = UNROUTED  # its draft, given at admission
+    route: Route = UNROUTED  # its draft, given when it comes in
     text_stream: TextStream | None = None
     law_state: LawState | None = None  # None: its law is the target's under temperature and filters
     text: str = ""

@@ -1,4 +1,4 @@
-"""Which of several drafts a request is drafted with. Chosen once, at admission, before anything is drawn. Torch-free.
+"""Which of several drafts a request is drafted with. Chosen once, when it comes in, before anything is drawn. Torch-free.
 
 Drafts have names: `LIVE`, `CANARY` (a version on trial) and `class_draft(NAME)`, the draft of a class of requests.
 """

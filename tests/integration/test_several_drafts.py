@@ -170,6 +170,19 @@ def test_records_and_counts_name_the_version_that_drafted(target: Target, folder
     assert engine.stats.draft_versions == {LIVE: "6", CANARY: "7", CODE: "code/4"}
 
 
+def test_no_draft_reads_what_another_left_in_the_prefix_cache(target: Target, folders: list[str]) -> None:
+    engine = Engine(target, new_draft(target, 0), replace(CONFIG, prefix_cache=True, block_size=4))
+    take_in(engine, folders[0], "code/1", CODE)
+    pooled(engine, "code")
+    short = replace(GREEDY, max_tokens=4)
+    hits = []
+    for request_class in ("", "code", "", "code"):
+        engine.submit(PROMPT * 3, short, request_class=request_class)
+        drain(engine)
+        hits.append(engine.stats.prefix_cache_hits)
+    assert hits[0] == hits[1] == 0 < hits[2] < hits[3]
+
+
 @contextmanager
 def failing(drafter: Eagle3, how: str) -> Iterator[None]:
     """A draft that raises, drafts what is no token, or has weights that are NaN."""
