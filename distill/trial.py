@@ -62,7 +62,7 @@ class Trial:
 
     def observe(self, text: ServedText, *, live: str, canary: str, drop: float) -> None:
         """`live` and `canary` as records name them. What another version, a class's draft or a server without a trained draft
-        drafted takes no part; rounds of what stands in for a failing draft are in no record."""
+        drafted takes no part."""
         rounds = [record for record in text.records if record.drafted]
         if any(record.draft_version not in (live, canary) for record in rounds):
             return
@@ -71,9 +71,9 @@ class Trial:
         self.drafted += is_drafted
         self.missed += is_chosen and not is_drafted
         reached = sum(min(record.accepted + 1, len(record.drafted)) for record in rounds)
-        if reached:
-            x = sum(record.accepted for record in rounds) / reached
-            self.bet(x, text.records[0].request_class, is_chosen=is_chosen, allowance=drop if is_drafted else 0.0)
+        # Nothing drafted is nothing accepted: that is how a version that fails, or is never sure enough, shows.
+        x = sum(record.accepted for record in rounds) / max(1, reached)
+        self.bet(x, text.records[0].request_class, is_chosen=is_chosen, allowance=drop if is_drafted else 0.0)
 
     def bet(self, x: float, request_class: str, *, is_chosen: bool, allowance: float) -> None:
         """`allowance` only for those that the version drafted for: the others show nothing of it."""

@@ -59,7 +59,7 @@ def test_only_the_share_and_the_rest_of_its_time_take_part() -> None:
     trial.observe(served(request(True, 1), 0), **take)
     assert (trial.drafted, trial.missed) == (1, 1) and trial.chosen.value == 0.5
     trial.observe(served(request(True, 2), 0, drafted=0), **take)
-    assert trial.missed == 2 and trial.chosen.count == 2, "nothing was drafted, nothing is compared"
+    assert trial.missed == 2 and trial.chosen.value == pytest.approx(1 / 3), "nothing drafted is nothing accepted"
 
 
 def stream(
@@ -150,6 +150,15 @@ def test_what_stays_open_is_left_to_held_out_traffic_but_for_a_plain_loss() -> N
     assert after(2).verdict(config).decision == "undecided"
     lost = after(1).verdict(config)
     assert lost.decision == "rolled back" and "0.500 in its share" in lost.reason and "0.667 elsewhere" in lost.reason
+
+
+def test_a_version_that_fails_in_servers_is_given_up_soon() -> None:
+    """Its requests draft nothing; everywhere else two tokens of three stand."""
+    trial, take = Trial(2, 0.1), {"live": "1", "canary": "2", "drop": CONFIG.drop}
+    for number in range(300):
+        name = f"r{number}"
+        trial.observe(served(name, 0, drafted=0) if in_canary(name, 0.1) else served(name, 2), **take)
+    assert trial.verdict(CONFIG).decision == "rolled back" and trial.missed < 50
 
 
 def test_a_version_that_no_server_drafts_with_is_given_up() -> None:
