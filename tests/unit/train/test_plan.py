@@ -20,6 +20,9 @@ from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.kernels.acceptance import expected_rounds
+from draftsmith.train.data import TokenSequence
+from draftsmith.train.evaluation import evaluate_draft
+from draftsmith.train.measurement import measure
 from draftsmith.train.plan_config import PlanConfig
 from draftsmith.train.planning import make, timing
 from draftsmith.train.planning.candidates import Candidate, candidates, coverage_of, reduced_vocabulary
@@ -184,3 +187,45 @@ def test_bad_input_is_one_sentence(tiny_target: Callable[..., str], tmp_path: Pa
     assert main(["plan", "--target", tiny_target("llama"), "--draft", str(tmp_path)]) == 2
     assert "draft record" in capsys.readouterr().err
     assert Candidate("mtp", OPTIONS["mtp"]()).name == "mtp"
+
+
+@pytest.mark.long
+def test_the_tau_that_is_planned_with_is_the_tau_of_real_rounds(tiny_target: Callable[..., str]) -> None:
+    """Of the target drafting for itself with noise on its weights: planned from its record on some texts, measured on others.
+    The bounds are the plan's own. Its speed-up is not held against a clock here: it leaves out what an engine adds to a round,
+    which is most of it at this size."""
+    torch.set_num_threads(1)
+    target = Target.load(tiny_target("llama"), dtype="float32")
+    planned, measured = [], []
+    for noise in (0.01, 0.1):
+        draft = noisy(target, noise)
+        texts = [spoken_by(target, prompt, number) for number, prompt in enumerate(prompts_of(32, seed=0))]
+        record = {"evaluation": [evaluate_draft(draft, target, texts, temperature=1.0, k=4).to_dict()]}
+        planned.append(recorded(record, 1.0, "D").tau(4))
+        others = [spoken_by(target, prompt, 0, tokens=1) for prompt in prompts_of(32, seed=1)]
+        rounds = measure(draft, target, others, k=4, max_new_tokens=96, batch_size=16)
+        measured.append(next(one.measured.tau for one in rounds.measurements if one.predicted.temperature == 1.0))
+    for plan, real in zip(planned, measured, strict=True):
+        assert plan.low <= real.high and real.low <= plan.high
+    # Negative control: another draft's record is told apart.
+    assert planned[1].high < measured[0].low
+
+
+def noisy(target: Target, scale: float) -> torch.nn.Module:
+    draft = FAMILIES["draft-lm"].create(DraftLmOptions(init=target.name), target, seed=0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(scale * parameter.std() * torch.randn_like(parameter))
+    return draft.eval()
+
+
+def prompts_of(count: int, *, seed: int) -> list[list[int]]:
+    return torch.randint(3, 288, (count, 6), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def spoken_by(target: Target, prompt: list[int], number: int, *, tokens: int = 96) -> TokenSequence:
+    (answer,) = target.answer([prompt], max_new_tokens=tokens, temperature=1.0, seeds=[number])
+    ids = torch.tensor(prompt + answer)
+    return TokenSequence(f"text {prompt}", ids, torch.arange(len(ids)) >= len(prompt))
