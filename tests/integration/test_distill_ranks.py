@@ -50,6 +50,7 @@ def two_processes(config: DistillConfig, root: Path) -> subprocess.Popen:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_processes_learn_as_one(loop: Callable[..., Any], tmp_path: Path) -> None:
     made = loop("eagle3")
