@@ -12,7 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train import resolve
 from draftsmith.train.arguments import training_arguments
-from draftsmith.train.config import TrainConfig
+from draftsmith.train.config import TrainConfig, UnrollConfig
 from draftsmith.train.place import find_place
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -73,5 +73,6 @@ def test_a_deepspeed_file_without_zero_is_refused(tmp_path):
 
 def test_options_that_may_change_between_a_run_and_its_continuation_exist():
     names = {field.name for field in dataclasses.fields(TrainConfig)}
+    names |= {f"unroll.{field.name}" for field in dataclasses.fields(UnrollConfig)}
     assert names >= resolve.CONTINUABLE
     assert read_json(RECIPES / "zero1.json")["zero_optimization"]["stage"] == 1
