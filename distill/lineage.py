@@ -25,7 +25,6 @@ from draftsmith.distill.state import Counters, Kept, LineageState
 from draftsmith.distill.status import describe
 from draftsmith.distill.throttle import Throttle
 from draftsmith.distill.traffic import ServedText, is_held_out, remembered
-from draftsmith.distill.trial import Verdict
 from draftsmith.drafters import versions
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target import Target
@@ -48,7 +47,7 @@ class Site:
 
 
 class Lineage:
-    """`name` is the class of requests that its versions draft for, "" for all. Only the latter have versions on trial."""
+    """`name` is the class of requests that its versions draft for. "" is for all, and the only one with versions on trial."""
 
     def __init__(self, root: str | Path, site: Site, *, draft: str, name: str = ""):
         self.root, self.site, self.name = Path(root), site, name
@@ -296,16 +295,16 @@ class Lineage:
             self._new_scorers()
             self.ledger.parent = Evidence()
             return
-        self.rolled_back(left, watched.reason, watched.to_dict())
+        self.rolled_back(left, watched.to_dict())
         self._new_live_version()
         self.start_over()
         self.site.save()
 
-    def rolled_back(self, left: int, reason: str, numbers: Mapping[str, Any]) -> None:
+    def rolled_back(self, left: int, numbers: Mapping[str, Any]) -> None:
         version = self.publisher.version
         self.counters.rolled_back += 1
         self.log.add({"decision": "rolled back", "left": left, "version": version, **numbers})
-        self.tell(f"version {left} is rolled back to {version}: {reason}")
+        self.tell(f"version {left} is rolled back to {version}: {numbers['reason']}")
 
     # A version on trial.
 
@@ -315,18 +314,18 @@ class Lineage:
             return
         tried, numbers = self.canary.trial.version, {"reason": verdict.reason, **self.canary.trial.numbers()}
         if verdict.decision == "promoted":
-            self.promote(tried, verdict, numbers)
+            self.promote(tried, numbers)
         else:
-            self.rolled_back(tried, verdict.reason, numbers)
+            self.rolled_back(tried, numbers)
             self.canary.end()
             self.start_over()
         self.site.save()
 
-    def promote(self, version: int, verdict: Verdict, numbers: Mapping[str, Any]) -> None:
+    def promote(self, version: int, numbers: Mapping[str, Any]) -> None:
         left = self.publisher.version
-        self.log.add({"decision": "promoted", "version": version, "live": left, **numbers})
-        self.tell(f"version {version} is promoted after its trial: {verdict.reason}")
         self.publisher.promote(version)
+        self.log.add({"decision": "promoted", "version": version, "live": left, **numbers})
+        self.tell(f"version {version} is promoted after its trial: {numbers['reason']}")
         self._new_live_version()
 
     # Another target.

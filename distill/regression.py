@@ -30,6 +30,7 @@ class Watched:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "reason": self.reason,
             "acceptance": self.acceptance,
             "alpha_scored": self.served.second,
             "served_gap": self.served.gain,

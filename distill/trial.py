@@ -23,6 +23,8 @@ from draftsmith.drafters.canary import in_canary
 
 # So many times `gate.canary_requests` in vain: servers do not draft with this version.
 PATIENCE = 10
+# Request classes with a level of their own, however many clients invent.
+MOST_LEVELS = 64
 
 
 class Verdict(NamedTuple):
@@ -77,7 +79,8 @@ class Trial:
 
     def bet(self, x: float, request_class: str, *, is_chosen: bool, allowance: float) -> None:
         """`allowance` only for those that the version drafted for: the others show nothing of it."""
-        level = self.levels.setdefault(request_class, Mean())
+        is_kept = request_class in self.levels or len(self.levels) < MOST_LEVELS
+        level = self.levels.setdefault(request_class if is_kept else "", Mean())
         # At most 1, so that no bet can cost more than there is.
         weight = (is_chosen - self.share) / max(self.share, 1 - self.share)
         self.worse.bet(np.array([-weight * (x - level.guess)]))

@@ -12,7 +12,7 @@ import pytest
 
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.traffic import ServedText, stitch
-from draftsmith.distill.trial import PATIENCE, Trial
+from draftsmith.distill.trial import MOST_LEVELS, PATIENCE, Trial
 from draftsmith.drafters.canary import in_canary
 from draftsmith.serve.record import RoundRecord
 
@@ -167,6 +167,13 @@ def test_a_version_that_no_server_drafts_with_is_given_up() -> None:
         assert trial.verdict(config) is None
         trial.observe(served(request(True, number)), live="1", canary="2", drop=config.drop)
     assert "in 0 of 20 requests" in trial.verdict(config).reason
+
+
+def test_classes_that_clients_invent_are_bounded() -> None:
+    trial = Trial(2, 0.5)
+    for number in range(3 * MOST_LEVELS):
+        trial.bet(0.5, f"class {number}", is_chosen=False, allowance=0.0)
+    assert len(trial.levels) <= MOST_LEVELS + 1 and trial.others.count == 3 * MOST_LEVELS
 
 
 def test_a_trial_comes_back_from_json_and_goes_on_alike() -> None:
