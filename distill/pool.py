@@ -133,7 +133,6 @@ class ClassPool:
         """Looks at what has new held-out requests, and moves."""
         if not self.config.most and not self.members:
             return
-        self._find_clusters()
         for one in self.members.values():
             if not one.is_serving:
                 self._follow_live(one)
@@ -143,6 +142,7 @@ class ClassPool:
         members = [self._member(one) for one in sorted(self.members.values(), key=lambda one: not one.is_serving)]
         for move in moves(members, self.traffic, self.config):
             self._apply(move)
+        self._find_clusters()
         self._write()
 
     def _follow_live(self, one: Pooled) -> None:
