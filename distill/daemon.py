@@ -47,11 +47,18 @@ def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None)
             closing.callback(server.close)
             status.event(f"status at http://{config.status_host}:{server.port}")
         while True:
-            daemon = Daemon(config, status, throttle, channel)
+            daemon = begin(config, status, throttle, channel)
             daemon.loop(stop)
             if not daemon.is_outdated:
                 return
             status.event(f"target {config.target!r} has new weights, which the servers run already; reading it again")
+
+
+def begin(config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None) -> Daemon:
+    try:
+        return Daemon(config, status, throttle, channel)
+    except OSError as error:
+        raise UserError(f"the learner cannot begin ({error}); make room, or give another --versions or --buffer") from error
 
 
 def guard_of(config: DistillConfig) -> Guard:

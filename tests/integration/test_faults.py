@@ -186,6 +186,14 @@ def test_a_full_disk_is_waited_out(
         torch.testing.assert_close(told["candidate"][name], value, rtol=0, atol=0)
 
 
+def test_a_disk_that_is_full_from_the_start_is_one_sentence(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = loop()
+    monkeypatch.setattr(versions, "publish", failing(1, versions.publish))
+    with pytest.raises(UserError, match=r"the learner cannot begin \(.*No space left on device\)"):
+        daemon.run(made.config)
+    assert daemon.run(made.config) == 0 and versions.versions(made.versions) == [1]
+
+
 def test_damaged_state_and_damaged_live_version_do_not_stop_the_learner(loop: Callable[..., Any]) -> None:
     made = loop()
     made.serve(60)
