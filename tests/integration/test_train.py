@@ -284,6 +284,7 @@ def test_a_target_spread_over_two_processes_trains_alike(family, recipe, train, 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)], ids=["one to two", "two to one"])
 def test_a_deepspeed_run_goes_on_with_another_number_of_processes(counts, stage, train, tmp_path, one_process):
