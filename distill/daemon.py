@@ -102,3 +102,10 @@ def check(config: DistillConfig) -> None:
             raise UserError(f"gate.{name} is {value}; it must be at least 1")
     if gate.window < gate.requests:
         raise UserError(f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision could ever be made")
+    pool = config.pool
+    if pool.most < 0:
+        raise UserError(f"pool.most is {pool.most}; it must be 0, which is off, or more")
+    if not 1 <= pool.requests <= pool.idle_requests:
+        raise UserError(
+            f"pool.requests is {pool.requests}; it must be at least 1 and at most pool.idle_requests {pool.idle_requests}"
+        )

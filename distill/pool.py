@@ -6,7 +6,7 @@ Every text also goes to the lineage that all classes share: its draft serves who
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from draftsmith.distill.clusters import find_clusters
 from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.pool_policy import ClassTraffic, Member, Move, moves
-from draftsmith.distill.scoring import Scorer
+from draftsmith.distill.scoring import Scored, Scorer
 from draftsmith.distill.standing import Standing
 from draftsmith.distill.traffic import ServedText
 from draftsmith.drafters import versions
@@ -152,7 +152,7 @@ class ClassPool:
             one.lineage.rebase(self.shared.publisher.live, version)
 
     def _num_new(self, one: Pooled) -> int:
-        seen = set(one.standing.no_better.seen)
+        seen = set(one.standing.window)
         return sum(text.request not in seen for text in one.lineage.window)
 
     def _look(self, one: Pooled) -> None:
@@ -164,11 +164,8 @@ class ClassPool:
             one.live_version = shared.version
         texts, depth = one.lineage.window, one.lineage.depth
         own, live = (scorer.score(texts, max_depth=depth) for scorer in (one.lineage.live, one.live))
-        agreeing = [index for index, scored in enumerate(live) if scored.is_consistent]
-        # A law that is not finite is never accepted.
-        before, after = ([np.nan_to_num(side[index].alpha) for index in agreeing] for side in (live, own))
         pair = (one.lineage.publisher.version, shared.version)
-        one.standing.look([texts[index].request for index in agreeing], before, after, versions=pair)
+        one.standing.look([text.request for text in texts], alphas(live), alphas(own), versions=pair)
 
     def _member(self, one: Pooled) -> Member:
         told = one.standing.describe() if one.is_serving else f"version {one.lineage.publisher.version} won"
@@ -233,3 +230,8 @@ class ClassPool:
             if one.folder in values["members"]:
                 saved = values["members"][one.folder]
                 one.requests, one.standing = saved["requests"], Standing.from_dict(saved["standing"], self.gate)
+
+
+def alphas(scored: Sequence[Scored]) -> list[np.ndarray]:
+    """None of a text that contradicts this target. A law that is not finite is never accepted."""
+    return [np.nan_to_num(one.alpha) if one.is_consistent else np.zeros(0) for one in scored]

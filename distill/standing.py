@@ -24,12 +24,14 @@ class Standing:
     config: GateConfig
     no_better: Evidence = field(default_factory=Evidence)
     versions: tuple[int, int] = (0, 0)  # of the class and of the live draft, at the latest look
+    window: list[str] = field(default_factory=list)  # the requests of the latest look
     latest: Comparison | None = None  # live -> class
 
     def look(
         self, requests: Sequence[str], live: Sequence[np.ndarray], own: Sequence[np.ndarray], *, versions: tuple[int, int]
     ) -> None:
-        """alpha of both drafts at the same positions of each request."""
+        """alpha of both drafts at the same positions of each request; none where nothing can be said."""
+        self.window = list(requests)
         if versions != self.versions:
             self.versions, self.no_better = versions, Evidence()
         elif self.no_better.value < LOST:
@@ -52,9 +54,9 @@ class Standing:
         return f"alpha {live:.4f} -> {own:.4f} with a draft of its own, gain {gain:+.4f} over {requests} requests"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"no_better": asdict(self.no_better), "versions": self.versions}
+        return {"no_better": asdict(self.no_better), "versions": self.versions, "window": self.window}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], config: GateConfig) -> Standing:
         own, live = values["versions"]
-        return cls(config, Evidence(**values["no_better"]), (own, live))
+        return cls(config, Evidence(**values["no_better"]), (own, live), list(values["window"]))

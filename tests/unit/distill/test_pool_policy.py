@@ -110,10 +110,16 @@ def test_a_draft_that_is_no_better_is_found_and_a_better_one_is_kept() -> None:
     assert lost <= 0.05 * 60
 
 
+def test_a_request_that_says_nothing_is_looked_at_once_and_moves_nothing() -> None:
+    standing = Standing(GATE)
+    standing.look([f"r{number}" for number in range(20)], [np.zeros(0)] * 20, [np.zeros(0)] * 20, versions=(1, 1))
+    assert len(standing.window) == 20 and not standing.is_no_better and standing.no_better.value <= 1
+
+
 def test_a_draft_that_was_better_for_long_is_still_found_to_be_no_better_now() -> None:
     generator = np.random.default_rng(1)
     standing = Standing(GATE)
     assert stands(standing, 0.05, looks=100, generator=generator) == 0
     saved = Standing.from_dict(json.loads(json.dumps(standing.to_dict())), GATE)
-    assert saved.no_better == standing.no_better and saved.versions == standing.versions
+    assert saved.no_better == standing.no_better and saved.versions == standing.versions and saved.window == standing.window
     assert 0 < stands(saved, -0.03, looks=40, generator=generator) < 20
