@@ -203,7 +203,7 @@ class Daemon:
         values = {
             **to_dict(self.counters),
             **self.shared.to_dict(),
-            "pool": self.pool.describe(),
+            "pool": self.pool.numbers(),
             "share": self.throttle.share,
             "worked_s": self.throttle.worked_s,
             "rested_s": self.throttle.rested_s,

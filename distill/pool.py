@@ -64,7 +64,7 @@ class Pooled:
             version = versions.read_manifest(self.lineage.root, version)["parent"]
         return None if version is None else self.copied(version)
 
-    def describe(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, Any]:
         latest = self.standing.latest
         return {
             "folder": self.folder,
@@ -183,7 +183,7 @@ class ClassPool:
             del self.members[name]
             self.traffic.given_up[name] = self.traffic.num_seen
         decision = DECISIONS[move.kind]
-        self.shared.log.add({"decision": decision, "class": name, "reason": move.reason, **one.describe()})
+        self.shared.log.add({"decision": decision, "class": name, "reason": move.reason, **one.numbers()})
         self.site.tell(f"{decision}: {name!r} ({one.folder}), {move.reason}")
 
     # Keeping.
@@ -211,8 +211,8 @@ class ClassPool:
                 for version in versions.versions(folder):
                     shutil.rmtree(versions.folder_of(folder, version), ignore_errors=True)
 
-    def describe(self) -> dict[str, Any]:
-        return {one.name: one.describe() for one in self.members.values()}
+    def numbers(self) -> dict[str, Any]:
+        return {one.name: one.numbers() for one in self.members.values()}
 
     def to_dict(self) -> dict[str, Any]:
         members = {one.folder: {"requests": one.requests, "standing": one.standing.to_dict()} for one in self.members.values()}

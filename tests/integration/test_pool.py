@@ -222,7 +222,7 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(pair: Pair, t
     world.daemon.save()
     again = world.begin()
     assert again.pool.to_dict() == world.daemon.pool.to_dict()
-    assert again.pool.describe().keys() == world.daemon.pool.describe().keys() and again.pool.members["a"].is_serving
+    assert again.pool.members.keys() == world.daemon.pool.members.keys() and again.pool.members["a"].is_serving
     for folder, lineage in world.daemon.lineages.items():
         weights = again.lineages[folder].learner.drafter.state_dict()
         assert all(torch.equal(values, weights[name]) for name, values in lineage.learner.drafter.state_dict().items())
