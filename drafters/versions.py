@@ -108,7 +108,13 @@ def _make_live(root: Path, version: int) -> None:
 
 def read_manifest(root: str | Path, version: int) -> dict[str, Any]:
     manifest = files.read_json(folder_of(root, version) / MANIFEST, f"manifest of version {version}")
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA_VERSION:
+    is_whole = (
+        isinstance(manifest, dict)
+        and manifest.get("schema") == SCHEMA_VERSION
+        and {"version", "parent"} <= manifest.keys()
+        and all(isinstance(manifest.get(name), dict) for name in ("target", "data_range", "hashes"))
+    )
+    if not is_whole:
         raise UserError(f"version {version} in {str(root)!r} has no manifest of schema {SCHEMA_VERSION}; publish it again")
     return manifest
 

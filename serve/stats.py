@@ -11,7 +11,7 @@ from time import perf_counter
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.routing import LIVE
 
-MAX_VERSIONS = 16  # counted apart; a server that learns for months sees thousands
+MAX_VERSIONS = 16  # counted apart, those that draft now in any case; a server that learns for months sees thousands
 MAX_PAUSES = 256  # of swaps, kept to tell what is usual
 PHASES = ("draft", "verify", "sample", "host")
 
@@ -39,7 +39,9 @@ class EngineStats:
     num_swaps_refused: int = 0
     draft_versions: dict[str, str] = field(default_factory=dict)  # by name of the draft; replaced, not changed
     routed: Counter[str] = field(default_factory=Counter)  # requests by name of the draft they were given
-    by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)  # `acceptance` of the latest versions, oldest first
+    by_version: dict[str, AcceptanceCounts] = field(
+        default_factory=dict
+    )  # `acceptance` of the served and the latest versions, oldest first
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
@@ -82,7 +84,10 @@ class EngineStats:
 
     def _of_version(self, version: str) -> AcceptanceCounts:
         if version not in self.by_version:
-            kept = list(self.by_version.items())[-(MAX_VERSIONS - 1) :]
+            # One that still drafts must not begin at 0 again.
+            idle = [name for name in self.by_version if name not in self.draft_versions.values()]
+            gone = idle[: max(0, len(self.by_version) + 1 - MAX_VERSIONS)]
+            kept = {name: counts for name, counts in self.by_version.items() if name not in gone}
             # Replaced, not changed: a scrape may be walking through it.
-            self.by_version = {**dict(kept), version: AcceptanceCounts()}
+            self.by_version = {**kept, version: AcceptanceCounts()}
         return self.by_version[version]

@@ -14,7 +14,7 @@ from draftsmith.drafters.draft_pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.versions import latest, open_version, stranger
 from draftsmith.errors import UserError
 from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.routing import CANARY, LIVE, class_draft
+from draftsmith.serve.routing import CANARY, LIVE, class_draft, shown
 from draftsmith.serve.served_draft import PROBE
 from draftsmith.serve.swap import SwapLate
 
@@ -61,7 +61,7 @@ class Follower:
             return self._refuse(None, error)  # the next look tries it again
         except UserError as error:
             return self._refuse(wanted, error)
-        log.info("draft version %s swapped in, pause %.1f ms", named, 1000 * swap.pause_s)
+        log.info("draft version %s swapped in (%s), pause %.1f ms", named, shown(self.draft), 1000 * swap.pause_s)
         self.serving, self._refused = wanted, None
         return True
 
@@ -148,3 +148,8 @@ class VersionWatcher:
             except OSError as error:
                 # A shared folder may be away for a moment.
                 log.warning("the versions folder cannot be read: %s", error)
+            except Exception as error:
+                # Nobody else follows the folder: whatever is wrong with this version, the next one has to be seen.
+                if repr(error) != self._last_error:
+                    log.exception("the versions folder cannot be followed; the served drafts stay")
+                    self._last_error = repr(error)

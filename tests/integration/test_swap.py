@@ -22,6 +22,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.request import FinishReason, SamplingParams
+from draftsmith.serve.swap import Swap
 from draftsmith.serve.watch import VersionWatcher
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
@@ -176,6 +177,30 @@ def test_the_watcher_leaves_a_corrupt_version_alone_and_takes_the_next(target: T
     finally:
         loop.close()
     assert engine.stats.num_swaps == 1
+
+
+def test_a_failure_nobody_foresaw_does_not_end_the_watching(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(target, new_eagle3(target, 0), EngineConfig(k=3, compile="off"))
+    failures = iter(range(3))
+    prepare = engine.lineup.prepare
+
+    def failing(folder: str, version: str, draft: str) -> Swap:
+        if next(failures, None) is not None:
+            raise KeyError("of another release")
+        return prepare(folder, version, draft)
+
+    monkeypatch.setattr(engine.lineup, "prepare", failing)
+    loop = EngineLoop(engine).start()
+    publish(tmp_path, target, new_eagle3(target, 1), None)
+    watcher = VersionWatcher(loop, tmp_path, poll_s=0.01).start()
+    try:
+        wait_until(lambda: engine.stats.draft_version == "1")
+    finally:
+        watcher.stop()
+        loop.close()
+    assert caplog.text.count("cannot be followed") == 1
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:

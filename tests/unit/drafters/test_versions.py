@@ -38,7 +38,7 @@ def test_published_version_is_latest_and_opens(tmp_path: Path) -> None:
     assert set(manifest["hashes"]) == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest", "keys"])
 def test_damaged_version_is_refused_in_one_sentence(tmp_path: Path, damage: str) -> None:
     publish(tmp_path, "good weights")
     folder = versions.folder_of(tmp_path, 1)
@@ -52,6 +52,8 @@ def test_damaged_version_is_refused_in_one_sentence(tmp_path: Path, damage: str)
             weights.unlink()
         case "manifest":
             (folder / "manifest.json").write_text('{"schema": 1, "ver')
+        case "keys":
+            (folder / "manifest.json").write_text('{"schema": 1, "version": 1, "hashes": {}}')
     with pytest.raises(UserError, match=r"version 1"):
         versions.open_version(tmp_path, 1)
 
