@@ -49,7 +49,12 @@ def options() -> argparse.Namespace:
         prog="scripts/bench_drafters", description="Acceptance of every family, objective and peer at equal training time."
     )
     parser.add_argument("--run", type=Path, default=ROOT / "runs" / "quickstart", help="a quickstart folder: its target and data")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "drafters", help="finished cells are kept here")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "runs" / "drafters",
+        help="finished cells are kept here; after a change of the code give another",
+    )
     parser.add_argument("--out", type=Path, help="write the figures here as JSON and the picture beside it")
     parser.add_argument(
         "--minutes", type=float, default=0.75, help="training time of a cell: CPU time, wall-clock time with CUDA"
@@ -121,7 +126,7 @@ def measure(bench: Bench, cells: list[Cell]) -> list[dict[str, Any]]:
 
 
 def finished(bench: Bench, cell: Cell) -> dict[str, Any] | None:
-    """What was measured, unless it was measured with other arguments."""
+    """What was measured, unless it was measured with other arguments or recipes."""
     path = bench.work / cell.folder / "cell.json"
     row = read_json(path, "cell") if path.exists() else None
     return row if row is not None and row["cell"] == cell.to_dict() else None
@@ -173,7 +178,7 @@ def train(bench: Bench, cell: Cell) -> dict[str, float]:
 
 def our_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
     arguments = [
-        *cell.arguments, "--target", str(bench.run / "target"), "--data", str(bench.run / "data"),
+        *cell.command(), "--target", str(bench.run / "target"), "--data", str(bench.run / "data"),
         "--minutes", str(cell.minutes), "--seed", str(cell.seed), "--max-length", str(MAX_LENGTH), "--held-out", str(HELD_OUT),
         "--eval-prompts", "0", "--save-every", "1000000",
     ]  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-FAMILIES = tuple(sorted(path.name.removesuffix("-small.yaml") for path in RECIPES.glob("*-small.yaml")))
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = tuple(sorted(path.name.removesuffix("-small.yaml") for path in ROOT.glob("recipes/*-small.yaml")))
 # Of eagle3, beside the recipe's forward KL.
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "lk-alpha": ("divergence=lk-alpha",),
@@ -41,15 +42,22 @@ class Cell:
     name: str
     seed: int
     trainer: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # recipes by their path in the repository
     minutes: float
 
     @property
     def folder(self) -> str:
         return f"{self.part}/{self.name}/seed-{self.seed}"
 
+    def command(self) -> list[str]:
+        return [str(ROOT / word) if is_recipe(word) else word for word in self.arguments]
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"arguments": list(self.arguments)}
+        """With digests of its recipes: what an older recipe trained is another cell."""
+        recipes = {
+            word: hashlib.sha256((ROOT / word).read_bytes()).hexdigest()[:16] for word in self.arguments if is_recipe(word)
+        }
+        return asdict(self) | {"arguments": list(self.arguments), "recipes": recipes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +92,9 @@ class Plan:
 
     def to_serve(self) -> Iterator[Cell]:
         if "eagle3" in self.families:
-            yield Cell("served", OURS, 0, OURS, (), self.minutes)
+            yield Cell("served", OURS, 0, OURS, ("eagle3", *recipe("eagle3")), self.minutes)
         if THEIRS in self.peers:
-            yield Cell("served", THEIRS, 0, THEIRS, (), self.minutes)
+            yield Cell("served", THEIRS, 0, THEIRS, THEIR_RECIPE, self.minutes)
 
     def ours(
         self, part: str, name: str, seed: int, family: str, arguments: tuple[str, ...], minutes: float | None = None
@@ -98,4 +106,8 @@ class Plan:
 
 
 def recipe(family: str) -> tuple[str, ...]:
-    return (str(RECIPES / f"{family}-small.yaml"),)
+    return (f"recipes/{family}-small.yaml",)
+
+
+def is_recipe(word: str) -> bool:
+    return word.endswith(".yaml")

@@ -23,6 +23,22 @@ OTHERS = ("DRAFTSMITH_SPECULATORS_PYTHON", "DRAFTSMITH_VLLM_PYTHON")
 TINY = ("--minutes", "0.005", "--seeds", "1", "--families", "eagle3", "--objectives", "tv", "--peers", "speculators")
 
 
+def test_a_cell_of_an_older_recipe_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import drafter_cells
+
+    monkeypatch.setattr(drafter_cells, "ROOT", tmp_path)
+    (tmp_path / "recipes").mkdir()
+    plan = drafter_cells.Plan(families=["eagle3"], objectives=["tv"], peers=[], seeds=1, minutes=1.0, row_tokens=8, served=True)
+    told = []
+    for text in ("batch_size: 2", "batch_size: 2", "batch_size: 4"):
+        (tmp_path / "recipes" / "eagle3-small.yaml").write_text(text)
+        told.append([cell.to_dict() for cell in plan.cells()])
+    # The draft, the objective that starts from its recipe, and the draft in vLLM.
+    assert told[0] == told[1] and len(told[0]) == 3
+    assert all(old != new for old, new in zip(told[1], told[2], strict=True))
+
+
 @pytest.fixture(scope="module")
 def report_module(request: pytest.FixtureRequest) -> Any:
     patch = pytest.MonkeyPatch()
