@@ -39,8 +39,8 @@ def tokenizer_difference(record: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     digests = record.get("tokenizer_hash"), tokenizer_hash(tokenizer)
     if digests[0] in (None, digests[1]):
         return None
-    recorded = record.get("tokenizer", {"size": len(tokenizer), "tokens": []})
     names = {index: token for token, index in tokenizer.get_vocab().items()}
+    recorded = record.get("tokenizer", {"size": len(names), "tokens": []})
     moved = [(index, token) for index, token in recorded["tokens"] if names.get(index) != token]
     shown = [f"id {index} is {token!r} and {names.get(index, 'unknown')!r}" for index, token in moved[:SHOWN]]
     if recorded["size"] != len(names):
