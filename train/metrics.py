@@ -30,7 +30,7 @@ class MetricWindow:
             self.walked = [*self.walked, (unrolled.keep.detach(), loss_mask)][-self.WALKED :]
 
     def drain(self, reduce: Callable[..., torch.Tensor]) -> dict[str, float]:
-        """forward_kl_s (or what is trained by), alpha_s (s from 1) and outside of the window over all ranks, and tau of this rank's
+        """forward_kl_s (or what is trained by), alpha_s (s from 1) and outside of the window over all ranks, tau of this rank's
         last batches; the window is empty afterwards."""
         if self.sums is None:
             return {}
