@@ -68,6 +68,10 @@ class LearnConfig:
     weights: str = option("exponential", "what a depth counts, as in train --unroll.weights", choices=WEIGHTS)
     step_decay: float = option(0.9, "exponential: weight of depth s is this to the power s")
     proximal: float = option(0.0, "weight decay towards the live version instead of zero; 10 holds a draft close, 0 is off")
+    average: float = option(
+        0.96,
+        "decay a step of the mean of the candidate's weights, which is what is judged and published; 0: the last ones",
+    )
     lora: LoraOptions | None = option(None, "draft-lm: train adapters on the live version, merged when a version is published")
     budget: float = option(1.0, "most of the wall time that learning may take, for a device that it shares with a server")
     max_length: int = option(1024, "longest sequence; longer ones are cut at the end")

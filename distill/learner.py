@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,8 @@ from draftsmith.train.roles import RoleWeights, Row, branch_row, text_row
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
+# Among the optimizer's moments, with which it is saved and given up.
+AVERAGE = "average"
 
 Rest = Callable[[float], None]  # hears the seconds of a piece of work
 
@@ -160,7 +163,40 @@ class Learner:
         group["lr"] = self.config.lr * min(1.0, self.steps / max(1, self.config.warmup))
         self.optimizer.step()
         self._pull(group["lr"])
+        self._average()
         return True
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """At a constant rate the last weights are as noisy as on the first day; their mean is not. A young one decays faster, so
+        that it soon leaves where it began."""
+        if self.config.average == 0:
+            return
+        decay = min(self.config.average, (1 + self.steps) / (10 + self.steps))
+        for parameter in self._trained():
+            state = self.optimizer.state[parameter]
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(parameter, 1 - decay)
+            elif state:  # a parameter without a gradient has none
+                state[AVERAGE] = parameter.detach().clone()
+
+    @contextmanager
+    def averaged(self) -> Iterator[torch.nn.Module]:
+        """The draft as it is judged and published: in here it has the mean of its weights, afterwards its own again."""
+        self._exchange()
+        try:
+            yield self.drafter
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for parameter in self._trained():
+            average = self.optimizer.state.get(parameter, {}).get(AVERAGE)
+            if average is not None:
+                held = parameter.detach().clone()
+                parameter.copy_(average)
+                average.copy_(held)
 
     @torch.no_grad()
     def _pull(self, lr: float) -> None:
@@ -196,6 +232,8 @@ def check(config: LearnConfig) -> None:
             raise UserError(f"learn.{name} is {value}; it must be at least 1")
     if not config.proximal >= 0 or not math.isfinite(config.proximal):
         raise UserError(f"learn.proximal is {config.proximal}; it must be 0 or a positive number such as 10")
+    if not 0 <= config.average < 1:
+        raise UserError(f"learn.average is {config.average}; it must be at least 0 and less than 1, for example 0.96")
     if not 0 < config.budget <= 1:
         raise UserError(f"learn.budget is {config.budget}; it must be above 0 and at most 1, for example 0.3")
     if not config.lr > 0 or not math.isfinite(config.lr):

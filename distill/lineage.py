@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -192,12 +193,13 @@ class Lineage:
     # Decisions.
 
     def gate(self) -> None:
-        candidate, evidence = self.learner.drafter, self.ledger.gate
-        decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, evidence=evidence)
+        evidence = self.ledger.gate
+        with self.learner.averaged() as candidate:
+            decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, evidence=evidence)
         if self.made_for:
             decision = enough(decision, self.config.gate)
         if decision.decision == "accept":
-            self.publish(decision, candidate)
+            self.publish(decision, self.learner.averaged())
             self.is_gate_due = False
             return
         self.is_gate_due = False
@@ -210,21 +212,19 @@ class Lineage:
         comparison = decision.comparison
         return comparison is not None and comparison.gain < 0 and comparison.p_value <= self.config.gate.error
 
-    def publish(self, decision: Decision, drafter: TrainedDrafter) -> None:
+    def publish(self, decision: Decision, candidate: AbstractContextManager[TrainedDrafter]) -> None:
         self.site.save()
         training = {"version": __version__, "online": to_dict(self.config.learn), "updates": self.learner.updates}
         records, texts = self.counters.records, self.counters.texts
         live = self.publisher.version
         # Servers have one version on trial at a time; a live version in quarantine leaves nothing to compare with.
         share = 0.0 if self.name or self.made_for else self.config.gate.canary
+        data_range = {"records": records, "texts": texts, "cursor": self.site.cursor()}
         try:
-            version = self.publisher.publish(
-                drafter,
-                training=training,
-                data_range={"records": records, "texts": texts, "cursor": self.site.cursor()},
-                gate=decision.to_dict(),
-                live=share == 0,
-            )
+            with candidate as drafter:
+                version = self.publisher.publish(
+                    drafter, training=training, data_range=data_range, gate=decision.to_dict(), live=share == 0
+                )
         except UserError as error:
             self.decided(replace(decision, decision="refuse", reason=f"the written candidate cannot be read back: {error}"))
             self.start_over()
@@ -338,7 +338,7 @@ class Lineage:
         """The same draft as a version for this target, if its traffic shows it good enough."""
         decision = regate(self.live, self.window, self.config.gate, max_depth=self.depth)
         if decision.decision == "accept":
-            self.publish(decision, self.publisher.live)
+            self.publish(decision, nullcontext(self.publisher.live))
         else:
             self.decided(decision)
 

@@ -79,11 +79,11 @@ def harmful(harm: str, made: Any) -> Callable[..., UpdateReport]:
 
     def harmed(self: Learner, fresh: list, rest: Callable[[float], None]) -> UpdateReport:
         report = update(self, fresh, rest)
-        if harm == "noise":
-            made.shuffle(self.drafter)
-        elif harm == "NaN":
-            with torch.no_grad():
-                next(self.drafter.parameters())[0] = float("nan")
+        with self.averaged() as judged, torch.no_grad():
+            if harm == "noise":
+                made.shuffle(judged)
+            elif harm == "NaN":
+                next(judged.parameters())[0] = float("nan")
         return report
 
     return harmed

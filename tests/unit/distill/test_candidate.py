@@ -127,3 +127,32 @@ def test_a_rest_after_every_step_changes_nothing_that_is_learned(
 def test_bad_options_are_one_sentence(target: Target, bigram: Callable, changes: dict) -> None:
     with pytest.raises(UserError, match=r"learn\."):
         Learner(bigram(288), target, LearnConfig(**changes), seed=0)
+
+
+def test_what_is_judged_is_the_mean_of_the_weights_and_training_goes_on_from_themselves(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
+    learner, again = (Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=1, warmup=1), seed=0) for _ in range(2))
+    mean = torch.zeros(0)
+    for step in range(1, 13):
+        learner.update(served)
+        again.update(served)
+        weights = learner.drafter.head.detach().clone()
+        decay = min(0.96, (1 + step) / (10 + step))
+        mean = weights if step == 1 else decay * mean + (1 - decay) * weights
+        with learner.averaged() as judged:
+            torch.testing.assert_close(judged.head.detach(), mean, rtol=1e-5, atol=1e-6)
+        # Nobody looked at the other one.
+        assert torch.equal(learner.drafter.head, weights) and torch.equal(again.drafter.head, weights)
+    assert not torch.equal(mean, weights)
+    learner.restart(bigram(288).state_dict())
+    with learner.averaged() as judged:
+        assert torch.equal(judged.head, bigram(288).head)
+
+
+def test_without_a_mean_the_last_weights_are_judged(target: Target, bigram: Callable, served: list[ServedText]) -> None:
+    learner = Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=4, warmup=1, average=0.0), seed=0)
+    learner.update(served)
+    weights = learner.drafter.head.detach().clone()
+    with learner.averaged() as judged:
+        assert torch.equal(judged.head, weights)
