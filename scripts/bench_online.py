@@ -79,7 +79,7 @@ def attempt(setting: Setting, cell: Cell) -> None:
     """Hours of others' work must not be lost with one cell: it is told, left out, and tried again by the next start."""
     try:
         write_json(path_of(setting, cell), run(setting, cell))
-    except Exception:
+    except (Exception, SystemExit):  # a server that did not start ends with the latter
         print(f"bench_online: {cell.folder} failed", file=sys.stderr)
         traceback.print_exc()
 

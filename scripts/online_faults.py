@@ -25,6 +25,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 
 AWAY = 2 * 10**6  # numbers of these requests, away from those of any stream
 SNAPSHOTS = 10  # good candidates of one run, one an update of the learner
+PATIENCE, LOOK, TRIALS = 96, 24, 2  # held-out requests of a trial, between two looks of the gate; trials of each candidate
 HARMFUL_STEPS = 8
 Harm = Callable[[TrainedDrafter, Sequence[ServedText], Setting, int], None]
 
@@ -32,21 +33,36 @@ Harm = Callable[[TrainedDrafter, Sequence[ServedText], Setting, int], None]
 def run_gate(setting: Setting, cell: Cell) -> dict[str, Any]:
     """The live draft is the static one while traffic is of the second domain: much could be better, and all that is worse must
     not go live."""
-    count = int(cell.arguments["requests"])
+    count, begin = int(cell.arguments["requests"]), AWAY
     static = setting.load(setting.draft(cell.seed))
-    taught = setting.texts(static, SECOND, count, seed=cell.seed, begin=AWAY)
-    judged = setting.texts(static, SECOND, 4 * GATE.window, seed=cell.seed, begin=AWAY + count)
-    other = setting.texts(static, SECOND, count, seed=cell.seed, begin=AWAY + count + 4 * GATE.window)
-    windows = [judged[begin : begin + GATE.window] for begin in range(0, len(judged), GATE.window)]
-    live = Scorer(static, setting.target, max_length=MAX_LENGTH)
+    parts = []
+    for size in (count, count, *[PATIENCE] * TRIALS):
+        parts.append(setting.texts(static, SECOND, size, seed=cell.seed, begin=begin))
+        begin += size
+    taught, other, *judged = parts
     alpha = setting.alpha(static, other)
+    candidates = [*good(setting, taught, cell.seed), *bad(setting, taught, cell.seed)]
+    gains = [setting.alpha(one, other) - alpha if is_finite(one) else -math.inf for _, one in candidates]
     trials = []
-    for name, candidate in [*good(setting, taught, cell.seed), *bad(setting, taught, cell.seed)]:
-        gain = setting.alpha(candidate, other) - alpha if is_finite(candidate) else -math.inf
-        for window in windows:
-            decision = decide(live, candidate, window, GATE, max_depth=K, evidence=Evidence())
-            trials.append({"kind": name, "gain": gain, "decision": decision.decision, "measured": decision.to_dict().get("gain")})
+    for texts in judged:
+        live = Scorer(static, setting.target, max_length=MAX_LENGTH)
+        for (kind, candidate), gain in zip(candidates, gains, strict=True):
+            decision, held_out = judge(live, candidate, texts)
+            trials.append(
+                {"kind": kind, "gain": gain if math.isfinite(gain) else None, "decision": decision, "held_out": held_out}
+            )
     return {"alpha": alpha, "trials": trials, "forced": [forced(setting, cell, name) for name in ("noise", "shuffled labels")]}
+
+
+def judge(live: Scorer, candidate: TrainedDrafter, texts: Sequence[ServedText]) -> tuple[str, int]:
+    """As the daemon looks at a candidate while held-out requests come in: the last decision, and after how many of them."""
+    evidence, decision = Evidence(), "hold"
+    for end in range(LOOK, len(texts) + 1, LOOK):
+        window = texts[max(0, end - GATE.window) : end]
+        decision = decide(live, candidate, window, GATE, max_depth=K, evidence=evidence).decision
+        if decision != "hold":
+            return decision, end
+    return decision, len(texts)
 
 
 def good(setting: Setting, texts: Sequence[ServedText], seed: int) -> list[tuple[str, TrainedDrafter]]:
@@ -57,7 +73,8 @@ def good(setting: Setting, texts: Sequence[ServedText], seed: int) -> list[tuple
         begin = update * LEARN.fresh % len(texts)
         learner.update(texts[begin : begin + LEARN.fresh])
         snapshot = setting.load(setting.draft(seed))
-        snapshot.load_state_dict(learner.drafter.state_dict())
+        with learner.averaged() as judged:
+            snapshot.load_state_dict(judged.state_dict())
         found.append(("update", snapshot))
     return found
 

@@ -115,9 +115,9 @@ def is_good(trial: Row) -> bool:
     return trial["kind"] == "update" and number(trial["gain"]) >= WORTH
 
 
-def number(value: Any) -> float:
-    """A value that JSON has no number for was written as text or null."""
-    return -math.inf if value is None or isinstance(value, str) else float(value)
+def number(gain: float | None) -> float:
+    """JSON has no number for what a draft loses whose weights are not finite."""
+    return -math.inf if gain is None else gain
 
 
 def shares(rows: Sequence[Row], wanted: Any, is_accepted: bool) -> list[float]:

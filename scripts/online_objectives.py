@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 from online_cells import SECOND, Cell
 from online_setting import LEARN, Setting
 
-from draftsmith.distill.config import LearnConfig
 from draftsmith.distill.learner import Learner
 from draftsmith.distill.traffic import ServedText
 from draftsmith.train.roles import Role
@@ -37,18 +35,13 @@ def run_objectives(setting: Setting, cell: Cell) -> dict[str, Any]:
     for positions, divergence in product([*POSITIONS, OFF_BY_ONE], DIVERGENCES):
         given = [off_by_one(text) for text in taught] if positions == OFF_BY_ONE else taught
         wanted = POSITIONS.get(positions, ("first-rejected", "bonus"))
-        drafter = setting.load(setting.draft(cell.seed))
         config = replace(LEARN, positions=wanted, divergence=divergence, steps=STEPS, replay=0.0)
-        trained = train(drafter, setting, config, given, seed=cell.seed)
-        rows.append(
-            {"positions": positions, "divergence": divergence, "alpha": setting.alpha(drafter, judged), "trained": trained}
-        )
+        learner = Learner(setting.load(setting.draft(cell.seed)), setting.target, config, seed=cell.seed)
+        trained = learner.update(given).tokens
+        with learner.averaged() as drafter:
+            alpha = setting.alpha(drafter, judged)
+        rows.append({"positions": positions, "divergence": divergence, "alpha": alpha, "trained": trained})
     return {"rows": rows, "texts": len(taught)}
-
-
-def train(drafter: Any, setting: Setting, config: LearnConfig, texts: Sequence[ServedText], *, seed: int) -> int:
-    """How many positions counted."""
-    return Learner(drafter, setting.target, config, seed=seed).update(list(texts)).tokens
 
 
 def off_by_one(text: ServedText) -> ServedText:

@@ -27,6 +27,7 @@ from draftsmith.files import write_text
 COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 CLIENTS = 8
 PORT = 8741
+PATIENCE_S = 900.0  # with a machine that has much else to do
 LEARN_FLAGS = [f"learn.{name}={getattr(LEARN, name)}" for name in ("lr", "steps", "unroll", "max_length")]
 
 
@@ -40,7 +41,7 @@ def run_system(setting: Setting, cell: Cell) -> dict[str, Any]:
         words = [*COMMAND, "serve", "--target", setting.target.name, "--draft", draft, "--port", PORT + cell.seed, "--k", K]
         words += ["--max-batch", CLIENTS, "--threads", 1, "--name", "online", *serving]
         with process(words, folder / "server.log") as child:
-            wait_until_healthy(child, PORT + cell.seed)
+            wait_until_healthy(child, PORT + cell.seed, limit_s=PATIENCE_S)
             with learner(setting, draft, folder):
                 begun_s = time.monotonic()
                 learned = send(url, prompts, seed=cell.seed)
@@ -74,10 +75,10 @@ def learner(setting: Setting, draft: Path, folder: Path) -> Iterator[None]:
         yield
 
 
-def wait_for_version(child: subprocess.Popen, root: Path, limit_s: float = 120) -> None:
+def wait_for_version(child: subprocess.Popen, root: Path) -> None:
     begun_s = time.monotonic()
     while versions.latest(root) is None:
-        if child.poll() is not None or time.monotonic() - begun_s > limit_s:
+        if child.poll() is not None or time.monotonic() - begun_s > PATIENCE_S:
             sys.exit("bench_online: the learner did not publish the starting draft; its log is beside the run")
         time.sleep(0.2)
 

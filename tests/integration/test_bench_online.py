@@ -65,7 +65,7 @@ def test_streams_are_served_learned_from_told_and_kept(script: Script, work: Pat
 def test_updates_of_known_worth_meet_the_gate(script: Script, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults, cells, setting, measures = map(script, ("online_faults", "online_cells", "online_setting", "online_measures"))
     monkeypatch.setattr(faults, "SNAPSHOTS", 1)
-    monkeypatch.setattr(faults, "GATE", setting.GateConfig(window=12))
+    monkeypatch.setattr(faults, "PATIENCE", 24)
     opened = setting.open_setting(work, target_minutes=0)
     found = faults.run_gate(opened, cells.Cell("gate", "gate", 0, {"requests": 16}))
     assert {trial["kind"] for trial in found["trials"]} == {"update", *faults.HARMS}
@@ -130,7 +130,7 @@ def test_updates_are_sorted_by_what_they_gain(script: Script) -> None:
     measures, report = script("online_measures"), script("online_report")
     trials = [
         {"kind": "noise", "gain": -0.1, "decision": "hold"},
-        {"kind": "NaN", "gain": "-inf", "decision": "refuse"},
+        {"kind": "NaN", "gain": None, "decision": "refuse"},
         {"kind": "shuffled labels", "gain": -0.2, "decision": "accept"},
         {"kind": "update", "gain": 0.05, "decision": "accept"},
         {"kind": "update", "gain": 0.03, "decision": "hold"},
