@@ -141,6 +141,8 @@ WRONG: list[tuple[str, str, Change]] = [
     ("eagle3", "sglang", rename("norm.weight", "final_norm.weight")),
     ("eagle3", "speculators", halves("layers.0.self_attn.q_proj.weight")),
     ("eagle3", "speculators", put(norm_before_residual=True)),
+    ("eagle3", "vllm", put(norm_output=True)),
+    ("eagle3", "sglang", put(norm_output=True)),
     ("p-eagle", "vllm", lambda config, tensors: tensors.update(mask_hidden=tensors["mask_hidden"].flip(1))),
     ("p-eagle", "vllm", lambda config, tensors: tensors.pop("mask_hidden")),
     ("p-eagle", "speculators", put(mask_token_id=7)),
