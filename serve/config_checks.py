@@ -76,6 +76,9 @@ def _check_drafts(config: ServeConfig) -> None:
     if config.ngram and (config.suffix or trained):
         raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
     check_draft_options(config, other_draft=config.versions is not None)
+    if config.tree is not None and (config.suffix or not trained):
+        beside = "suffix, which copies chains" if config.suffix else "no trained draft, which alone grows one"
+        raise UserError(f"tree is given with {beside}; leave it out or draft with eagle3, eagle1 or mtp")
     if not trained and config.fallback != "none":
         raise UserError("fallback is given without a trained draft; name the draft too or leave it out")
     if config.heterogeneous_vocab and (config.versions is not None or config.learn is not None):

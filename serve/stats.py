@@ -39,9 +39,8 @@ class EngineStats:
     num_swaps_refused: int = 0
     draft_versions: dict[str, str] = field(default_factory=dict)  # by name of the draft; replaced, not changed
     routed: Counter[str] = field(default_factory=Counter)  # requests by name of the draft they were given
-    by_version: dict[str, AcceptanceCounts] = field(
-        default_factory=dict
-    )  # `acceptance` of the served and the latest versions, oldest first
+    # `acceptance` of the served and the latest versions, oldest first.
+    by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property

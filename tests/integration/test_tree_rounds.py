@@ -239,7 +239,7 @@ def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
     with pytest.raises(UserError, match="judges chains"):
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="dynamic", verification="block"))
     with pytest.raises(UserError, match="drafts of a chain"):
-        check(ServeConfig(target="t", tree="auto", synthetic_acceptance=(0.5,)))
+        check(ServeConfig(target="t", draft="d", tree="auto", synthetic_acceptance=(0.5,)))
     with pytest.raises(UserError, match="tree is 'round'"):
         Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))
 

@@ -52,6 +52,8 @@ def test_an_engine_is_not_made_of(options, words):
         ({"draft": "d", "suffix_max_tree_depth": 3}, "suffix_max_tree_depth is 3 but nothing drafts by suffix"),
         ({"suffix": True, "prompt_lookup_max": 3}, "prompt_lookup_max is 3 but nothing drafts by ngram"),
         ({"suffix": True, "suffix_share": 0.5}, "suffix_share is 0.5, which is for suffix beside a draft"),
+        ({"ngram": True, "tree": "auto"}, "tree is given with no trained draft"),
+        ({"draft": "d", "suffix": True, "tree": "auto"}, "tree is given with suffix"),
         ({"draft": "d", "k": "3", "tree": "auto"}, "k is 3 together with tree 'auto'"),
         ({"draft": "d", "k": "3", "k_schedule": "1:5"}, "k is 3 together with k_schedule '1:5'"),
     ],
