@@ -101,6 +101,9 @@ class TrainConfig(FamilyShapes):
         choices=("live", "stored"),
     )
     out: str = option(help="folder of the draft; holds its metrics and, under training/, its checkpoints")
+    init: str | None = option(
+        None, "folder or Hub id of a draft of this family, ours or another trainer's, to train further [default: a new one]"
+    )
 
     steps: int | None = option(None, "optimizer steps to run at most")
     epochs: float | None = option(None, "passes over the data at most (1 when neither steps nor minutes is given)")

@@ -46,6 +46,8 @@ def drafter_options(config: TrainConfig) -> DrafterOptions:
 def check(config: TrainConfig) -> None:
     """Raises a `UserError` for values that no run could use."""
     drafter_options(config)
+    if config.init is not None:
+        check_init(config.init, config)
     if config.deepspeed is not None:
         deepspeed_config(config.deepspeed)
         if config.optim.optimizer != "adamw":
@@ -92,6 +94,14 @@ def check_numbers(config: TrainConfig) -> None:
     for name in ("held_out", "optim.beta2"):
         if not 0.0 <= values[name] < 1.0:
             raise UserError(f"option {name!r} is {values[name]}; it must be 0 or more and less than 1")
+
+
+def check_init(init: str, config: TrainConfig) -> None:
+    if config.family == "draft-lm":
+        raise UserError(f"option 'init' is {init!r} but any language model can begin a draft-lm; give it as draft_lm.init")
+    if config.by_family()[config.family] is not None:
+        section = config.family.replace("-", "_")
+        raise UserError(f"options under {section!r} are of a new draft but option 'init' is {init!r}; leave one of the two out")
 
 
 def check_objective(config: TrainConfig) -> None:

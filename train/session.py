@@ -76,10 +76,19 @@ def new_teacher(config: TrainConfig, target: Target, corpus: Corpus, drafter: Tr
 
 
 def new_drafter(config: TrainConfig, place: Place, target: Target, corpus: Corpus) -> torch.nn.Module:
+    # Adam needs more digits than bfloat16 has, whatever the target is kept in.
+    if config.init is not None:
+        return older_drafter(config.init, config.family, target)
     counts = corpus.token_counts(target.vocab_size)
     drafter = FAMILIES[config.family].create(resolve.drafter_options(config), target, seed=config.seed, token_counts=counts)
-    # Adam needs more digits than bfloat16 has, whatever the target is kept in.
     return drafter.to(device=place.device, dtype=torch.float32)
+
+
+def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
+    drafter = checkpoint.load(init, target, dtype=torch.float32)
+    if drafter.family != family:
+        raise UserError(f"option 'init' is {init!r}, a draft of family {drafter.family!r}; train {drafter.family} with it")
+    return drafter
 
 
 def load_corpus(config: TrainConfig, target: Target) -> Corpus:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftsmith import cli
 from draftsmith.drafters import checkpoint
@@ -295,6 +296,17 @@ def test_more_steps_go_on_where_fewer_ended(family, optimizer, configure):
         assert {**one, "elapsed_s": 0} == {**other, "elapsed_s": 0}
 
 
+@pytest.mark.parametrize("family", ["eagle3", "mtp", "medusa", "dspark"])
+def test_a_trained_draft_is_trained_further(family, configure):
+    run(first := configure(family))
+    run(further := configure(family, init=first.out, out=first.out + "-further", steps=10, divergence="tvd++"))
+    assert metrics(further)[0]["alpha_1"] > metrics(first)[0]["alpha_1"] + 0.01
+    before, after = (load_file(Path(config.out) / "model.safetensors") for config in (first, further))
+    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(UserError, match=f"a draft of family '{family}'; train {family} with it"):
+        run(configure("mlp", init=first.out, out=first.out + "-other"))
+
+
 def test_going_on_with_other_options_is_refused(configure):
     run(configure(steps=5))
     with pytest.raises(UserError, match=r"optim.lr: 0.01 -> 0.5"):
@@ -317,6 +329,8 @@ def error_of(capsys, *arguments: str) -> str:
         (("eagle3", "--steps", "many"), "option 'steps' is 'many'"),
         (("eagle3", "--steps", "0"), "'steps' is 0"),
         (("eagle3", "mtp.intermediate_size=4"), "options under 'mtp' are given but the family is 'eagle3'"),
+        (("eagle3", "--init", "D", "eagle3.train_head=false"), "options under 'eagle3' are of a new draft"),
+        (("draft-lm", "--init", "D"), "give it as draft_lm.init"),
         (("eagle3", "optim.schedule=staircase"), "must be one of cosine, linear, constant"),
         (("eagle3", "unroll.steps=0"), "unroll.steps"),
         (("eagle3", "optim.warmup=2"), "between 0 and 1"),
