@@ -63,7 +63,7 @@ class Daemon:
         if restored is not None:
             self.reader.cursor = dict(restored.cursor)
             self.counters.take_over(restored.counters)
-            self.open = OpenRequests(restored.open)
+            self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
             self.pool.restore(restored.pool)
         for name, one in self.lineages.items():
             one.begin(known.get(name))
@@ -105,8 +105,7 @@ class Daemon:
 
     def finish(self) -> bool:
         """The traffic is over. False when a decision waits to be logged."""
-        for text in self.open.take(idle_s=0.0):
-            self.sort_in(text)
+        self.sort_in_finished(idle_s=0.0)
         for one in self.lineages.values():
             one.finish()
         self.pool.judge()
@@ -165,9 +164,13 @@ class Daemon:
             self.counters.foreign += len(reading.records) - len(own)
             self.is_outdated = signature(self.config.target) != self.target_files
         self.open.add(own)
-        for text in self.open.take(idle_s=self.config.idle_s):
-            self.sort_in(text)
+        self.sort_in_finished(idle_s=self.config.idle_s)
         return bool(reading.records)
+
+    def sort_in_finished(self, *, idle_s: float) -> None:
+        for text in self.open.take(idle_s=idle_s):
+            self.sort_in(text)
+        self.counters.orphans = self.open.orphans
 
     def sort_in(self, text: ServedText) -> None:
         self.counters.held_out += is_held_out(text, self.config.gate.held_out)
@@ -198,7 +201,6 @@ class Daemon:
         self.retained_s = time.monotonic()
 
     def show(self) -> None:
-        self.counters.orphans = self.open.orphans
         line = f"{self.counters.updates} updates, {self.counters.texts} texts, {self.shared.describe()}"
         values = {
             **to_dict(self.counters),

@@ -78,10 +78,10 @@ def remembered(texts: Sequence[ServedText], answers: frozenset[str]) -> list[Ser
 class OpenRequests:
     """Requests whose records are still coming. One is over with its last record, or after `idle_s` of silence."""
 
-    def __init__(self, records: Sequence[RoundRecord] = ()):
+    def __init__(self, records: Sequence[RoundRecord] = (), *, orphans: int = 0):
         self.records: dict[str, list[RoundRecord]] = {}
         self.seen_s: dict[str, float] = {}
-        self.orphans = 0  # records that came after their request was taken, or without its beginning
+        self.orphans = orphans  # records that came after their request was taken, or without its beginning
         self.add(records)
 
     def add(self, records: Iterable[RoundRecord]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from draftsmith import files
 from draftsmith.drafters.prompt_clusters import PromptClusters
+from draftsmith.drafters.versions import CURRENT
 from draftsmith.errors import UserError
 
 POOL = "pool"
@@ -41,8 +42,9 @@ def pool_root(root: str | Path) -> Path:
 
 
 def next_folder(root: str | Path) -> str:
-    """A name that no class ever had."""
-    taken = [int(match[1]) for entry in pool_root(root).glob("c*") if (match := FOLDER.fullmatch(entry.name))]
+    """A name that no class ever had. A folder without a live version is one that a full disk kept from being begun."""
+    begun = [entry.parent.name for entry in pool_root(root).glob(f"c*/{CURRENT}")]
+    taken = [int(match[1]) for name in begun if (match := FOLDER.fullmatch(name))]
     return f"c{max(taken, default=0) + 1:02d}"
 
 

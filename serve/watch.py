@@ -93,7 +93,8 @@ class VersionWatcher:
         self._live = Follower(loop, self.root, LIVE, serving=serving)
         self._canary = Follower(loop, self.root, CANARY)
         self._classes: dict[tuple[str, str], Follower] = {}  # by class and folder
-        self._last_error = ""
+        self._wrong: set[str] = set()  # what the latest look met,
+        self._wrong_before: set[str] = set()  # and the one before
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draftsmith-versions", daemon=True)
         if serving is not None and (reason := self._live.misfit(serving)):
@@ -110,16 +111,30 @@ class VersionWatcher:
 
     def look(self) -> bool:
         """One look; True when the live draft is another one."""
+        self._wrong_before, self._wrong = self._wrong, set()
         changed = self._live.current()
+        self._follow_canary(self._read_canary())
         try:
-            self._follow_canary(read_canary(self.root))
             self._follow_pool(read_pool(self.root) or DraftPool())
         except UserError as error:
             # What is served goes on being served.
-            if str(error) != self._last_error:
+            if self._is_new(str(error)):
                 log.warning("%s", error)
-                self._last_error = str(error)
         return changed
+
+    def _read_canary(self) -> Canary | None:
+        """The learner takes a file that cannot be read for the end of the trial, so that servers must as well."""
+        try:
+            return read_canary(self.root)
+        except UserError as error:
+            if self._is_new(str(error)):
+                log.warning("%s", error)
+            return None
+
+    def _is_new(self, wrong: str) -> bool:
+        """Each is told once, and again when it was away for a look."""
+        self._wrong.add(wrong)
+        return wrong not in self._wrong_before
 
     def _follow_canary(self, canary: Canary | None) -> None:
         share = 0.0
@@ -147,9 +162,9 @@ class VersionWatcher:
                 self.look()
             except OSError as error:
                 # A shared folder may be away for a moment.
-                log.warning("the versions folder cannot be read: %s", error)
+                if self._is_new(str(error)):
+                    log.warning("the versions folder cannot be read: %s", error)
             except Exception as error:
                 # Nobody else follows the folder: whatever is wrong with this version, the next one has to be seen.
-                if repr(error) != self._last_error:
+                if self._is_new(repr(error)):
                     log.exception("the versions folder cannot be followed; the served drafts stay")
-                    self._last_error = repr(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,7 +64,11 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(tmp_path: Path, tiny
     assert alarm["request_class"] == "code" and alarm["now"] < alarm["level"] and "drift: class 'code'" in told.getvalue()
     daemon.cycle()
     assert daemon.counters.updates == 1 and daemon.counters.drift_alarms == 1 and not daemon.status.values["resting"]
+    daemon.open.add([replace(served(0, 1, "code").records[0], round=1)])  # its beginning never comes
+    daemon.finish()
     daemon.save()
     again = Daemon(config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event()))
-    assert again.counters.drift_alarms == 1 and again.shared.ledger == daemon.shared.ledger
+    again.cycle()
+    assert again.counters == daemon.counters and again.counters.drift_alarms == again.counters.orphans == 1
+    assert again.shared.ledger == daemon.shared.ledger
     assert str(again.shared.drift.kept()) == str(daemon.shared.drift.kept())

@@ -325,7 +325,12 @@ def test_the_watcher_follows_trials_and_pools(target: Target, tmp_path: Path, ca
         write_canary(tmp_path, Canary(strange, 0.5))
         served({LIVE: "1"})
         assert router.canary_share == 0.0 and "stays out" in caplog.text
-        remove_canary(tmp_path)
+        # One that cannot be read is the end of the trial, as it is for the learner; the pool is followed all the same.
+        write_canary(tmp_path, Canary(3, 0.5))
+        served({LIVE: "1", CANARY: "3"})
+        (tmp_path / "canary.json").write_text("{", encoding="utf-8")
+        served({LIVE: "1"})
+        assert router.canary_share == 0.0
         # Two classes, one of which has no version yet.
         write_pool(tmp_path, DraftPool({"code": "c01", "prose": "c02"}))
         served({LIVE: "1", CODE: "code/1"})
@@ -335,10 +340,11 @@ def test_the_watcher_follows_trials_and_pools(target: Target, tmp_path: Path, ca
         served({LIVE: "1", CODE: "code/2", PROSE: "prose/1"})
         # A file that cannot be read changes nothing, and is told once.
         (pool_root(tmp_path) / "pool.json").write_text("{", encoding="utf-8")
-        caplog.clear()
         for _ in range(2):
             served({LIVE: "1", CODE: "code/2", PROSE: "prose/1"})
-        assert len([one for one in caplog.records if "pool" in one.message]) == 1
+        assert len([one for one in caplog.records if "pool.json" in one.message]) == 1
+        assert len([one for one in caplog.records if "canary.json" in one.message]) == 1
+        remove_canary(tmp_path)
         write_pool(tmp_path, DraftPool({"prose": "c02"}))
         served({LIVE: "1", PROSE: "prose/1"})
     finally:

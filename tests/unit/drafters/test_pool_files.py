@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from draftsmith.drafters import versions
 from draftsmith.drafters.canary import CANARY, Canary, in_canary, read_canary, remove_canary, write_canary
-from draftsmith.drafters.draft_pool import POOL_FILE, DraftPool, pool_root, read_pool, write_pool
+from draftsmith.drafters.draft_pool import POOL_FILE, DraftPool, next_folder, pool_root, read_pool, write_pool
 from draftsmith.drafters.prompt_clusters import PromptClusters, cluster_name, counts, unit, vector
 from draftsmith.errors import UserError
 from draftsmith.serve.record import uniform
@@ -111,3 +112,17 @@ def test_leftovers_of_a_kill_are_swept(tmp_path: Path) -> None:
 def test_they_import_no_torch() -> None:
     code = "import sys, draftsmith.drafters.canary, draftsmith.drafters.draft_pool; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_folder_means_two_classes_and_one_that_never_began_is_used_again(tmp_path: Path) -> None:
+    root = pool_root(tmp_path)
+    assert next_folder(tmp_path) == "c01"
+    for number in (1, 2):
+        versions.publish(
+            root / next_folder(tmp_path), lambda folder: None, family="fake", target={}, parent=None, data_range={}, gate={}
+        )
+        assert next_folder(tmp_path) == f"c{number + 1:02d}"
+    (root / "c03").mkdir()  # as a full disk leaves it
+    assert next_folder(tmp_path) == "c03"
+    shutil.rmtree(root / "c02" / "v000001")  # as a class that lost its draft
+    assert next_folder(tmp_path) == "c03"
