@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import torch
 import uvicorn
 from fastapi import FastAPI
+from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.checkpoint import DRAFT_DTYPES, load, load_draft
 from draftsmith.drafters.interface import ServingDrafter
@@ -205,6 +206,8 @@ def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, servi
     stats_log = StatsLog(engine, config.log_stats_s).start()
     watcher = None
     if config.versions is not None:
+        # A swap is one line of the log: no bar for every version that is read.
+        transformers_logging.disable_progress_bar()
         watcher = VersionWatcher(loop, config.versions, poll_s=config.poll_s, serving=serving).start()
     app = create_app(server)
     host, port = listener.getsockname()[:2]
