@@ -20,7 +20,6 @@ from draftsmith.distill.learner import Learner
 from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.sequential import Evidence
 from draftsmith.distill.traffic import ServedText
-from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import TrainedDrafter
 
 AWAY = 2 * 10**6  # numbers of these requests, away from those of any stream
@@ -171,17 +170,10 @@ def forced(setting: Setting, cell: Cell, harm: str) -> dict[str, Any]:
         serving, victim = setting.load(setting.draft(cell.seed)), setting.load(setting.draft(cell.seed))
         texts = setting.texts(serving, FIRST, 16, seed=cell.seed, begin=AWAY)
         HARMS[harm](victim, texts, setting, cell.seed)
-        publish_by_hand(world, victim)
+        setting.publish(world.root, victim)
         world.follow()
         most = round(4 * GATE.window / GATE.held_out)
         for served, answer in enumerate(world.serve(asks(setting.prompts(cell.seed), [FIRST] * most, begin=AWAY))):
             if world.live == 1 and answer.version == 1:
                 return {"harm": harm, "requests": served, "held_out": world.daemon.counters.held_out}
         return {"harm": harm, "requests": None, "held_out": world.daemon.counters.held_out}
-
-
-def publish_by_hand(world: World, drafter: TrainedDrafter) -> None:
-    versions.publish(
-        world.root, lambda folder: checkpoint.save(drafter, folder, world.target), family=drafter.family,
-        target=checkpoint.identity(world.target), parent=1, data_range={}, gate={"reason": "injected"},
-    )  # fmt: skip

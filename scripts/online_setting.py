@@ -19,7 +19,7 @@ from draftsmith import cli
 from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.scoring import score
 from draftsmith.distill.traffic import ServedText
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
@@ -85,6 +85,13 @@ class Setting:
 
     def _create(self, folder: Path, seed: int) -> None:
         checkpoint.save(FAMILIES["eagle3"].create(Eagle3Options(), self.target, seed=seed), folder, self.target)
+
+    def publish(self, root: Path, drafter: TrainedDrafter) -> None:
+        """A version that no gate has seen."""
+        versions.publish(
+            root, lambda folder: checkpoint.save(drafter, folder, self.target), family=drafter.family,
+            target=checkpoint.identity(self.target), parent=1, data_range={}, gate={"reason": "by hand"},
+        )  # fmt: skip
 
     @contextmanager
     def room(self, name: str) -> Iterator[Path]:

@@ -47,6 +47,7 @@ def run_system(setting: Setting, cell: Cell) -> dict[str, Any]:
                 learned = send(url, prompts, seed=cell.seed)
                 learned_s = time.monotonic() - begun_s
             published = versions.latest(folder / "versions") or 1
+            setting.publish(folder / "versions", setting.load(draft))  # so that there are two to choose from
             with flipping(folder / "versions"):
                 flipped = send(url, prompts, seed=cell.seed + 1)
             metrics = httpx.get(f"{url}/metrics", timeout=30).text
