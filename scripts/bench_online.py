@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import sys
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from online_cells import CAPTURE, GATE, NAMES, OBJECTIVES, PARTS, REQUESTS, SYSTEM, Cell, plan
 from online_curves import run_baselines, run_curve
+from online_domains import PROMPT_TOKENS
 from online_faults import run_gate
 from online_objectives import run_objectives
 from online_report import draw, summary, tables
 from online_setting import Setting, open_setting
 from online_system import run_capture, run_system
+from online_world import BATCH, SAMPLING, K
 
 from draftsmith.files import read_json, write_json, write_text
 from draftsmith.progress import Progress
@@ -44,6 +47,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=NAMES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="after a sudden shift; everything else is a share of it")
+    parser.add_argument("--report", action="store_true", help="measure nothing, tell what is finished")
     parser.add_argument("--target-minutes", type=float, default=9.0, help="training time of the target, once")
     return parser.parse_args(arguments)
 
@@ -53,8 +57,11 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     setting = open_setting(chosen.work, target_minutes=chosen.target_minutes)
     cells = list(plan(seeds=chosen.seeds, requests=chosen.requests, only=chosen.only))
-    report = {"schema": 1, "requests": chosen.requests, "machine": machine(), "rows": measure(setting, cells)}
-    text = tables(report)
+    if not chosen.report:
+        measure(setting, cells)
+    rows = [row for cell in cells if (row := finished(setting, cell)) is not None]
+    report = {"schema": 1, "requests": chosen.requests, "machine": machine(), "rows": rows}
+    text = f"{conditions(report)}\n\n{tables(report)}"
     print(text)
     if chosen.out is not None:
         write_text(chosen.out.with_suffix(".md"), text + "\n")
@@ -62,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
         draw(chosen.out.with_suffix(".png"), report)
 
 
-def measure(setting: Setting, cells: list[Cell]) -> list[dict[str, Any]]:
+def measure(setting: Setting, cells: list[Cell]) -> None:
     waiting = [cell for cell in cells if finished(setting, cell) is None]
     progress = Progress("bench_online", total=len(waiting), unit="cells", stream=sys.stderr)
     try:
@@ -72,7 +79,6 @@ def measure(setting: Setting, cells: list[Cell]) -> list[dict[str, Any]]:
     except KeyboardInterrupt:
         print("bench_online: interrupted; this is what is finished, the same command goes on", file=sys.stderr)
     progress.close()
-    return [row for cell in cells if (row := finished(setting, cell)) is not None]
 
 
 def attempt(setting: Setting, cell: Cell) -> None:
@@ -99,6 +105,15 @@ def finished(setting: Setting, cell: Cell) -> dict[str, Any] | None:
     """What was measured, unless it was measured with other arguments."""
     row = read_json(path_of(setting, cell), "cell") if path_of(setting, cell).exists() else None
     return row if row is not None and row["cell"] == cell.to_dict() else None
+
+
+def conditions(report: dict[str, Any]) -> str:
+    loads = [row["load"] for row in report["rows"]] or [math.nan]
+    return (
+        f"{report['requests']} requests after the shift of {PROMPT_TOKENS} + {SAMPLING.max_tokens} tokens at T = "
+        f"{SAMPLING.temperature:g}, batch {BATCH}, EAGLE-3 with k = {K}, {len(report['rows'])} cells finished; one thread, load "
+        f"average {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores. Intervals are 95 %, over seeds."
+    )
 
 
 def machine() -> dict[str, Any]:

@@ -54,9 +54,13 @@ def test_streams_are_served_learned_from_told_and_kept(script: Script, work: Pat
     assert by_name["sudden"]["updates"] > 0 and 0 < by_name["sudden"]["compared"]["online"] <= 1
     assert by_name["baselines"]["static"].keys() == {"code", "prose", "headers"}
     told = (tmp_path / "online.md").read_text()
+    assert told.startswith(
+        "24 requests after the shift of 24 + 48 tokens at T = 0.7, batch 16, EAGLE-3 with k = 3, 2 cells finished"
+    )
     assert "| alpha gained after the shift to prose |" in told and "| sudden | 1 | 40 |" in told
     assert (tmp_path / "online.png").stat().st_size > 1000 and not list((work / "room").iterdir())
     kept = {path: path.stat().st_mtime_ns for path in (work / "seed-0" / "curves").iterdir()}
+    bench.main([str(argument) for argument in [*arguments, "--report"]])
     bench.main([str(argument) for argument in arguments])
     assert kept == {path: path.stat().st_mtime_ns for path in (work / "seed-0" / "curves").iterdir()}
 
