@@ -21,6 +21,7 @@ from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.head_init import fitted_norm, output_table
 from draftsmith.drafters.head_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads import FeatureHead, HeadStep
+from draftsmith.drafters.native_mtp import is_native, read_native
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
@@ -30,7 +31,7 @@ ARCHITECTURE = "DraftsmithMtp"
 
 
 class Mtp(FeatureHead):
-    """Embeddings and head are the target's, frozen and not part of the module."""
+    """Embeddings and head are the target's, frozen and not part of the module. A target's own module is one, too."""
 
     family = "mtp"
 
@@ -46,6 +47,8 @@ class Mtp(FeatureHead):
         self.hnorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = LlamaDecoderLayer(config, layer_idx=0)
+        if config.attention_bias:  # of a module that its target brought along: Qwen2's block has none here
+            self.layer.self_attn.o_proj.bias = None
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.to(target.device)
 
@@ -93,7 +96,10 @@ class Mtp(FeatureHead):
         folder = Path(folder)
         values = read_config(folder)
         check_shape(values, target, folder)
-        tensors = read_weights(folder)
+        native = is_native(values)
+        tensors = read_native(folder, values) if native else read_weights(folder)
+        if native:
+            values = {**values, "attention_bias": "layer.self_attn.q_proj.bias" in tensors}
         drafter = cls(llama_config(values), target)
         drafter.to(tensors["eh_proj.weight"].dtype if "eh_proj.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))

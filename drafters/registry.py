@@ -16,6 +16,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.medusa import Medusa
 from draftsmith.drafters.mlp import Mlp
 from draftsmith.drafters.mtp import Mtp
+from draftsmith.drafters.native_mtp import ARCHITECTURE as NATIVE_MTP
 from draftsmith.drafters.peagle import ARCHITECTURES as PEAGLE_ARCHITECTURES
 from draftsmith.drafters.peagle import Peagle, drafts_in_parallel
 
@@ -32,7 +33,7 @@ FAMILIES: dict[str, type[TrainedDrafter]] = {
 }
 BY_ARCHITECTURE = dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3") | dict.fromkeys(EAGLE1_ARCHITECTURES, "eagle1")
 BY_ARCHITECTURE |= dict.fromkeys(PEAGLE_ARCHITECTURES, "p-eagle")
-BY_ARCHITECTURE |= {Dflash.architecture: Dflash.family, Dspark.architecture: Dspark.family}
+BY_ARCHITECTURE |= {Dflash.architecture: Dflash.family, Dspark.architecture: Dspark.family, NATIVE_MTP: Mtp.family}
 BY_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp"}
 
 

@@ -30,7 +30,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the folder, on the CPU. Missing, damaged and non-finite weights raise a `UserError`."""
     tensors: dict[str, torch.Tensor] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             tensors |= _load_pickled(path) if path.name == PICKLED else load_file(path)
         except FileNotFoundError as error:
@@ -52,7 +52,8 @@ def _load_pickled(path: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """As far as names go; whether they are there is for the reader to say."""
     if not (folder / INDEX).is_file():
         plain = folder / WEIGHTS
         return [folder / PICKLED] if not plain.is_file() and (folder / PICKLED).is_file() else [plain]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
@@ -30,7 +30,7 @@ def write_stitched(source: Source, out: Path) -> None:
     check_target(source)
     draft = read_weights(source.draft)
     module = mimo_tensors(draft)
-    target_shapes = tensor_shapes(source.target)
+    target_shapes = {name: shape for name, shape in tensor_shapes(source.target).items() if not name.startswith(MODULE)}
     check_layer(module, target_shapes)
     stitched = module | zero_biases(module, target_shapes)
     weight_map = copy_target_weights(source.target, out)
@@ -121,13 +121,19 @@ def zero_biases(module: dict[str, torch.Tensor], target_shapes: dict[str, tuple[
 
 
 def copy_target_weights(target: Path, out: Path) -> dict[str, str]:
-    """Copies the target's files unread. Returns tensor name -> file name in `out`."""
+    """Copies the target's files, but for a module that it brought along. Returns tensor name -> file name in `out`."""
     weight_map = {}
     for file in weight_files(target):
         # Loaders take a `model.safetensors` for the whole model and never look at the index.
-        name = "model-target.safetensors" if file.name == "model.safetensors" else file.name
-        shutil.copyfile(file, out / name)
-        weight_map |= dict.fromkeys(file_shapes(file), name)
+        name = file.name if file.name not in ("model.safetensors", MODULE_FILE) else f"{file.stem}-target.safetensors"
+        names = list(file_shapes(file))
+        kept = [tensor for tensor in names if not tensor.startswith(MODULE)]
+        if len(kept) == len(names):
+            shutil.copyfile(file, out / name)
+        elif kept:
+            tensors = load_file(file)
+            save_file({tensor: tensors[tensor] for tensor in kept}, out / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(kept, name)
     return weight_map
 
 

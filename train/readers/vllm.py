@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.drafters import mtp
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.layouts.source import text_config
@@ -111,13 +112,16 @@ def read_mimo(folder: Path, target_config: dict[str, Any]) -> Understood:
     for name, tensor in read_weights(folder).items():
         if "mtp_layers" in name:
             parameters.fill(name, tensor)
-    return Understood(config, own_mtp(renamed(parameters.loaded(), prefix, "")), target=folder)
+    module = own_mtp(renamed(parameters.loaded(), prefix, ""))
+    own = {"architectures": [mtp.ARCHITECTURE], "attention_bias": "layer.self_attn.q_proj.bias" in module}
+    return Understood({**config, **own}, module, target=folder)
 
 
 def own_mtp(module: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Biases that are all zero are those of drafts that have none."""
     biases = [name for name in module if name.endswith("_proj.bias")]
     if any(bool(module[name].any()) for name in biases):
-        raise UserError("vLLM would add biases to the module's attention that the draft was not trained with")
+        biases = []
     state, embedding = module["input_proj.weight"].chunk(2, dim=1)
     own = {"eh_proj.weight": torch.cat([embedding, state], dim=1)}
     names = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "final_layernorm": "norm"}

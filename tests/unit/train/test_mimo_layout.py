@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
@@ -21,6 +21,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.export import run
 from draftsmith.train.export_config import ExportConfig
+from draftsmith.train.session import older_drafter
 
 
 class MimoModule(torch.nn.Module):
@@ -103,6 +104,39 @@ def test_vllm_reads_the_module_that_was_trained(exported: Callable[..., tuple[Ta
         batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=target.states(IDS, mask, drafter.taps)[0], num_steps=1)
         ours = next(iter(drafter.unroll(batch))).hidden
     torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
+    exported: Callable[..., tuple[Target, Mtp, Path]], biased: bool, tmp_path: Path
+) -> None:
+    _, drafter, folder = exported()
+    if biased:  # as published ones are
+        stitched = load_file(folder / "model-mtp.safetensors")
+        for name in stitched:
+            if name.endswith("_proj.bias"):
+                stitched[name] = torch.linspace(-1.0, 1.0, stitched[name].numel())
+        save_file(stitched, folder / "model-mtp.safetensors", metadata={"format": "pt"})
+    target = Target.load(str(folder))
+    native = older_drafter(str(folder), "mtp", target)
+    assert isinstance(native, Mtp)
+    own, wanted = native.state_dict(), drafter.state_dict()
+    assert {name for name in own if name not in wanted} == {f"layer.self_attn.{kind}_proj.bias" for kind in "qkv" if biased}
+    assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
+    checkpoint.save(native, tmp_path / "tuned", target)
+    again = checkpoint.load(tmp_path / "tuned", target)
+    run(ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "again")))  # and proves what was written
+    assert again.state_dict().keys() == own.keys()
+    old, new = stitched_tensors(folder), stitched_tensors(tmp_path / "again")
+    assert all(torch.equal(old[name], new[name]) for name in old if "mtp_layers" in name)
+
+
+def test_a_target_with_other_modules_than_one_is_refused(exported: Callable[..., tuple[Target, Mtp, Path]]) -> None:
+    target, _, folder = exported()
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "num_nextn_predict_layers": 3}))
+    with pytest.raises(UserError, match="num_nextn_predict_layers=3"):
+        checkpoint.load(folder, target)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma", "gpt_neox", "mixtral", "mistral"])
