@@ -78,7 +78,7 @@ def tried(tmp_path: Path, tiny_target: Callable[..., str]) -> Site:
 
 
 def test_a_version_that_holds_on_its_share_is_promoted(tried: Site) -> None:
-    tried.serve(16, 1)
+    tried.serve(10, 1)  # fewer than a trial takes, however their ids fall
     daemon.run(tried.config)
     assert read_canary(tried.root) == Canary(2, 0.5), "so few decide nothing, and the learner was stopped meanwhile"
     tried.serve(40, 2)
