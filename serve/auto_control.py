@@ -167,6 +167,8 @@ class AutoControl:
     def _decide(self, number: int, bucket: _Bucket, load: _Load) -> None:
         now = bucket.k = min(bucket.k, load.deepest)
         if not self.latency.measured(number, now):
+            # Rounds that read a new prompt may never tell, since the draft reads it too: they go by a load that knows.
+            bucket.k = min(self._known_k(number, now), load.deepest)
             return
         bucket.due = bucket.rounds + DECIDE_EVERY
         rates = [self._rate(number, load, k) for k in range(load.deepest + 1)]
@@ -177,6 +179,11 @@ class AutoControl:
         bucket.least_survival = min(MOST_SURVIVAL, rates[bucket.k] * bucket.cost.seconds)
         bucket.mix = self._mix_of(number, bucket, load, rates)
         self._consider_trial(number, bucket, rates)
+
+    def _known_k(self, number: int, otherwise: int) -> int:
+        known = [other for other, bucket in self._buckets.items() if self.latency.measured(other, bucket.k)]
+        near = min(known, key=lambda other: max(other / number, number / other), default=None)
+        return otherwise if near is None else self._buckets[near].k
 
     def _consider_trial(self, number: int, bucket: _Bucket, rates: list[float]) -> None:
         """k = 0, the neighbours, and the best of those that draft take turns; who loses is asked again later and later."""

@@ -148,6 +148,22 @@ def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit(
         assert max(control.choose([Wish("", MOST)] * batch, batch).ks) == 0, batch
 
 
+def test_rounds_that_read_prompts_go_by_a_load_that_is_measured() -> None:
+    """A draft that reads a new prompt, too, tells nothing about k; with the k that all begin with it would draft for ever."""
+    machine = Machine(lambda name, number: 0.02, draft_share=0.4)
+    control = AutoControl()
+    plan = control.choose([Wish("a", MOST)] * 8, 64)
+    assert max(plan.ks) > 0
+    control.observe(RoundResult(plan, 64, 8, max(plan.ks), 0.1, True, []))
+    play(control, machine, ["a"] * 8, 100)
+    chosen = []
+    for _ in range(120):
+        plan = control.choose([Wish("a", MOST)] * 8, 64)
+        chosen.append(max(plan.ks))
+        control.observe(RoundResult(plan, 64, 8, chosen[-1], 0.1, chosen[-1] > 0, []))
+    assert chosen.count(0) >= 60
+
+
 def test_a_load_that_changes_is_followed() -> None:
     """The latencies of one load tell little about another's; the controller keeps both."""
     machine = Machine(lambda name, number: 0.7)
