@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from draftsmith.serve.control import MAX_AUTO_K, RoundPlan, RoundResult, Wish
-from draftsmith.serve.latency import LatencyTable, bucket_of
+from draftsmith.serve.latency import LatencyTable, bucket_of, nearest
 from draftsmith.serve.marginal import MarginalCost
 from draftsmith.serve.survival import Survival
 
@@ -129,7 +129,7 @@ class AutoControl:
 
     def _bucket(self, number: int) -> _Bucket:
         if number not in self._buckets:
-            near = min(self._buckets, key=lambda other: max(other / number, number / other), default=None)
+            near = nearest(number, self._buckets)
             self._buckets[number] = _Bucket(self.start if near is None else self._buckets[near].k)
         return self._buckets[number]
 
@@ -181,8 +181,8 @@ class AutoControl:
         self._consider_trial(number, bucket, rates)
 
     def _known_k(self, number: int, otherwise: int) -> int:
-        known = [other for other, bucket in self._buckets.items() if self.latency.measured(other, bucket.k)]
-        near = min(known, key=lambda other: max(other / number, number / other), default=None)
+        """The k of the bucket most like it whose k is measured."""
+        near = nearest(number, [other for other, bucket in self._buckets.items() if self.latency.measured(other, bucket.k)])
         return otherwise if near is None else self._buckets[near].k
 
     def _consider_trial(self, number: int, bucket: _Bucket, rates: list[float]) -> None:

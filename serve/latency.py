@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
@@ -31,6 +32,11 @@ _TOPS = _bucket_tops()
 def bucket_of(num_tokens: int) -> int:
     """The bucket of a round with `num_tokens` known tokens (one a decoding row, and prompt pieces), drafts not counted."""
     return _TOPS[min(bisect_left(_TOPS, num_tokens), len(_TOPS) - 1)]
+
+
+def nearest(bucket: int, others: Iterable[int]) -> int | None:
+    """The one of `others` most like it, by ratio."""
+    return min(others, key=lambda other: max(other / bucket, bucket / other), default=None)
 
 
 @dataclass(slots=True)
@@ -134,10 +140,8 @@ class LatencyTable:
             for number, other in self._buckets.items()
             if number != bucket and all(k in other.measured for k in ks) and (not several or len(other.measured) > 1)
         ]
-        return min(found, key=lambda other: max(other / bucket, bucket / other), default=None)
+        return nearest(bucket, found)
 
     def _from_neighbour(self, bucket: int, k: int) -> float:
-        known = [number for number, other in self._buckets.items() if other.measured]
-        if not known:
-            return 1.0 + FIRST_SLOPE * k
-        return self.seconds(min(known, key=lambda other: max(other / bucket, bucket / other)), k)
+        other = nearest(bucket, [number for number, other in self._buckets.items() if other.measured])
+        return 1.0 + FIRST_SLOPE * k if other is None else self.seconds(other, k)

@@ -111,3 +111,20 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return made[arch, seed]
 
     return folder
+
+
+class Records(list[Any]):
+    """A sink of rounds that keeps them."""
+
+    share = 1.0
+
+    def put(self, record: Any) -> None:
+        self.append(record)
+
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records()

@@ -133,18 +133,7 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(kind: str, target: Target, 
     assert not together.stats.fallbacks
 
 
-class Records(list[RoundRecord]):
-    share = 1.0
-
-    def put(self, record: RoundRecord) -> None:
-        self.append(record)
-
-    def close(self) -> None:
-        return
-
-
-def test_records_and_counts_name_the_version_that_drafted(target: Target, folders: list[str]) -> None:
-    records = Records()
+def test_records_and_counts_name_the_version_that_drafted(target: Target, folders: list[str], records: list[RoundRecord]) -> None:
     engine = Engine(target, new_draft(target, 0), CONFIG, sink=records, draft_version="6")
     take_in(engine, folders[0], "7", CANARY)
     take_in(engine, folders[1], "code/3", CODE)

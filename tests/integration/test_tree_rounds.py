@@ -164,29 +164,18 @@ def test_what_is_told_of_a_token_does_not_depend_on_trees(load: Callable[[str], 
         assert engine.generate(batch[:1], stopping)[0].tokens == plain[0].tokens[: plain[0].tokens.index(stop) + 1]
 
 
-class Notes:
-    share = 1.0
-
-    def __init__(self) -> None:
-        self.records: list[RoundRecord] = []
-
-    def put(self, record: RoundRecord) -> None:
-        self.records.append(record)
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("tree, temperature", [(TREES[0], 1.0), (TREES[1], 0.0), (TREES[1], 1.0)])
-def test_records_tell_the_kept_path_and_the_first_rejected(tree: str, temperature: float, load: Callable[[str], Target]) -> None:
+def test_records_tell_the_kept_path_and_the_first_rejected(
+    tree: str, temperature: float, load: Callable[[str], Target], records: list[RoundRecord]
+) -> None:
     target = load("llama")
-    notes = Notes()
     drafter = make("eagle3", target)
-    engine = Engine(target, drafter, EngineConfig(tree=tree), sink=notes)
+    engine = Engine(target, drafter, EngineConfig(tree=tree), sink=records)
     batch = prompts(4)
     completions = engine.generate(batch, SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, seed=5))
     texts: dict[str, list[int]] = {}
-    drafted = [record for record in notes.records if record.drafted]
-    for record in notes.records:
+    drafted = [record for record in records if record.drafted]
+    for record in records:
         texts.setdefault(record.request, []).extend(record.context + record.committed)
     assert sorted(texts.values()) == sorted(prompt + completion.tokens for prompt, completion in zip(batch, completions))
     assert drafted and all(len(record.drafted) - record.accepted in (0, 1) for record in drafted)

@@ -206,7 +206,7 @@ def test_a_look_would_be_noticed(tiny_target: Callable[..., str]) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     drafter = to_meta(make_drafter("eagle3", target), target)
     inputs = inputs_for(drafter, target, (3, 0, 5), (2, 2, 2), GREEDY, new_pool(drafter, target))
-    with torch.inference_mode(), pytest.raises((RuntimeError, NotImplementedError), match=r"[mM]eta"):
+    with torch.inference_mode(), pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         drafter.propose(inputs)
 
 

@@ -56,23 +56,15 @@ class Same:
         return Proposal(tokens=torch.full(shape, 9), lengths=inputs.num_draft, logits=None)
 
 
-class Records(list[RoundRecord]):
-    share = 1.0
-
-    def put(self, record: RoundRecord) -> None:
-        self.append(record)
-
-    def close(self) -> None:
-        return
-
-
 @pytest.fixture(scope="module")
 def head(target: Target) -> Eagle3:
     return Eagle3.create(Eagle3Options(), target, seed=1).eval()
 
 
-def test_text_drafts_while_the_draft_rests(target: Target, head: Eagle3, greedy_text: Callable) -> None:
-    drafter, records = Failing(head, 4), Records()
+def test_text_drafts_while_the_draft_rests(
+    target: Target, head: Eagle3, greedy_text: Callable, records: list[RoundRecord]
+) -> None:
+    drafter = Failing(head, 4)
     engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7", fallback=Same())
     (completion,) = engine.generate([PROMPT], GREEDY)
     assert completion.tokens == greedy_text(PROMPT, 60)
