@@ -210,8 +210,10 @@ def start_from_target(drafter: Eagle3, target: Target) -> None:
     drafter.lm_head.weight.copy_(rows if ids is None else rows[ids])
     drafter.norm.weight.copy_(fitted_norm(target))
     layer = drafter.midlayer
-    norms = [("input_layernorm", layer.hidden_norm), ("post_attention_layernorm", layer.post_attention_layernorm)]
-    adopt_layer(target.layers[-1], layer.self_attn, layer.mlp, norms)
+    adopt_layer(
+        target.layers[-1], layer.self_attn, layer.mlp,
+        attention_norm=layer.hidden_norm, mlp_norm=layer.post_attention_layernorm,
+    )  # fmt: skip
     for later in drafter.layers.values():
         # Further layers begin by adding nothing.
         later.self_attn.o_proj.weight.zero_()

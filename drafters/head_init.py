@@ -47,13 +47,25 @@ def probed(target: Target, taps: tuple[int, ...]) -> torch.Tensor:
 
 @torch.no_grad()
 def adopt_layer(
-    layer: torch.nn.Module, attention: torch.nn.Module, mlp: torch.nn.Module, norms: Sequence[tuple[str, torch.nn.Module]]
+    layer: torch.nn.Module,
+    attention: torch.nn.Module,
+    mlp: torch.nn.Module,
+    *,
+    attention_norm: torch.nn.Module,
+    mlp_norm: torch.nn.Module,
 ) -> None:
     """Copies a decoder layer of the target wherever name and shape agree with our layer's; the rest stays as it was.
 
-    A projection that also reads the embedding takes the target's as the half that reads the state. `norms` pairs the names of
-    the target's norms with ours, which take their effective gains.
+    A projection that also reads the embedding takes the target's as the half that reads the state. Norms take the effective
+    gains of the target's: `attention_norm` and `mlp_norm` are before these two.
     """
+    norms = {
+        "input_layernorm": attention_norm,
+        "post_attention_layernorm": mlp_norm,
+        # Where Gemma has it, the one before norms what attention gives.
+        "pre_feedforward_layernorm": mlp_norm,
+        **{f"self_attn.{name}": own for name, own in attention.named_children() if name in ("q_norm", "k_norm")},
+    }
     with gathered(layer) as whole:
         theirs = dict(whole.named_parameters())
         for prefix, module in (("self_attn", attention), ("mlp", mlp)):
@@ -66,8 +78,9 @@ def adopt_layer(
                 ):
                     own[..., -found.shape[-1] :] = found
         modules = dict(whole.named_modules())
-        for name, own in norms:
-            if name in modules:
+        for name, own in norms.items():
+            # OLMo 2 norms the queries of all heads together.
+            if name in modules and all(found.shape == own.weight.shape for found in modules[name].parameters()):
                 own.weight.copy_(gains(modules[name], len(own.weight)))
 
 
@@ -78,8 +91,10 @@ def adopt_layers(target: Target, layers: Sequence[torch.nn.Module]) -> None:
     head reads as a token that no text holds. On the quickstart's target the first loss was 34 nats, and is 4 to 6 this way.
     """
     for layer, index in zip(layers, spread(len(layers), target.num_layers), strict=True):
-        norms = [("input_layernorm", layer.input_layernorm), ("post_attention_layernorm", layer.post_attention_layernorm)]
-        adopt_layer(target.layers[index], layer.self_attn, layer.mlp, norms)
+        adopt_layer(
+            target.layers[index], layer.self_attn, layer.mlp,
+            attention_norm=layer.input_layernorm, mlp_norm=layer.post_attention_layernorm,
+        )  # fmt: skip
 
 
 def spread(count: int, size: int) -> list[int]:
@@ -99,7 +114,7 @@ def average_taps(fc: torch.nn.Linear) -> None:
 
 def gains(norm: torch.nn.Module, size: int) -> torch.Tensor:
     """[size], what an RMS norm's weight must be to act like `norm` (some store 1 less), by least squares on random states."""
-    parameter = next(norm.parameters())
+    parameter = next(norm.parameters(), torch.empty(0))  # OLMo's has none
     states = torch.randn(64, size, generator=torch.Generator().manual_seed(0)).to(parameter)
     return _gains(states.double(), norm(states).double())
 

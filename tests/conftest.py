@@ -51,6 +51,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6,
         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0,
     },
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 6},
+    "olmo": {"model_type": "olmo"},
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None},
     "qwen3_moe": dict(model_type="qwen3_moe", head_dim=16, **MOE),
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

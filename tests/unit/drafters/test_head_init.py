@@ -61,7 +61,20 @@ def test_a_new_block_drafter_starts_with_layers_from_the_targets_first_to_its_la
     assert [spread(count, 8) for count in (1, 2, 3, 8)] == [[7], [0, 7], [0, 4, 7], list(range(8))]
 
 
-@pytest.mark.parametrize("arch", ["gpt_neox", "gpt2", "qwen3_moe", "mixtral", "gemma2"])
+def test_norms_of_a_block_drafter_act_as_the_targets_do(tiny_target):
+    """Gemma 3 stores gains less 1, norms queries and keys, and has another norm between attention and the MLP's own."""
+    target = load(tiny_target, "gemma3")
+    ours, theirs = Dflash.create(DflashOptions(num_layers=1), target, seed=0).layers[0], target.layers[-1]
+    for own, norm in (
+        (ours.self_attn.q_norm, theirs.self_attn.q_norm),
+        (ours.self_attn.k_norm, theirs.self_attn.k_norm),
+        (ours.input_layernorm, theirs.input_layernorm),
+        (ours.post_attention_layernorm, theirs.pre_feedforward_layernorm),
+    ):
+        torch.testing.assert_close(own.weight, 1 + norm.weight, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["gpt_neox", "gpt2", "qwen3_moe", "mixtral", "gemma2", "olmo"])
 def test_targets_with_other_layers_give_what_fits(tiny_target, arch):
     target = load(tiny_target, arch)
     for drafter in (Eagle3.create(Eagle3Options(), target, seed=0), Dflash.create(DflashOptions(), target, seed=0)):
