@@ -21,7 +21,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from draftsmith.distill import marks, record_table
-from draftsmith.distill.folder import Cursor, Folder, Shard, is_unread, parse, retain
+from draftsmith.distill.folder import Cursor, Folder, Shard, in_turn, is_unread, parse, retain
 from draftsmith.distill.forget import SETTLE_S, forget
 from draftsmith.serve.record import RoundRecord
 
@@ -218,7 +218,7 @@ class BufferReader:
         """New records in the order of their shards, whole shards until `max_records` is passed."""
         # First whatever the file system may refuse: behind the cursor nothing is read again.
         answers = self.forgotten()
-        unread = [shard for shard in self.folder.shards() if is_unread(shard, self.cursor)]
+        unread = in_turn([shard for shard in self.folder.shards() if is_unread(shard, self.cursor)])
         records: list[RoundRecord] = []
         done, damaged = 0, self.damaged
         for shard in unread:

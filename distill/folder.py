@@ -6,7 +6,7 @@ import io
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +130,13 @@ def file_system_of(path: Path) -> str:
         if len(place) >= len(found) and path.absolute().is_relative_to(place):
             found, kind = place, fs_type
     return kind
+
+
+def in_turn(shards: Sequence[Shard]) -> list[Shard]:
+    """By time, and each writer's by number: its clock may be set back, but a cursor has passed all numbers below its own."""
+    by_number = sorted(shards, key=lambda shard: shard.number)
+    own = {writer: iter([one for one in by_number if one.writer == writer]) for writer in {shard.writer for shard in shards}}
+    return [next(own[shard.writer]) for shard in sorted(shards)]
 
 
 def is_unread(shard: Shard, cursor: Cursor) -> bool:

@@ -249,6 +249,15 @@ def test_limit_reads_whole_shards_and_says_that_more_is_left(tmp_path: Path) -> 
     assert len(second.records) == 4 and not second.more
 
 
+def test_a_clock_set_back_costs_a_reader_that_is_behind_nothing(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    for number, time_ms in enumerate((2 * 10**12, 10**12, 10**12 + 500)):
+        name = f"{time_ms:013d}-a-{number:08d}.parquet"
+        folder.write(name, record_table.to_bytes([record(f"r{number}")]))
+    reader = BufferReader(str(tmp_path))
+    assert [one.request for _ in range(3) for one in reader.read(max_records=1).records] == ["r0", "r1", "r2"]
+
+
 def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Path) -> None:
     writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=1)
     for number in range(6):
