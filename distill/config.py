@@ -124,7 +124,6 @@ class DistillConfig:
     pool: PoolConfig = option(factory=PoolConfig)
     retention: RetentionConfig = option(factory=RetentionConfig)
     poll_s: float = option(1.0, "pause when there is nothing new")
-    idle_s: float = option(2.0, "a request without a new record for so long is taken as finished")
     save_s: float = option(20.0, "least time between two saves of the learner's state; also saved around every publication")
     until_idle_s: float | None = option(None, "stop when the buffer brought nothing for so long; without it run until SIGTERM")
     max_updates: int | None = option(None, "stop after so many updates in all")

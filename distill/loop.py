@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from draftsmith.distill.quarantine import signature
 from draftsmith.distill.state import Counters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
-from draftsmith.distill.traffic import OpenRequests, ServedText, is_held_out
+from draftsmith.distill.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
 from draftsmith.drafters.ranks import Channel
 
 RETENTION_S = 30.0
@@ -164,7 +165,8 @@ class Daemon:
             self.counters.foreign += len(reading.records) - len(own)
             self.is_outdated = signature(self.config.target) != self.target_files
         self.open.add(own)
-        self.sort_in_finished(idle_s=self.config.idle_s)
+        # What is still to be read may be of any request.
+        self.sort_in_finished(idle_s=math.inf if reading.more else SILENCE_S)
         return bool(reading.records)
 
     def sort_in_finished(self, *, idle_s: float) -> None:

@@ -14,6 +14,10 @@ from draftsmith.distill.record_table import without_laws
 from draftsmith.serve.record import RoundRecord
 from draftsmith.train.roles import Branch, Role, branch_of, roles_of
 
+# A request that ends has a last record, unless its server was killed. Servers write every second, and no record while a request
+# drafts nothing: one that is taken for finished too soon loses the records that come later.
+SILENCE_S = 60.0
+
 
 @dataclass(frozen=True)
 class ServedText:

@@ -113,7 +113,7 @@ class Loop:
         checkpoint.save(self.draft, root / "draft", self.target)
         self.config = DistillConfig(
             target=target, draft=str(root / "draft"), buffer=str(root / "buffer"), versions=str(root / "versions"),
-            until_idle_s=0.3, idle_s=0.1, poll_s=0.05, learn=LEARN, gate=GATE,
+            until_idle_s=0.3, poll_s=0.05, learn=LEARN, gate=GATE,
         )  # fmt: skip
 
     # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
@@ -148,11 +148,11 @@ class Loop:
         folder = root / "learner" / f"state-{StateFolder(root).numbers()[-1]:08d}"
         return json.loads((folder / "state.json").read_text()) | {"candidate": load_file(folder / "candidate.safetensors")}
 
-    def publish(self, drafter: torch.nn.Module) -> int:
+    def publish(self, drafter: torch.nn.Module, *, parent: int = 1) -> int:
         """By hand, whatever it is worth."""
         return versions.publish(
-            self.versions, lambda folder: checkpoint.save(drafter, folder, self.target), family="draft-lm", target={}, parent=1,
-            data_range={}, gate={"reason": "by hand"},
+            self.versions, lambda folder: checkpoint.save(drafter, folder, self.target), family="draft-lm", target={},
+            parent=parent, data_range={}, gate={"reason": "by hand"},
         )  # fmt: skip
 
     @staticmethod

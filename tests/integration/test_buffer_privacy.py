@@ -114,7 +114,7 @@ def learn(target: Target, name: str, root: Path, buffer: Path) -> Callable[[], i
     writer.close()
     config = DistillConfig(
         target=name, draft=str(root / "draft"), buffer=str(buffer), versions=str(root / "versions"), until_idle_s=0.2,
-        idle_s=0.1, poll_s=0.05, learn=LearnConfig(steps=1, fresh=2, batch=2, unroll=2), gate=GateConfig(requests=2, window=4),
+        poll_s=0.05, learn=LearnConfig(steps=1, fresh=2, batch=2, unroll=2), gate=GateConfig(requests=2, window=4),
     )  # fmt: skip
     return lambda: daemon.run(config)
 

@@ -36,7 +36,7 @@ class Site:
         self.root = root / "versions"
         self.config = DistillConfig(
             target=target, draft=str(root / "draft"), buffer=str(root / "buffer"), versions=str(self.root),
-            until_idle_s=0.3, idle_s=0.1, poll_s=0.05, learn=LearnConfig(lr=3e-3, steps=40, fresh=16, unroll=3),
+            until_idle_s=0.3, poll_s=0.05, learn=LearnConfig(lr=3e-3, steps=40, fresh=16, unroll=3),
             gate=GateConfig(every=1, held_out=0.3, canary=0.5, canary_requests=12),
         )  # fmt: skip
 

@@ -72,7 +72,22 @@ def test_a_version_that_is_worse_live_is_rolled_back(loop: Callable[..., Any]) -
     assert versions.latest(made.versions) == 1
     assert made.status()["rolled_back"] == 1 and made.status()["version"] == 1
     (rolled,) = [one for one in made.decisions() if one["decision"] == "rolled back"]
-    assert rolled["left"] == 2 and rolled["parent_gain"] > 0.3 and abs(rolled["served_gap"]) < 0.05
+    assert rolled["left"] == 2 and rolled["earlier"]["1"]["gain"] > 0.3 and abs(rolled["served_gap"]) < 0.05
+
+
+def test_a_version_that_is_worse_than_the_static_draft_alone_goes_back_to_it(loop: Callable[..., Any]) -> None:
+    made = loop("perfect")
+    daemon.run(made.config)
+    made.shuffle(made.draft)
+    for number, parent in ((2, 1), (3, 2), (4, 3)):
+        assert made.publish(made.draft, parent=parent) == number
+    made.serve(60, version=4, folder=versions.open_version(made.versions, 4))
+    daemon.run(replace(made.config, gate=replace(made.config.gate, every=1000)))
+    assert versions.latest(made.versions) == 1
+    (rolled,) = [one for one in made.decisions() if one["decision"] == "rolled back"]
+    assert (rolled["left"], rolled["version"]) == (4, 1) and rolled["reason"].startswith("the alpha of version 1 is")
+    assert rolled["earlier"]["3"]["gain"] == 0.0 and rolled["earlier"]["1"]["gain"] > 0.3
+    assert rolled["earlier"]["1"]["evidence"] * made.config.gate.error / 3 >= 1
 
 
 def test_a_version_served_with_other_weights_is_rolled_back(loop: Callable[..., Any]) -> None:
@@ -86,7 +101,7 @@ def test_a_version_served_with_other_weights_is_rolled_back(loop: Callable[..., 
     daemon.run(replace(made.config, gate=replace(made.config.gate, every=1000)))
     assert versions.latest(made.versions) == 1
     (rolled,) = [one for one in made.decisions() if one["decision"] == "rolled back"]
-    assert rolled["served_gap"] > 0.3 and rolled["parent_gain"] == 0.0
+    assert rolled["served_gap"] > 0.3 and rolled["earlier"]["1"]["gain"] == 0.0
 
 
 def test_a_good_version_stays(loop: Callable[..., Any]) -> None:
@@ -159,7 +174,7 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
     made = loop()
     made.serve(40)
     command = [sys.executable, "-m", "draftsmith.cli", "distill", "--target", made.config.target, "--draft", made.config.draft]
-    command += ["--buffer", made.config.buffer, "--versions", str(made.versions), "learn.fresh=8", "idle_s=0.1"]
+    command += ["--buffer", made.config.buffer, "--versions", str(made.versions), "learn.fresh=8"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         deadline_s = time.monotonic() + 60
         while time.monotonic() < deadline_s and not (made.versions / "status.json").exists():

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,18 +26,22 @@ import torch
 
 from draftsmith import files
 from draftsmith.distill import daemon, lineage
-from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer import BufferReader, BufferWriter, Reading
 from draftsmith.distill.folder import LEFTOVER_AGE_S, Folder, retain
 from draftsmith.distill.gate import Decision
 from draftsmith.distill.learner import Learner, UpdateReport
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import StateFolder
+from draftsmith.distill.status import Status
+from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.distill.traffic import SILENCE_S
 from draftsmith.drafters import versions
 from draftsmith.drafters.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
+from draftsmith.serve.record import RoundRecord
 from draftsmith.train.teacher import LiveTeacher, Taught
 from draftsmith.train.weighted_text import WeightedText
 
@@ -265,6 +270,29 @@ def test_a_servers_clock_that_jumps_back_and_forth_loses_no_record(
     assert hidden == 3, "the control: a reader that went by time would not see these"
 
 
+def test_a_request_whose_records_are_on_their_way_is_waited_for(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server wrote nothing for a while, or its records are behind others in the buffer. One whose server is gone is taken."""
+    made = loop()
+    made.serve(1)
+    records = BufferReader(made.config.buffer).read().records
+    learner = daemon.begin(made.config, Status(made.versions), Throttle(1.0, NoGuard(), threading.Event()), None)
+    (name,) = {record.request for record in records}
+
+    def is_waited_for(found: list[RoundRecord], *, more: bool, silent_s: float) -> bool:
+        learner.open.add(found)
+        learner.open.seen_s[name] -= silent_s
+        monkeypatch.setattr(learner.reader, "read", lambda: Reading([], {}, more, 0))
+        learner.take_in()
+        return name in learner.open.records
+
+    assert is_waited_for(records[:2], more=False, silent_s=SILENCE_S / 2)
+    assert is_waited_for(records[2:4], more=True, silent_s=2 * SILENCE_S)
+    assert not is_waited_for(records[4:5], more=False, silent_s=2 * SILENCE_S)
+    assert learner.counters.orphans == 0 and [len(text.records) for text in [*learner.fresh, *learner.window]] == [5]
+
+
 # Processes.
 
 
@@ -346,7 +374,7 @@ daemon.run(build(DistillConfig, json.loads(sys.argv[1])))
 def learn_in_steps(made: Any, root: Path, point: int, when: str) -> subprocess.CompletedProcess:
     values = {
         "target": made.config.target, "draft": made.config.draft, "buffer": made.config.buffer, "versions": str(root),
-        "idle_s": 0.0, "until_idle_s": 0.5, "poll_s": 0.05, "save_s": 0.0,
+        "until_idle_s": 0.5, "poll_s": 0.05, "save_s": 0.0,
         "learn": {"lr": 1e-3, "steps": 2, "fresh": 3, "unroll": 2, "batch": 4, "reservoir": 8},
         "gate": {"every": 3, "held_out": 0.3},
     }  # fmt: skip

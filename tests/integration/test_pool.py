@@ -150,7 +150,7 @@ class World:
         self.target = Target.load(pair.target)
         self.config = DistillConfig(
             target=pair.target, draft=pair.draft, buffer=str(root / "buffer"), versions=str(root / "versions"),
-            idle_s=0.0, learn=LEARN, gate=GATE, pool=PoolConfig(most=2, requests=24, idle_requests=150),
+            learn=LEARN, gate=GATE, pool=PoolConfig(most=2, requests=24, idle_requests=150),
         )  # fmt: skip
         self.daemon = self.begin()
         self.sink = Rounds(self.config.buffer)

@@ -27,19 +27,6 @@ from draftsmith.train.roles import Role
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]
 
 
-class ListSink:
-    share = 1.0
-
-    def __init__(self) -> None:
-        self.records: list[RoundRecord] = []
-
-    def put(self, record: RoundRecord) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("llama"))
@@ -67,12 +54,11 @@ def params(temperature: float, **options: object) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, seed=1, **options)
 
 
-def test_contexts_and_commits_join_to_the_text_of_every_request(target: Target) -> None:
-    sink = ListSink()
-    engine = Engine(target, eagle3(target), EngineConfig(k=3, max_batch=2), sink=sink, draft_version="7")
+def test_contexts_and_commits_join_to_the_text_of_every_request(target: Target, records: list[RoundRecord]) -> None:
+    engine = Engine(target, eagle3(target), EngineConfig(k=3, max_batch=2), sink=records, draft_version="7")
     requests = serve(engine, [params(0.0), params(1.0), params(0.8, k=0)], request_class="code")
     texts = []
-    for rounds in by_request(sink.records).values():
+    for rounds in by_request(records).values():
         assert [record.round for record in rounds] == list(range(len(rounds)))
         text: list[int] = []
         for record in rounds:
@@ -81,11 +67,11 @@ def test_contexts_and_commits_join_to_the_text_of_every_request(target: Target) 
             text += record.committed
         texts.append(text)
     assert sorted(texts) == sorted(request.tokens for request in requests)
-    drafted = [record for record in sink.records if record.drafted]
+    drafted = [record for record in records if record.drafted]
     assert {record.draft_version for record in drafted} == {"7"}
-    assert {record.request_class for record in sink.records} == {"code"}
+    assert {record.request_class for record in records} == {"code"}
     # A request without speculation is one record: its text, and nothing about drafts.
-    silent = [record for record in sink.records if record.temperature == 0.8]
+    silent = [record for record in records if record.temperature == 0.8]
     assert len(silent) == 1 and not silent[0].drafted and silent[0].draft_version == ""
 
 
@@ -96,8 +82,10 @@ def dense(law: Law, vocab_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(temperature: float, target: Target) -> None:
-    sink, laws = ListSink(), []
+def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(
+    temperature: float, target: Target, records: list[RoundRecord]
+) -> None:
+    laws = []
     drafter = eagle3(target)
 
     class Listening:
@@ -108,13 +96,12 @@ def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(temperature
             laws.append(proposal)
             return proposal
 
-    engine = Engine(target, Listening(), EngineConfig(k=3), sink=sink)
+    engine = Engine(target, Listening(), EngineConfig(k=3), sink=records)
     serve(engine, [params(temperature, top_k=40)])
-    records = [record for record in sink.records if record.drafted]
-    assert len(records) == len(laws) > 3
+    assert sum(bool(record.drafted) for record in records) == len(laws) > 3
     text: list[int] = []
     rounds = iter(laws)
-    for record in sink.records:
+    for record in records:
         text += record.context
         if record.drafted:
             proposal = next(rounds)
@@ -140,12 +127,11 @@ def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(temperature
         text += record.committed
 
 
-def test_accepted_counts_and_the_emitted_token_fit_the_text(target: Target) -> None:
-    sink = ListSink()
-    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=4), sink=sink)
+def test_accepted_counts_and_the_emitted_token_fit_the_text(target: Target, records: list[RoundRecord]) -> None:
+    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=4), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     counts = AcceptanceCounts()
-    for record in (record for record in sink.records if record.drafted):
+    for record in (record for record in records if record.drafted):
         assert record.committed == [*record.drafted[: record.accepted], record.emitted][: len(record.committed)]
         assert [(law.ids, law.logprobs, law.tail) for law in record.q] == [([t], [0.0], 0.0) for t in record.drafted]
         counts.add([len(record.drafted)], [record.accepted], [len(record.committed)])
@@ -154,40 +140,41 @@ def test_accepted_counts_and_the_emitted_token_fit_the_text(target: Target) -> N
     assert sum(request.speculation.num_committed for request in requests) == 60
 
 
-def test_a_request_may_stay_out_of_the_buffer(target: Target) -> None:
-    sink = ListSink()
-    engine = Engine(target, eagle3(target), EngineConfig(k=3), sink=sink)
+def test_a_request_may_stay_out_of_the_buffer(target: Target, records: list[RoundRecord]) -> None:
+    engine = Engine(target, eagle3(target), EngineConfig(k=3), sink=records)
     serve(engine, [params(0.0), params(0.0), params(0.0)], learn=False)
-    assert sink.records == [] and engine.stats.num_drafts > 0
+    assert records == [] and engine.stats.num_drafts > 0
 
 
-def test_the_header_keeps_a_request_out_of_the_buffer(target: Target, live_server: Callable) -> None:
-    sink = ListSink()
-    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=sink)
+def test_the_header_keeps_a_request_out_of_the_buffer(target: Target, live_server: Callable, records: list[RoundRecord]) -> None:
+    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=records)
     body = {"model": "tiny", "prompt": [7, 8, 7, 8, 7], "max_tokens": 8, "ignore_eos": True}
     server.http.post("/v1/completions", json=body, headers={"x-draftsmith-learn": "off"})
-    assert sink.records == []
+    assert records == []
     server.http.post("/v1/completions", json=body)
-    assert sink.records
+    assert records
 
 
-def test_a_sink_that_fails_stops_nothing_but_recording(target: Target) -> None:
-    class Failing(ListSink):
-        def put(self, record: RoundRecord) -> None:
-            raise OSError("the disk is full")
+def test_a_sink_that_fails_stops_nothing_but_recording(
+    target: Target, records: list[RoundRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(record: RoundRecord) -> None:
+        raise OSError("the disk is full")
 
-    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3), sink=Failing())
+    monkeypatch.setattr(records, "put", put)
+    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     assert all(request.num_output == 20 for request in requests)
 
 
-def test_rounds_under_penalties_are_text_without_laws_so_that_nobody_scores_them(target: Target) -> None:
+def test_rounds_under_penalties_are_text_without_laws_so_that_nobody_scores_them(
+    target: Target, records: list[RoundRecord]
+) -> None:
     """What was accepted under a penalty says nothing about the laws that the record's sampling fields describe."""
-    sink = ListSink()
-    engine = Engine(target, eagle3(target), EngineConfig(k=3, max_batch=4), sink=sink)
+    engine = Engine(target, eagle3(target), EngineConfig(k=3, max_batch=4), sink=records)
     asked = [params(1.0, frequency_penalty=1.0), params(1.0), params(0.0, bad_words=((7,),))]
     requests = serve(engine, asked)
-    texts = [stitch(records) for records in by_request(from_table(to_table(sink.records))).values()]
+    texts = [stitch(rounds) for rounds in by_request(from_table(to_table(records))).values()]
     found = {tuple(text.tokens): len(positions_of(text, 0, max_depth=3, max_length=256)) for text in texts if text is not None}
     scored = [found[tuple(request.tokens)] for request in requests]
     assert scored[0] == scored[2] == 0 < scored[1]
