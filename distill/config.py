@@ -85,7 +85,9 @@ class GateConfig:
     held_out: float = option(0.25, "share of the requests that is never trained on, by hash of the prompt")
     error: float = option(0.05, "chance of publishing any candidate that is no better, between two promotions")
     gain: float = option(0.002, "least gain in alpha worth a swap")
-    drop: float = option(0.03, "loss of live alpha that calls for a rollback, if the evidence holds")
+    drop: float = option(
+        0.03, "loss of live alpha that calls for a rollback, if the evidence holds; against the first version, gate.gain does"
+    )
     canary: float = option(0.0, "share of live requests, at most 0.5, on which a version is tried before all get it; 0 is off")
     canary_requests: int = option(96, "requests it drafts for after which held-out traffic decides what is still open")
     floor: float = option(0.3, "alpha on a changed target's traffic that takes an older draft out of quarantine")

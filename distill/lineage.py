@@ -19,9 +19,9 @@ from draftsmith.distill.gradients import Gradients
 from draftsmith.distill.learner import Learner, UpdateReport
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.quarantine import enough, notice, regate
-from draftsmith.distill.regression import Watched, served_by, watch
+from draftsmith.distill.regression import LiveWatch, Watched
 from draftsmith.distill.scoring import Scorer
-from draftsmith.distill.sequential import Evidence, Ledger
+from draftsmith.distill.sequential import Ledger
 from draftsmith.distill.state import Counters, Kept, LineageState
 from draftsmith.distill.status import describe
 from draftsmith.distill.throttle import Throttle
@@ -62,15 +62,12 @@ class Lineage:
         self.window: list[ServedText] = []
         self.ledger, self.drift = Ledger(), Drift(self.config.drift)
         self.is_gate_due = False  # stays set while held-out requests are too few, or a full disk prevents a publication
-        self.since_watch = 0  # held-out texts since the last look at the live version
         self.report: UpdateReport | None = None
-        self.watched: Watched | None = None
-        self._new_scorers()
+        self.watch = LiveWatch(self.publisher, self.config.gate, max_length=self.length)
 
-    def _new_scorers(self) -> None:
-        live, parent = self.publisher.live, self.publisher.parent
-        self.live = Scorer(live, self.site.target, max_length=self.length)
-        self.parent = Scorer(parent, self.site.target, max_length=self.length) if parent is not None else None
+    @property
+    def live(self) -> Scorer:
+        return self.watch.live
 
     @property
     def kept(self) -> Kept:
@@ -109,7 +106,7 @@ class Lineage:
             self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
         elif text.is_scorable:
             self.window = [*self.window, text][-self.config.gate.window :]
-            self.since_watch += 1
+            self.watch.num_new += 1
 
     def look_for_drift(self, text: ServedText) -> None:
         alarm = self.drift.observe(text, self.served_as)
@@ -152,9 +149,9 @@ class Lineage:
         elif self.is_gate_due and len(self.window) >= gate.requests:
             with self.site.throttle.work():
                 self.gate()
-        if self.since_watch >= gate.requests:
+        if self.watch.num_new >= gate.requests:
             with self.site.throttle.work():
-                self.watch()
+                self.look_at_live()
         return has_update
 
     def finish(self) -> None:
@@ -238,7 +235,7 @@ class Lineage:
         self.prune()
 
     def prune(self) -> None:
-        needed = (self.publisher.parent_version, self.canary.version)
+        needed = (self.publisher.parent_version, self.canary.version, next(self.publisher.own_versions(), None))
         versions.prune(self.root, keep=self.config.retention.versions, needed=needed)
 
     def rebase(self, drafter: TrainedDrafter, version: int) -> None:
@@ -251,12 +248,11 @@ class Lineage:
     def _new_live_version(self) -> None:
         """Error budgets and the watch count from here; a version on trial was compared with another one."""
         self.canary.end()
-        self._new_scorers()
+        self.watch.begin()
         self.learner.live_changed(self.publisher.live.state_dict())
         self._notice_target()
         self.ledger = Ledger()
         self.drift.new_version()
-        self.since_watch = 0
 
     def decided(self, decision: Decision, *, version: int | None = None, live: int | None = None, share: float = 0.0) -> None:
         """Every decision with its numbers: a line for people, a line in decisions.jsonl."""
@@ -267,33 +263,20 @@ class Lineage:
         if self.drift.judged(promoted=version is not None):
             self.tell(f"{self.drift.fruitless} decisions without a promotion; learning rests until the traffic changes")
 
-    def watch(self) -> None:
-        """Looks at what the live version did since it went live."""
-        self.since_watch = 0
+    def look_at_live(self) -> None:
         if self.made_for:
+            self.watch.num_new = 0
             self.regate()
             return
-        texts = served_by(self.window, self.served_as)
-        if len(texts) < self.config.gate.requests:
-            return
-        self.watched = watch(
-            self.live,
-            self.parent,
-            texts,
-            self.config.gate,
-            version=self.served_as,
-            max_depth=self.depth,
-            evidence=self.ledger,
-        )
-        if self.watched.reason and self.publisher.parent is not None:
-            self.roll_back(self.watched)
+        watched = self.watch.look(self.window, self.ledger, served_as=self.served_as, max_depth=self.depth)
+        if watched is not None and watched.version is not None:
+            self.roll_back(watched, watched.version)
 
-    def roll_back(self, watched: Watched) -> None:
-        left, wanted = self.publisher.version, self.publisher.parent_version
-        if not self.publisher.roll_back(watched.reason):
-            self.tell(f"version {left} is worse than {wanted} ({watched.reason}), which cannot be returned to any more")
-            self._new_scorers()
-            self.ledger.parent = Evidence()
+    def roll_back(self, watched: Watched, version: int) -> None:
+        left = self.publisher.version
+        if not self.publisher.roll_back(version, watched.reason):
+            self.tell(f"version {left} is worse than {version} ({watched.reason}), which cannot be returned to any more")
+            self.watch.begin()
             return
         self.rolled_back(left, watched.to_dict())
         self._new_live_version()
@@ -358,7 +341,7 @@ class Lineage:
             "loss": self.report.loss if self.report else None,
             "alpha_training": self.report.alpha if self.report else [],
             "canary": {"version": self.canary.version, **self.canary.trial.numbers()} if self.canary.trial else None,
-            "live": self.watched.to_dict() if self.watched else None,
+            "live": self.watch.latest.to_dict() if self.watch.latest else None,
             "drift": self.drift.to_dict(),
             "resting": self.drift.is_resting,
             "quarantined": bool(self.made_for),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ logger = logging.getLogger("draftsmith.distill")
 
 
 class Publisher:
-    """`live` is what servers run, or will after their next look; `parent` is what a rollback returns to: the nearest version
-    before it that is whole and made for this target."""
+    """`live` is what servers run, or will after their next look; `parent` is the nearest version before it that is whole and
+    made for this target, the floor the first one: the static draft, where that is whole and for this target, too."""
 
     def __init__(self, root: str | Path, draft: str, target: Target):
         self.root, self.target = Path(root), target
@@ -89,26 +89,47 @@ class Publisher:
         raise damage
 
     def _open_parent(self) -> tuple[int | None, TrainedDrafter | None]:
-        parent = self._parent_of(self.version)
-        while parent is not None:
+        return self._open_first(self._ancestors())
+
+    def open_floor(self) -> tuple[int | None, TrainedDrafter | None]:
+        """Nothing where the parent is the floor, or the live version itself."""
+        bound = self.version if self.parent_version is None else self.parent_version
+        return self._open_first(version for version in self.own_versions() if version < bound)
+
+    def own_versions(self) -> Iterator[int]:
+        """Those that were made for this target, ascending."""
+        for version in versions.versions(self.root):
             try:
-                stranger = versions.stranger(self.root, parent, self.target.revision)
+                stranger = versions.stranger(self.root, version, self.target.revision)
+            except UserError:
+                continue
+            if not stranger:
+                yield version
+
+    def _open_first(self, some: Iterable[int]) -> tuple[int | None, TrainedDrafter | None]:
+        for version in some:
+            try:
+                stranger = versions.stranger(self.root, version, self.target.revision)
                 if not stranger:
-                    return parent, self.load(versions.open_version(self.root, parent))
+                    return version, self.load(versions.open_version(self.root, version))
                 reason = f"it was made for target revision {stranger}"
             except UserError as error:
                 reason = str(error)
-            logger.warning("version %d cannot be rolled back to version %d: %s", self.version, parent, reason)
-            parent = self._parent_of(parent)
+            logger.warning("version %d cannot be rolled back to version %d: %s", self.version, version, reason)
         return None, None
 
-    def _parent_of(self, version: int) -> int | None:
-        """Below it, so that no chain is endless; None too where the manifest is gone."""
-        try:
-            parent = versions.read_manifest(self.root, version)["parent"]
-        except UserError:
-            return None
-        return parent if parent is not None and parent < version else None
+    def _ancestors(self) -> Iterator[int]:
+        """Each below the one before, so that no chain is endless; it ends, too, where a manifest is gone."""
+        version = self.version
+        while True:
+            try:
+                parent = versions.read_manifest(self.root, version)["parent"]
+            except UserError:
+                return
+            if parent is None or parent >= version:
+                return
+            yield parent
+            version = parent
 
     def publish(
         self,
@@ -137,12 +158,13 @@ class Publisher:
         versions.promote(self.root, version)
         self.reload()
 
-    def roll_back(self, reason: str) -> bool:
-        """False where the parent that this was decided by is gone meanwhile; `parent` is then another one, or none."""
-        compared = self.parent_version
-        self.parent_version, self.parent = self._open_parent()
-        if compared is None or self.parent_version != compared:
+    def roll_back(self, version: int, reason: str) -> bool:
+        """False where that version is not whole any more; `parent` is then another one, or none."""
+        try:
+            versions.rollback(self.root, version, reason)
+        except UserError as error:
+            logger.warning("%s", error)
+            self.parent_version, self.parent = self._open_parent()
             return False
-        versions.rollback(self.root, compared, reason)
         self.reload()
         return True

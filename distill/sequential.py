@@ -7,6 +7,9 @@ with at most the chance `error`, at any time ever (Ville's inequality). So nothi
 
 Half of the stake is bet on each request once, by the candidate of the moment. The other half waits for candidates that improve:
 at look n a share 1 / (n (n + 1)) of it is bet on the whole window anew, and what it brought is put aside.
+
+A question whose answer turns with the traffic has no use for what was lost while it was another: there the whole stake waits,
+and the share of a look is bet from then on (`TurningEvidence`).
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class Evidence:
             self.log_wealth = [log + log_won(units, bet) for log, bet in zip(self.log_wealth, BETS, strict=True)]
 
     def _bet_anew(self, window: np.ndarray, error: float) -> None:
-        share = 1 / (self.looks * (self.looks + 1))
+        share = share_of(self.looks)
         squares = float((window**2).sum())
         # exp(c s - c^2 V / 2), which a fair bet of this size never falls below, is largest at the level for this c.
         bet = math.sqrt(2 * math.log(2 / (error * share)) / squares) if squares > 0 else 0.0
@@ -68,6 +71,36 @@ class Evidence:
         """Another one takes the place of those that the winnings speak for: winnings are given up, losses are not forgiven."""
         self.log_wealth = [min(0.0, log) for log in self.log_wealth]
         self.aside = 0.0
+
+
+@dataclass
+class TurningEvidence:
+    """As `Evidence`, that one of two drafts is accepted more from some request on, whatever was before."""
+
+    looks: int = 0
+    money: list[float] = field(default_factory=lambda: [0.0] * len(BETS))
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> float:
+        return sum(self.money)
+
+    def look(self, differences: Mapping[str, float]) -> float:
+        """As `Evidence.look`, each request once. Sizes of bets go by the window, so that they turn with it."""
+        self.looks += 1
+        stake = share_of(self.looks) / len(BETS)
+        window = np.array(list(differences.values()))
+        new = np.array([d for request, d in differences.items() if request not in self.seen])
+        typical = math.sqrt(float((window**2).mean())) if window.any() else 1.0
+        won = [math.exp(min(MOST_LOG, log_won(new / typical, bet))) for bet in BETS]
+        self.money = [min(math.exp(MOST_LOG), (before + stake) * one) for before, one in zip(self.money, won, strict=True)]
+        self.seen = list(differences)
+        return self.value
+
+
+def share_of(look: int) -> float:
+    """Of a stake that is bet bit by bit: all shares together are 1."""
+    return 1 / (look * (look + 1))
 
 
 def log_won(differences: np.ndarray, bet: float) -> float:
@@ -104,11 +137,15 @@ class Ledger:
 
     gate: Evidence = field(default_factory=Evidence)
     served: BoundedEvidence = field(default_factory=BoundedEvidence)  # the live draft is accepted less than it scores
-    parent: Evidence = field(default_factory=Evidence)  # its parent scores more
+    earlier: dict[str, TurningEvidence] = field(default_factory=dict)  # an earlier version, by its number, scores more
+
+    def against(self, version: int) -> TurningEvidence:
+        return self.earlier.setdefault(str(version), TurningEvidence())
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> Ledger:
-        return cls(Evidence(**values["gate"]), BoundedEvidence(**values["served"]), Evidence(**values["parent"]))
+        earlier = {version: TurningEvidence(**one) for version, one in values["earlier"].items()}
+        return cls(Evidence(**values["gate"]), BoundedEvidence(**values["served"]), earlier)

@@ -33,7 +33,7 @@ from draftsmith.serve.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 FOLDER = re.compile(r"state-(\d{8})")
 LEARNER = "learner"
 

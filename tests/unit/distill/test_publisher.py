@@ -40,9 +40,9 @@ def test_a_rollback_returns_to_the_nearest_version_that_is_whole_and_made_for_th
     assert "version 4 cannot be rolled back to version 3: it was made for target revision another" in caplog.text
     (versions.folder_of(publisher.root, 2) / "model.safetensors").write_bytes(b"torn")
     # What the decision compared with is gone: nothing is proven about the one before it.
-    assert not publisher.roll_back("worse") and versions.latest(publisher.root) == 4 and publisher.parent_version == 1
-    assert publisher.roll_back("worse") and publisher.version == versions.latest(publisher.root) == 1
-    assert publisher.parent_version is None and not publisher.roll_back("worse")
+    assert not publisher.roll_back(2, "worse") and versions.latest(publisher.root) == 4 and publisher.parent_version == 1
+    assert publisher.roll_back(1, "worse") and publisher.version == versions.latest(publisher.root) == 1
+    assert publisher.parent_version is None and publisher.open_floor() == (None, None)
 
 
 def test_a_chain_whose_link_was_deleted_ends_there(made: Callable[..., Publisher], target: Target) -> None:
@@ -51,6 +51,22 @@ def test_a_chain_whose_link_was_deleted_ends_there(made: Callable[..., Publisher
     shutil.rmtree(versions.folder_of(publisher.root, 2))
     publisher.reload()
     assert publisher.parent_version is None
+
+
+def test_the_floor_is_the_first_version_that_is_whole_and_made_for_this_target(
+    made: Callable[..., Publisher], target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = target.revision
+    publisher = made("another", *[own] * 5)
+    assert publisher.parent_version == 5 and list(publisher.own_versions()) == [2, 3, 4, 5, 6]
+    version, drafter = publisher.open_floor()
+    assert version == 2 and drafter is not None and drafter is not publisher.parent
+    (versions.folder_of(publisher.root, 2) / "model.safetensors").write_bytes(b"torn")
+    (versions.folder_of(publisher.root, 3) / versions.MANIFEST).unlink()
+    assert publisher.open_floor()[0] == 4 and "version 6 cannot be rolled back to version 2" in caplog.text
+    # It is the parent, or the live version itself: there is nothing more to hold it to.
+    assert publisher.roll_back(5, "worse") and publisher.parent_version == 4 and publisher.open_floor() == (None, None)
+    assert publisher.roll_back(4, "worse") and publisher.parent_version is None and publisher.open_floor() == (None, None)
 
 
 def test_versions_that_are_needed_are_not_pruned(made: Callable[..., Publisher], target: Target) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from draftsmith.distill import sequential
-from draftsmith.distill.sequential import BoundedEvidence, Evidence, Ledger
+from draftsmith.distill.sequential import BoundedEvidence, Evidence, Ledger, TurningEvidence
 
 ERROR = 0.05
 WINDOW, PER_LOOK = 48, 5
@@ -116,9 +116,10 @@ def test_a_new_candidate_keeps_no_winnings_and_all_losses() -> None:
 
 
 def test_very_long_evidence_stays_finite() -> None:
-    evidence, bounded = Evidence(), BoundedEvidence()
+    evidence, bounded, turning = Evidence(), BoundedEvidence(), TurningEvidence()
     differences = {str(place): 0.5 for place in range(5000)}
     assert math.isfinite(evidence.look(differences, ERROR)) and math.isfinite(bounded.look(differences))
+    assert math.isfinite(turning.look(differences)) and TurningEvidence().look({"0": 0.0, "1": 0.0}) == 0.5
 
 
 def skewed(generator: np.random.Generator, looks: int, gap: float = 0.0) -> list[dict[str, float]]:
@@ -143,14 +144,53 @@ def test_bounded_evidence_needs_no_symmetry() -> None:
     assert np.mean([ever(BoundedEvidence(), skewed(generator, 20, gap=0.1)) for _ in range(50)]) > 0.95
 
 
+def turned(generator: np.random.Generator, before: float, after: float, *, turn: int, looks: int) -> list[dict[str, float]]:
+    """Windows of differences around `before` up to look `turn` and around `after` from then on, in units of their spread."""
+    total = PER_LOOK * looks
+    values = generator.standard_normal(total) + np.where(np.arange(total) < PER_LOOK * turn, before, after)
+    ends = range(PER_LOOK, total + 1, PER_LOOK)
+    return [{str(place): 0.04 * values[place] for place in range(max(0, end - WINDOW), end)} for end in ends]
+
+
+def told_at(evidence: Evidence | TurningEvidence, windows: list[dict[str, float]]) -> int | None:
+    """The look; with a mean that says the same, as the watch asks."""
+    for look, one in enumerate(windows, 1):
+        value = evidence.look(one, ERROR) if isinstance(evidence, Evidence) else evidence.look(one)
+        if value >= 1 / ERROR and sum(one.values()) > 0:
+            return look
+    return None
+
+
+def test_a_draft_that_was_worse_and_is_equal_is_seldom_told_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(8)
+    worlds = [turned(generator, before, 0.0, turn=10, looks=32) for before in (0.0, -1.0) * 200]
+    assert rate([told_at(TurningEvidence(), one) for one in worlds]) <= MOST_FALSE
+    # The control: a whole stake anew at every look.
+    monkeypatch.setattr(sequential, "share_of", lambda look: 1.0)
+    assert rate([told_at(TurningEvidence(), one) for one in worlds[:100]]) > 2 * MOST_FALSE
+
+
+@pytest.mark.parametrize(("after", "least"), [(1.5, 0.95), (1.0, 0.65)])
+def test_a_draft_that_becomes_better_is_told_within_a_window_however_long_it_was_worse(after: float, least: float) -> None:
+    generator = np.random.default_rng(9)
+    worlds = [turned(generator, -1.0, after, turn=60, looks=60 + WINDOW // PER_LOOK) for _ in range(60)]
+    found = [told_at(TurningEvidence(), one) for one in worlds]
+    assert rate(found) > least and all(look is None or look > 60 for look in found)
+    # The control, evidence that does not write off what was lost, takes longer.
+    late = [told_at(Evidence(), one) for one in worlds]
+    assert rate(late) < rate(found) and np.mean([look or 99 for look in late]) > np.mean([look or 99 for look in found]) + 2
+
+
 def test_ledger_comes_back_from_json_and_goes_on_alike() -> None:
     windows = lineage(np.random.default_rng(7), 0.3, 4)
     one = Ledger()
     for window in windows[:2]:
         one.gate.look(window, ERROR)
         one.served.look(window)
+        one.against(1).look(window)
     other = Ledger.from_dict(json.loads(json.dumps(one.to_dict())))
     assert other == one
     for window in windows[2:]:
         assert one.gate.look(window, ERROR) == other.gate.look(window, ERROR)
+        assert one.against(1).look(window) == other.against(1).look(window)
     assert sequential.BETS[0] < sequential.BETS[-1]
