@@ -32,16 +32,7 @@ def read_native(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
 
     Biases of q, k and v that are all zero are left out: Qwen2 blocks have them, modules trained here need not.
     """
-    if (modules := config.get("num_nextn_predict_layers")) != 1:
-        raise UserError(f"{str(folder)!r} has num_nextn_predict_layers={modules!r}; one module, applied again and again, is read")
-    tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(MODULE)]  # noqa: SIM118 - not a dict
-            tensors |= {name.removeprefix(MODULE): file.get_tensor(name) for name in names}
-    check_finite(tensors, str(folder))
-    if "input_proj.weight" not in tensors:
-        raise UserError(f"{str(folder)!r} holds no {MODULE}input_proj.weight; give a target with an MTP module in MiMo's layout")
+    tensors = module_tensors(folder, config, MODULE, needed="input_proj.weight")
     # MiMo's projection reads [state, embedding], ours [embedding, state].
     state, embedding = tensors.pop("input_proj.weight").chunk(2, dim=1)
     biases = {name for name in tensors if name.endswith("_proj.bias")}
@@ -49,3 +40,24 @@ def read_native(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
         tensors = {name: tensor for name, tensor in tensors.items() if name not in biases}
     renamed = {OWN_NAMES.get(name, f"layer.{name}"): tensor for name, tensor in tensors.items()}
     return {"eh_proj.weight": torch.cat([embedding, state], dim=1), **renamed}
+
+
+def module_tensors(folder: Path, config: Mapping[str, Any], prefix: str, *, needed: str) -> dict[str, torch.Tensor]:
+    """Those of the one module under `prefix`, which their names here lack."""
+    if (modules := config.get("num_nextn_predict_layers")) != 1:
+        raise UserError(f"{str(folder)!r} has num_nextn_predict_layers={modules!r}; one module, applied again and again, is read")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
+            tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    if needed not in tensors:
+        raise UserError(f"{str(folder)!r} holds no {prefix}{needed}; give a target with an MTP module")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise UserError(
+                f"weight {prefix + name!r} of {str(folder)!r} is stored as {str(tensor.dtype).removeprefix('torch.')}; "
+                "give a folder whose MTP module is not quantised, in bfloat16 for one"
+            )
+    check_finite(tensors, str(folder))
+    return tensors

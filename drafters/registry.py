@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftsmith.drafters.appended_names import is_appended
 from draftsmith.drafters.dflash import Dflash
 from draftsmith.drafters.draft_lm import DraftLm
 from draftsmith.drafters.dspark import Dspark
@@ -41,6 +42,8 @@ def family_of(config: Mapping[str, Any]) -> str:
     """The family of a folder without our record, by what its `config.json` names."""
     if "medusa_num_heads" in config:  # the original layout names nothing else
         return "medusa"
+    if is_appended(config):  # a target with its module, or what was trained from that
+        return Mtp.family
     architecture = (config.get("architectures") or ["unknown"])[0]
     if architecture in EAGLE3_ARCHITECTURES and drafts_in_parallel(config):
         return "p-eagle"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -113,6 +115,65 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return made[arch, seed]
 
     return folder
+
+
+EXPERTS = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2,
+    "topk_group": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}  # fmt: skip
+# Targets whose checkpoints hold an MTP module as one more layer.
+NATIVE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **EXPERTS, **LATENT, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    },
+    "glm4_moe": {**EXPERTS, "first_k_dense_replace": 1, "head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": {**EXPERTS, **LATENT},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def native_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`native_target("glm4_moe")` is the folder of a tiny random target of 2 layers with an MTP module, as published ones are.
+
+    transformers itself has named and stored the module's layer: `whole` in it is the model of 3 layers whose last it was.
+    """
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            save_native_target(made[kind], kind, {**SHAPE, **NATIVE[kind], "num_hidden_layers": 3})
+        return made[kind]
+
+    return folder
+
+
+def save_native_target(folder: Path, kind: str, shape: dict[str, Any]) -> None:
+    """`shape` counts the module's layer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **copy.deepcopy(shape)))
+    for tensor in (*model.parameters(), *model.buffers()):
+        noise = torch.randn(tensor.shape)
+        tensor.data = 1.5 * tensor.shape[-1] ** -0.5 * noise if tensor.ndim > 1 else tensor.data + 0.1 * noise
+    model.save_pretrained(folder / "whole")
+    make_tokenizer().save_pretrained(folder)
+    tensors = load_file(folder / "whole" / "model.safetensors")
+    layers, size = shape["num_hidden_layers"] - 1, shape["hidden_size"]
+    module = {f"{name}.weight": 1 + 0.3 * torch.randn(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    module["eh_proj.weight"] = torch.randn(size, 2 * size) / size**0.5
+    module["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    module["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors |= {f"model.layers.{layers}.{name}": tensor for name, tensor in module.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "whole" / "config.json").read_text())
+    values |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    if "mlp_layer_types" in values:
+        values["mlp_layer_types"] = values["mlp_layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(values))
 
 
 class Records(list[Any]):

@@ -6,23 +6,20 @@ zero biases), ignoring the module. Its files are the target's own plus one.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
-from draftsmith.files import write_json
-from draftsmith.train.layouts.source import Source, file_shapes, tensor_shapes, weight_files, write_config
+from draftsmith.train.layouts.source import Source, tensor_shapes, write_config
+from draftsmith.train.layouts.stitch import stitch
 from draftsmith.train.layouts.tokenizer import copy_tokenizer
 
 # Same block as Qwen2 up to the biases. Others differ in what the tensors mean (Gemma's norms), not only in which there are.
 TARGETS = ("llama", "mistral", "qwen2")
 MODULE = "model.mtp_layers.0."
-MODULE_FILE = "model-mtp.safetensors"
 PROJECTIONS = ("q", "k", "v")
 
 
@@ -33,11 +30,7 @@ def write_stitched(source: Source, out: Path) -> None:
     target_shapes = {name: shape for name, shape in tensor_shapes(source.target).items() if not name.startswith(MODULE)}
     check_layer(module, target_shapes)
     stitched = module | zero_biases(module, target_shapes)
-    weight_map = copy_target_weights(source.target, out)
-    save_file(stitched, out / MODULE_FILE, metadata={"format": "pt"})
-    weight_map |= dict.fromkeys(stitched, MODULE_FILE)
-    num_bytes = sum((out / file).stat().st_size for file in set(weight_map.values()))
-    write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+    stitch(source.target, out, stitched, replaces=lambda name: name.startswith(MODULE))
     write_config(out, stitched_config(source.target_config))
     copy_tokenizer(source.target, out)
 
@@ -79,7 +72,7 @@ def mimo_tensors(draft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if name == "eh_proj.weight":
             embedding, hidden = tensor.chunk(2, dim=1)
             tensor = torch.cat([hidden, embedding], dim=1)
-        renamed[MODULE + mimo_name(name)] = tensor.contiguous()
+        renamed[MODULE + mimo_name(name)] = tensor
     return renamed
 
 
@@ -118,23 +111,6 @@ def zero_biases(module: dict[str, torch.Tensor], target_shapes: dict[str, tuple[
         if any(name.endswith(f"{kind}_proj.weight") for kind in PROJECTIONS) and bias not in weights:
             biases[bias] = torch.zeros(shape[0], dtype=dtype)
     return biases
-
-
-def copy_target_weights(target: Path, out: Path) -> dict[str, str]:
-    """Copies the target's files, but for a module that it brought along. Returns tensor name -> file name in `out`."""
-    weight_map = {}
-    for file in weight_files(target):
-        # Loaders take a `model.safetensors` for the whole model and never look at the index.
-        name = file.name if file.name not in ("model.safetensors", MODULE_FILE) else f"{file.stem}-target.safetensors"
-        names = list(file_shapes(file))
-        kept = [tensor for tensor in names if not tensor.startswith(MODULE)]
-        if len(kept) == len(names):
-            shutil.copyfile(file, out / name)
-        elif kept:
-            tensors = load_file(file)
-            save_file({tensor: tensors[tensor] for tensor in kept}, out / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(kept, name)
-    return weight_map
 
 
 def stitched_config(target_config: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.layouts import block, draft_lm, eagle1, eagle3, medusa, mimo, mlp, peagle
+from draftsmith.train.layouts import block, draft_lm, eagle1, eagle3, medusa, mlp, mtp, peagle
 from draftsmith.train.layouts.source import Source
 from draftsmith.train.layouts.triton import in_repository
 
@@ -21,7 +21,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "eagle3": {"vllm": eagle3.write_vllm, "sglang": eagle3.write_portable, "speculators": eagle3.write_speculators},
     "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
     "draft-lm": {"vllm": draft_lm.write_plain, "sglang": draft_lm.write_plain, "hf": draft_lm.write_plain},
-    "mtp": {"vllm": mimo.write_stitched},
+    "mtp": {"vllm": mtp.write_mtp},
     "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
     "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
     "mlp": {"hf": mlp.write_ibm},
@@ -36,9 +36,9 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("p-eagle", "sglang"): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
     ("p-eagle", "hf"): "transformers cannot draft with P-EAGLE",
     ("draft-lm", "speculators"): "the speculators layout has no plain draft LMs",
-    ("mtp", "sglang"): "SGLang feeds an MTP module the normed hidden state, this one was trained on the un-normed one",
+    ("mtp", "sglang"): "SGLang feeds MTP modules other states than vLLM, for which they are trained",
     ("mtp", "speculators"): "vLLM does not read MTP modules in the speculators layout",
-    ("mtp", "hf"): "transformers does not draft with MiMo modules",
+    ("mtp", "hf"): "transformers drafts one token with an MTP module, and none with MiMo's",
     ("eagle1", "speculators"): "the speculators layout has no EAGLE-1 heads",
     ("eagle1", "hf"): "transformers cannot draft with EAGLE-1",
     ("medusa", "sglang"): "SGLang does not draft with Medusa",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.train.layouts.triton import draft_folder
-from draftsmith.train.readers import plain, sglang, vllm, vllm_eagle3
+from draftsmith.train.readers import plain, sglang, vllm, vllm_eagle3, vllm_mtp
 from draftsmith.train.readers.understood import Reader, Understood
 
 READERS: dict[tuple[str, str], Reader] = {
@@ -18,7 +18,7 @@ READERS: dict[tuple[str, str], Reader] = {
     ("draft-lm", "vllm"): plain.read_model,
     ("draft-lm", "sglang"): plain.read_model,
     ("draft-lm", "hf"): plain.read_model,
-    ("mtp", "vllm"): vllm.read_mimo,
+    ("mtp", "vllm"): vllm_mtp.read_mtp,
     ("eagle1", "vllm"): vllm.read_eagle1,
     ("eagle1", "sglang"): sglang.read_eagle1,
     ("medusa", "vllm"): vllm.read_medusa,

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafters import mtp
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.layouts.source import text_config
-from draftsmith.train.readers.understood import BLOCK_NORMS, LAYER_NORMS, Parameters, Understood, decoder_layer, renamed
+from draftsmith.train.readers.understood import BLOCK_NORMS, Parameters, Understood, decoder_layer, renamed
 from draftsmith.train.readers.vllm_taps import NAME, tapped_layers
 
 
@@ -95,40 +94,3 @@ def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
     for name, tensor in read_weights(folder).items():
         parameters.fill(name, tensor)
     return Understood(config, parameters.loaded())
-
-
-def read_mimo(folder: Path, target_config: dict[str, Any]) -> Understood:
-    """The module's layer is a Qwen2 block; its projection reads the state first and the embedding second."""
-    config = read_config(folder)
-    if config["architectures"] != ["MiMoForCausalLM"] or config.get("num_nextn_predict_layers") != 1:
-        raise UserError(f"vLLM finds no MTP module of one layer in {config['architectures']}; the layout is wrong")
-    hidden, prefix = config["hidden_size"], "model.mtp_layers.0."
-    width = config.get("head_dim") or hidden // config["num_attention_heads"]
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
-    shapes = decoder_layer(prefix, config, norms=(*LAYER_NORMS, "token_layernorm", "hidden_layernorm", "final_layernorm"))
-    shapes |= {f"{prefix}self_attn.{kind}_proj.bias": (count * width,) for kind, count in heads.items()}
-    shapes[f"{prefix}input_proj.weight"] = (hidden, 2 * hidden)
-    parameters = Parameters(NAME, shapes, strict=True)
-    for name, tensor in read_weights(folder).items():
-        if "mtp_layers" in name:
-            parameters.fill(name, tensor)
-    module = own_mtp(renamed(parameters.loaded(), prefix, ""))
-    own = {"architectures": [mtp.ARCHITECTURE], "attention_bias": "layer.self_attn.q_proj.bias" in module}
-    return Understood({**config, **own}, module, target=folder)
-
-
-def own_mtp(module: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Biases that are all zero are those of drafts that have none."""
-    biases = [name for name in module if name.endswith("_proj.bias")]
-    if any(bool(module[name].any()) for name in biases):
-        biases = []
-    state, embedding = module["input_proj.weight"].chunk(2, dim=1)
-    own = {"eh_proj.weight": torch.cat([embedding, state], dim=1)}
-    names = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "final_layernorm": "norm"}
-    for name, tensor in module.items():
-        part = name.removesuffix(".weight")
-        if part in names:
-            own[f"{names[part]}.weight"] = tensor
-        elif part != "input_proj" and name not in biases:
-            own[f"layer.{name}"] = tensor
-    return own
