@@ -161,12 +161,14 @@ def draw(path: Path, report: Report) -> None:
     from matplotlib import pyplot
 
     rows = report["rows"]
-    panels = {"families": "tau by family", "objectives": "eagle3 by objective", "peers": "eagle3 by trainer"}
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 4), width_ratios=(8, 5, 2), sharey=True)
-    for axis, (part, title) in zip(axes, panels.items(), strict=True):
-        bars = {name: rows_of(rows, part, name) for name in names(rows, part)}
-        if part != "families" and (base := rows_of(rows, "families", "eagle3")):
-            bars = {"forward-kl" if part == "objectives" else "draftsmith": base} | bars
+    titles = {"families": "tau by family", "objectives": "eagle3 by objective", "peers": "eagle3 by trainer"}
+    panels = {part: bars for part in titles if (bars := bars_of(rows, part))}
+    if not panels:
+        return
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(13, 4), width_ratios=[len(bars) for bars in panels.values()], sharey=True, squeeze=False
+    )
+    for axis, (part, bars) in zip(axes[0], panels.items(), strict=True):
         at = temperatures(rows)
         for number, t in enumerate(at):
             taus = [over_seeds(found, tau(t)) for found in bars.values()]
@@ -176,9 +178,16 @@ def draw(path: Path, report: Report) -> None:
                 places, [one.mean for one in taus], width=0.36, yerr=[one.half for one in taus], capsize=2, label=f"T = {t:g}"
             )
         axis.set_xticks(range(len(bars)), list(bars), rotation=35, ha="right")
-        axis.set_title(title)
-    axes[0].set_ylabel(f"tau, {report['k']} draft tokens a round")
-    axes[0].set_ylim(bottom=1.0)
-    axes[0].legend()
+        axis.set_title(titles[part])
+    axes[0][0].set_ylabel(f"tau, {report['k']} draft tokens a round")
+    axes[0][0].set_ylim(bottom=1.0)
+    axes[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+
+
+def bars_of(rows: Sequence[Row], part: str) -> dict[str, dict[int, Row]]:
+    """By name, what they are to be compared with first; none where nothing was measured."""
+    bars = {name: rows_of(rows, part, name) for name in names(rows, part)}
+    base = rows_of(rows, "families", "eagle3") if part != "families" else {}
+    return ({"forward-kl" if part == "objectives" else "draftsmith": base} if bars and base else {}) | bars
