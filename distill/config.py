@@ -102,7 +102,11 @@ class DriftConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig:
-    most: int = option(0, "drafts for one class of requests each, beside the live one; those that only learn count too; 0 is off")
+    most: int | None = option(
+        None,
+        "drafts for one class of requests each, beside the live one; those that only learn count too; 0 ends them; without it "
+        "as many as --versions has",
+    )
     requests: int = option(128, "of a class, among the latest ones, that begin a draft for it")
     idle_requests: int = option(2048, "how many latest ones; a class with none among them loses its draft")
 

@@ -103,7 +103,7 @@ def check(config: DistillConfig) -> None:
     if gate.window < gate.requests:
         raise UserError(f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision could ever be made")
     pool = config.pool
-    if pool.most < 0:
+    if pool.most is not None and pool.most < 0:
         raise UserError(f"pool.most is {pool.most}; it must be 0, which is off, or more")
     if not 1 <= pool.requests <= pool.idle_requests:
         raise UserError(

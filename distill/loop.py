@@ -19,12 +19,12 @@ from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.place import load_target
 from draftsmith.distill.pool import ClassPool
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.quarantine import signature
 from draftsmith.distill.state import Counters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.distill.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
 from draftsmith.drafters.ranks import Channel
+from draftsmith.files import signature
 
 RETENTION_S = 30.0
 
@@ -36,7 +36,7 @@ class Daemon:
         """`channel` leads to other processes that share the work of an update."""
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
-        self.target_files = signature(config.target)
+        self.target_files = signature(config.target, "*.safetensors")
         self.is_outdated = False  # the servers run weights that have come into the target's folder since
         self.target = load_target(config.target, dtype=config.dtype, device=config.device)
         self.counters, self.open = Counters(), OpenRequests()
@@ -163,7 +163,7 @@ class Daemon:
             if not self.counters.foreign:
                 self.status.event(f"records of another target than {self.target.name!r} are left out")
             self.counters.foreign += len(reading.records) - len(own)
-            self.is_outdated = signature(self.config.target) != self.target_files
+            self.is_outdated = signature(self.config.target, "*.safetensors") != self.target_files
         self.open.add(own)
         # What is still to be read may be of any request.
         self.sort_in_finished(idle_s=math.inf if reading.more else SILENCE_S)

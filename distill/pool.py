@@ -15,7 +15,7 @@ import numpy as np
 
 from draftsmith.distill.clusters import find_clusters
 from draftsmith.distill.lineage import Lineage, Site
-from draftsmith.distill.pool_policy import ClassTraffic, Member, Move, moves
+from draftsmith.distill.pool_policy import ClassTraffic, Member, Move, moves, resolved
 from draftsmith.distill.scoring import Scored, Scorer
 from draftsmith.distill.standing import Standing
 from draftsmith.distill.traffic import ServedText
@@ -82,8 +82,8 @@ class ClassPool:
 
     def __init__(self, root: Path, site: Site, shared: Lineage):
         self.root, self.site, self.shared = root, site, shared
-        self.config, self.gate = site.config.pool, site.config.gate
         self.written = pool = read_pool(root) or DraftPool()
+        self.config, self.gate = resolved(site.config.pool, len(pool.classes) + len(pool.learning)), site.config.gate
         self.clusters = pool.clusters
         self.traffic = ClassTraffic(self.config.idle_requests)
         self.untagged, self.clusters_due = 0, FIRST_CLUSTERS
@@ -92,6 +92,9 @@ class ClassPool:
             for name, folder in classes.items():
                 self.members[name] = self._open(name, folder, is_serving=is_serving)
         self._sweep()
+        if site.config.pool.most is None and self.members:
+            names = ", ".join(map(repr, self.members))
+            site.tell(f"the pool goes on with {names}; give pool.most to let more classes begin, or fewer stay")
 
     def _open(self, name: str, folder: str, *, is_serving: bool) -> Pooled:
         draft = str(versions.folder_of(self.root, self.shared.publisher.version))

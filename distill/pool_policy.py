@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from draftsmith.distill.config import PoolConfig
@@ -67,8 +67,14 @@ class ClassTraffic:
         return cls(window, deque(values["latest"][-window:]), values["num_seen"], dict(values["given_up"]))
 
 
+def resolved(config: PoolConfig, num_members: int) -> PoolConfig:
+    """With a number for `most`: who does not name one keeps the classes that there are."""
+    return replace(config, most=num_members) if config.most is None else config
+
+
 def moves(members: Sequence[Member], traffic: ClassTraffic, config: PoolConfig) -> list[Move]:
     """At most one a member; a place that is given up is filled at the next look, by the most frequent class that waits."""
+    assert config.most is not None
     counts = Counter(traffic.latest)
     kept = members[: config.most]
     found = [move for member in kept if (move := move_of(member, counts[member.name], traffic, config)) is not None]

@@ -18,8 +18,6 @@ from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.traffic import ServedText
 from draftsmith.drafters import versions
 
-Signature = list[tuple[str, int, int]]
-
 
 def notice(root: str | Path, version: int, own: str, tell: Callable[[str], None]) -> str:
     """The revision of the target that a version was made for, where it is another one than `own`: told once; else ""."""
@@ -52,12 +50,3 @@ def enough(decision: Decision, config: GateConfig) -> Decision:
     if decision.decision != "accept" or comparison is None or comparison.second >= config.floor:
         return decision
     return replace(decision, decision="hold", reason=f"quarantine: {decision.reason}, but alpha does not reach {config.floor}")
-
-
-def signature(target: str) -> Signature:
-    """Of the weight files in a folder, so that new ones are noticed without reading them; a Hub id has none."""
-    folder = Path(target)
-    if not folder.is_dir():
-        return []
-    states = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
-    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]

@@ -5,6 +5,7 @@ A prompt is the unit vector of its token counts, hashed into buckets, damped by 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from draftsmith.errors import UserError
 
 # Knuth's multiplier: neighbouring ids, which a tokenizer's merges make alike, come into unrelated buckets.
 SPREAD = 2654435761
+CLUSTER_NAME = re.compile(r"\(cluster \d+\)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,12 @@ class PromptClusters:
 
 
 def cluster_name(number: int) -> str:
-    return f"cluster-{number + 1}"
+    return f"(cluster {number + 1})"
+
+
+def is_cluster_name(name: str) -> bool:
+    """Whether a client's tag of that name would be taken for a cluster."""
+    return CLUSTER_NAME.fullmatch(name) is not None
 
 
 def counts(prompt: Sequence[int], buckets: int) -> np.ndarray:

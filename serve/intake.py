@@ -12,6 +12,7 @@ from random import Random
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.drafters.prompt_clusters import is_cluster_name
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.detokenizer import TextStream
@@ -46,6 +47,8 @@ class Intake:
 
         `answer` is the id under which a client knows the request, and others that belong to the same answer.
         """
+        if is_cluster_name(request_class):
+            raise UserError(f"request_class {request_class!r} is kept for kinds of prompts that are found; choose another name")
         prompt = list(prompt_ids)
         max_tokens = self.max_tokens(prompt, params)
         stream = None

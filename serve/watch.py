@@ -11,8 +11,9 @@ from pathlib import Path
 
 from draftsmith.drafters.canary import Canary, read_canary
 from draftsmith.drafters.draft_pool import DraftPool, pool_root, read_pool
-from draftsmith.drafters.versions import latest, open_version, stranger
+from draftsmith.drafters.versions import folder_of, latest, open_version, stranger
 from draftsmith.errors import UserError
+from draftsmith.files import Signature, signature
 from draftsmith.serve.loop import EngineLoop
 from draftsmith.serve.routing import CANARY, LIVE, class_draft, shown
 from draftsmith.serve.served_draft import PROBE
@@ -27,7 +28,7 @@ class Follower:
 
     def __init__(self, loop: EngineLoop, root: Path, draft: str, *, label: str = "", serving: int | None = None):
         self.loop, self.root, self.draft, self.label, self.serving = loop, root, draft, label, serving
-        self._refused: int | None = None
+        self._refused: tuple[int, Signature] | None = None  # with the files that it had then
         self._last_error = ""
 
     def misfit(self, version: int) -> str:
@@ -40,35 +41,33 @@ class Follower:
         try:
             wanted = latest(self.root)
         except UserError as error:
-            return self._refuse(None, error)
+            return self._say(error)
         return wanted is not None and self.serve(wanted)
 
     def serve(self, wanted: int) -> bool:
         """True when another version was swapped in."""
-        if wanted in (self.serving, self._refused):
+        if wanted == self.serving:
+            return False
+        seen = wanted, signature(folder_of(self.root, wanted), "**/*")
+        if seen == self._refused:
             return False
         named = f"{self.label}{wanted}"
         try:
             folder = open_version(self.root, wanted)
-            reason = self.misfit(wanted)
-        except UserError as error:
-            return self._refuse(None, error)
-        if reason:
-            return self._refuse(wanted, UserError(f"version {named} stays out: {reason}; let distill learn for this target"))
-        try:
+            if reason := self.misfit(wanted):
+                raise UserError(f"version {named} stays out: {reason}; let distill learn for this target")
             swap = self.loop.swap(str(folder), named, draft=self.draft)
         except SwapLate as error:
-            return self._refuse(None, error)  # the next look tries it again
+            return self._say(error)  # the next look tries it again
         except UserError as error:
-            return self._refuse(wanted, error)
+            self._refused = seen
+            return self._say(error)
         log.info("draft version %s swapped in (%s), pause %.1f ms", named, shown(self.draft), 1000 * swap.pause_s)
         self.serving, self._refused = wanted, None
         return True
 
-    def _refuse(self, version: int | None, error: UserError) -> bool:
-        """Says so once; the served draft stays."""
-        if version is not None:
-            self._refused = version
+    def _say(self, error: UserError) -> bool:
+        """Once; the served draft stays."""
         if str(error) != self._last_error:
             log.warning("draft version refused: %s", error)
             self._last_error = str(error)

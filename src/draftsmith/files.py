@@ -13,6 +13,8 @@ from typing import Any
 
 from draftsmith.errors import UserError
 
+Signature = list[tuple[str, int, int]]
+
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
@@ -73,3 +75,10 @@ def read_json(path: str | Path, what: str = "file") -> Any:
         raise UserError(f"{what} {str(path)!r} does not exist; check the path") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{what} {str(path)!r} is not valid JSON ({error}); restore or regenerate it") from error
+
+
+def signature(folder: str | Path, pattern: str) -> Signature:
+    """Of its files that match, so that another content is noticed without reading it; empty where there is no such folder."""
+    states = [(path, path.stat()) for path in sorted(Path(folder).glob(pattern))]
+    # Not the time of modification, which a copy may bring along.
+    return [(str(path), state.st_size, state.st_ctime_ns) for path, state in states]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -218,9 +219,11 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(pair: Pair, t
     for name in LANGUAGES:
         assert acceptance(pooled, name) > acceptance(single, name) + 0.05
 
-    # A learner that starts again knows what this one did.
+    # A learner that starts again knows what this one did, and goes on with these classes where nobody says how many.
     world.daemon.save()
+    world.config = replace(world.config, pool=replace(world.config.pool, most=None))
     again = world.begin()
+    assert again.status.stream.getvalue().count("goes on with 'a', 'b'") == 1
     assert again.pool.to_dict() == world.daemon.pool.to_dict()
     assert again.pool.members.keys() == world.daemon.pool.members.keys() and again.pool.members["a"].is_serving
     for folder, lineage in world.daemon.lineages.items():

@@ -18,6 +18,7 @@ from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.options import Eagle3Options, MtpOptions
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
+from draftsmith.serve import watch
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.loop import EngineLoop
@@ -159,7 +160,13 @@ def test_the_watcher_follows_new_versions_and_rollbacks_under_load(target: Targe
     assert engine.stats.num_swaps == 3 and max(engine.stats.swap_pauses_s) < 1.0
 
 
-def test_the_watcher_leaves_a_corrupt_version_alone_and_takes_the_next(target: Target, tmp_path: Path) -> None:
+def test_the_watcher_leaves_a_corrupt_version_alone_until_its_files_change_and_takes_the_next(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    monkeypatch.setattr(
+        watch, "open_version", lambda root, version: opened.append(version) or versions.open_version(root, version)
+    )
     engine = Engine(target, new_eagle3(target, 0), EngineConfig())
     loop = EngineLoop(engine).start()
     watcher = VersionWatcher(loop, tmp_path)
@@ -168,15 +175,19 @@ def test_the_watcher_leaves_a_corrupt_version_alone_and_takes_the_next(target: T
         publish(tmp_path, target, new_eagle3(target, 1), None)
         weights = versions.folder_of(tmp_path, 1) / "model.safetensors"
         good = weights.read_bytes()
-        weights.write_bytes(good[:-1] + b"x")
-        assert not watcher.look() and not watcher.look()
+        weights.write_bytes(good + b"x")
+        for _ in range(3):
+            assert not watcher.look()
+        assert opened == [1], "gigabytes are not read anew every second"
+        weights.write_bytes(good)
+        assert watcher.look() and engine.stats.draft_version == "1" and opened == [1, 1]
         publish(tmp_path, target, new_eagle3(target, 2), None)
         assert watcher.look() and engine.stats.draft_version == "2"
         (tmp_path / "current").write_text("one", encoding="utf-8")
         assert not watcher.look()
     finally:
         loop.close()
-    assert engine.stats.num_swaps == 1
+    assert engine.stats.num_swaps == 2
 
 
 def test_a_failure_nobody_foresaw_does_not_end_the_watching(

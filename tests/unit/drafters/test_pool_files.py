@@ -30,13 +30,14 @@ def test_files_are_read_back_as_written(tmp_path: Path) -> None:
     write_pool(tmp_path, DraftPool({"code": "c01"}))
     assert read_pool(tmp_path) == DraftPool({"code": "c01"})
     write_pool(
-        tmp_path, DraftPool({"code": "c01", "cluster-1": "c02"}, {"sql": "c03"}, PromptClusters(np.linspace(0, 1, 8), CENTROIDS))
+        tmp_path,
+        DraftPool({"code": "c01", "(cluster 1)": "c02"}, {"sql": "c03"}, PromptClusters(np.linspace(0, 1, 8), CENTROIDS)),
     )
     pool = read_pool(tmp_path)
     assert (
         pool is not None
         and pool.clusters is not None
-        and list(pool.classes) == ["code", "cluster-1"]
+        and list(pool.classes) == ["code", "(cluster 1)"]
         and pool.learning == {"sql": "c03"}
     )
     assert np.allclose(pool.clusters.centroids, CENTROIDS, atol=1e-4)

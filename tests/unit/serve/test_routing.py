@@ -91,10 +91,10 @@ def test_a_request_without_a_tag_belongs_to_the_cluster_of_its_prompt() -> None:
     code, prose = ([7, 7, 8], [40, 41, 41])
     clusters = PromptClusters(weights, np.stack([vector(code, weights), vector(prose, weights)]))
     router = Router()
-    router.pool = DraftPool({"cluster-2": "c01"}, clusters=clusters)
-    ready = [LIVE, class_draft("cluster-2")]
+    router.pool = DraftPool({"(cluster 2)": "c01"}, clusters=clusters)
+    ready = [LIVE, class_draft("(cluster 2)")]
     drafts = {name: {router.choose(one, "", name, ready).draft for one in IDS[:50]} for name in (tuple(code), tuple(prose))}
-    assert drafts[tuple(code)] == {LIVE} and class_draft("cluster-2") in drafts[tuple(prose)]
+    assert drafts[tuple(code)] == {LIVE} and class_draft("(cluster 2)") in drafts[tuple(prose)]
     assert router.choose("a", "tagged", prose, ready).draft == LIVE
 
 
