@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
-import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -144,8 +143,12 @@ def is_unread(shard: Shard, cursor: Cursor) -> bool:
 
 
 def parse(data: bytes) -> list[RoundRecord]:
-    """A `ValueError` or `OSError` (Arrow's own are both) when the shard is damaged."""
-    return record_table.from_table(pq.read_table(io.BytesIO(data)))
+    """A `ValueError` or `OSError` when the shard is damaged."""
+    table = record_table.read(io.BytesIO(data))
+    try:
+        return record_table.from_table(table)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"a column is of another type ({error})") from error
 
 
 @dataclass(frozen=True)

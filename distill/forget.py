@@ -8,7 +8,6 @@ import time
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from draftsmith.distill import marks, record_table
 from draftsmith.distill.config import ForgetConfig
@@ -54,7 +53,7 @@ def _without(folder: Folder, shard: Shard, name: str) -> int:
         of_answer = _of_answer(data, name)
         if not pc.any(of_answer).as_py():
             return 0
-        kept = pq.read_table(io.BytesIO(data)).filter(pc.invert(of_answer))
+        kept = record_table.read(io.BytesIO(data)).filter(pc.invert(of_answer))
     except (ValueError, OSError) as error:
         logger.warning("shard %s is damaged and deleted, since nobody can tell what is in it (%s)", shard.path, error)
         folder.delete(shard)
@@ -70,4 +69,4 @@ def _without(folder: Folder, shard: Shard, name: str) -> int:
 
 def _of_answer(data: bytes, name: str) -> pa.ChunkedArray:
     """Of each record, whether it is of the answer; records name their requests `ANSWER-NUMBER`."""
-    return pc.starts_with(pq.read_table(io.BytesIO(data), columns=["request"])["request"], f"{name}-")
+    return pc.starts_with(record_table.read(io.BytesIO(data), columns=["request"])["request"], f"{name}-")

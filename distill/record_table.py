@@ -75,8 +75,24 @@ def to_bytes(records: Sequence[RoundRecord]) -> bytes:
 def write(table: pa.Table, where: io.BytesIO | str) -> None:
     dictionary = [name for name in _SCALARS if name not in _PLAIN and not pa.types.is_list(_SCALARS[name])]
     encoding = dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT") | _PLAIN
-    # Nobody asks for statistics of a shard, which is read whole.
-    pq.write_table(table, where, compression="zstd", use_dictionary=dictionary, column_encoding=encoding, write_statistics=False)
+    pq.write_table(
+        table,
+        where,
+        compression="zstd",
+        use_dictionary=dictionary,
+        column_encoding=encoding,
+        write_statistics=False,  # nobody asks for those of a shard, which is read whole
+        write_page_checksum=True,
+    )
+
+
+def read(where: io.BytesIO, columns: list[str] | None = None) -> pa.Table:
+    """A `ValueError` or `OSError` on what is damaged."""
+    try:
+        return pq.read_table(where, columns=columns, page_checksum_verification=True)
+    except pa.ArrowException as error:
+        # Flipped bits in what no checksum covers make others of it too.
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def to_table(records: Sequence[RoundRecord]) -> pa.Table:
