@@ -13,7 +13,7 @@ from draftsmith.cli import COMMANDS, collect, load, parse, parser_for
 from draftsmith.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = ("README.md", "docs/operations.md", "docs/online.md", "docs/losslessness.md")
+DOCUMENTS = ("README.md", "docs/operations.md", "docs/online.md", "docs/losslessness.md", "docs/training.md")
 CODE = re.compile(r"^```\w*\n(.*?)^```|((?:^    .*\n)+)", re.MULTILINE | re.DOTALL)
 LAUNCHER = re.compile(r"^torchrun .* -m draftsmith\.cli ")
 
