@@ -15,11 +15,11 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 
 from draftsmith.serve.api_errors import Refusal
 from draftsmith.serve.api_schema import documented
+from draftsmith.serve.dashboard_drafts import drafts
 from draftsmith.serve.dashboard_learning import Learning
 from draftsmith.serve.dashboard_samples import NOW_S, Counts, History, by_class, summary
 from draftsmith.serve.dashboard_schema import DashboardBody
 from draftsmith.serve.dashboard_text import TextView, pieces
-from draftsmith.serve.routing import LIVE
 from draftsmith.version import __version__
 
 if TYPE_CHECKING:
@@ -70,14 +70,15 @@ def add_dashboard(app: FastAPI, server: Server, dashboard: Dashboard) -> None:
 def data_of(server: Server, dashboard: Dashboard, since: float, span: Literal["recent", "day"]) -> dict[str, Any]:
     history, engine = dashboard.history, server.loop.engine
     kept = {"recent": history.recent, "day": history.day}[span]
-    recent = history.recent.since(0.0)
+    recent, learning = history.recent.since(0.0), dashboard.learning.read()
     return {
         "server": _identity(server, dashboard),
         "now": summary(history.recent.since(time.time() - NOW_S)),
         "classes": by_class(recent),
         "served": {version: Counts.of(counts).rates() for version, counts in engine.stats.by_version.items()},
+        "drafts": drafts(engine.stats, engine.lineup.router.canary_share, learning["learner"]),
         "points": kept.since(since),
-        **dashboard.learning.read(),
+        **learning,
     }
 
 
@@ -92,7 +93,6 @@ def _identity(server: Server, dashboard: Dashboard) -> dict[str, Any]:
         "lossless": engine.lossless,
         "drafter": None if engine.drafter is None else engine.drafter.family,
         "draft_version": stats.draft_version,
-        "further_versions": [version for draft, version in stats.draft_versions.items() if draft != LIVE],
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "kv_usage": scheduler.blocks.usage,

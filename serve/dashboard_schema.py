@@ -52,7 +52,6 @@ class Identity(BaseModel):
     lossless: bool
     drafter: str | None
     draft_version: str
-    further_versions: list[str]  # on trial, and of classes
     running: int
     waiting: int
     kv_usage: float
@@ -70,6 +69,16 @@ class PublishedVersion(BaseModel):
     live: bool
 
 
+class DraftRow(Rates):
+    """`requests` and their `share` since the server started; `version` is "" where the server has none."""
+
+    draft: str
+    version: str
+    requests: int
+    share: float | None
+    note: str
+
+
 class BufferSize(BaseModel):
     shards: int
     bytes: int
@@ -80,6 +89,7 @@ class DashboardBody(BaseModel):
     now: Summary
     classes: dict[str, Rates]
     served: dict[str, Rates]
+    drafts: list[DraftRow]
     points: list[Point]
     versions: list[PublishedVersion]
     decisions: list[dict[str, Any]]

@@ -38,6 +38,7 @@ def screen(data: Data, points: Sequence[Data], *, width: int, blocks: str = BLOC
         *_head(data),
         *_rates(data, points, width, blocks),
         *_classes(data),
+        *_drafts(data),
         *_versions(data),
         *_learner(data),
         *_decisions(data),
@@ -86,6 +87,18 @@ def _classes(data: Data) -> Iterator[Line]:
         yield Line(f"{'class':24} {'rounds':>8} {'tau':>6}  alpha by position, last 15 minutes", FAINT)
         for name, rates in data["classes"].items():
             yield Line(f"{(name or '(no class)')[:24]:24} {rates['rounds']:8} {number(rates['tau'], 2):>6}  {alphas(rates)}")
+        yield Line("")
+
+
+def _drafts(data: Data) -> Iterator[Line]:
+    if len(data["drafts"]) > 1:
+        yield Line(f"{'draft':24} {'version':>12} {'requests':>8} {'share':>6} {'tau':>6}  alpha by position", FAINT)
+        for one in data["drafts"]:
+            version, share = one["version"] or "-", "-" if one["share"] is None else f"{100 * one['share']:.0f} %"
+            yield Line(
+                f"{one['draft'][:24]:24} {version[:12]:>12} {one['requests']:8} {share:>6} {number(one['tau'], 2):>6}  "
+                f"{alphas(one)}  {one['note']}"
+            )
         yield Line("")
 
 

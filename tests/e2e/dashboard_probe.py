@@ -83,6 +83,9 @@ def contents(page: Page) -> dict[str, Any]:
             for name in CHARTS
         },
         "versions": page.eval_on_selector_all("#versions tr.live td", "nodes => nodes.map((node) => node.textContent)"),
+        "drafts": page.eval_on_selector_all(
+            "#drafts tr:has(td)", "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
+        ),
         "alarms": page.eval_on_selector_all("#decisions td.alarm", "nodes => nodes.map((node) => node.textContent)"),
         "reasons": page.eval_on_selector_all("#decisions td.text", "nodes => nodes.map((node) => node.textContent)"),
         "classes": page.eval_on_selector_all("#class-table tr", "nodes => nodes.map((node) => node.innerText)"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         publish(root, lambda folder: None, family="draft-lm", target={}, parent=None, data_range={}, gate=gate)
     record_decision(root, {"decision": "accept", "reason": "a gain with evidence", "gain": 0.02, "version": 2})
     record_decision(root, {"decision": "drift", "reason": f"class {INJECTION} is accepted less"})
+    pool = {INJECTION: {"serving": False, "requests": 40, "updates": 2}}
+    (root / "status.json").write_text(json.dumps({"time_s": time.time(), "updates": 7, "pool": pool}))
     return root
 
 
@@ -89,7 +92,10 @@ def test_what_a_reader_sees(seen: dict[str, Any], kind: str) -> None:
     assert view["versions"][0] == "2 live" and "+0.0200" in view["versions"]
     assert view["alarms"] == ["drift"] and any("accepted less" in reason for reason in view["reasons"])
     assert view["accepted"] > 0 and view["rejected"] > 0
-    assert "none has written" in view["learner"]
+    assert "7, loss -" in view["learner"]
+    live, learning = view["drafts"]
+    assert live[:2] == ["live", "0"] and live[3] == "100 %" and float(live[4]) > 1
+    assert learning[:4] == [f"pool/{INJECTION}", "-", "0", "0 %"] and learning[-1] == "learns: 40 requests, 2 updates"
 
 
 def test_names_of_clients_are_text_and_no_markup(seen: dict[str, Any]) -> None:

@@ -116,7 +116,12 @@ def test_what_the_page_reads_is_in_the_data(server: Any) -> None:
     """A renamed field would leave the page blank without an error anyone sees here."""
     page = server.http.get("/dashboard").text
     data = server.http.get("/dashboard/data").json()
-    for name, told in (("server", data["server"]), ("now", data["now"]), ("one", data["points"][-1] | data["versions"][-1])):
+    for name, told in (
+        ("server", data["server"]),
+        ("now", data["now"]),
+        ("draft", data["drafts"][-1]),
+        ("one", data["points"][-1] | data["versions"][-1]),
+    ):
         read = set(re.findall(rf"(?<![\w.]){name}\.([a-z_]+)", page))
         foreign = {
             "name",

@@ -21,6 +21,11 @@ DATA: dict[str, Any] = {
     },
     "classes": {"": RATES, "code": RATES},
     "served": {"2": RATES},
+    "drafts": [
+        {"draft": "live", "version": "2", "requests": 60, "share": 0.75, "note": "", **RATES},
+        {"draft": "pool/code", "version": "code/1", "requests": 20, "share": 0.25, "note": "gain +0.0300", **RATES},
+        {"draft": "pool/prose", "version": "", "requests": 0, "share": 0.0, "note": "learns: 9 requests", **RATES, "alpha": []},
+    ],
     "points": [],
     "versions": [
         {"version": 1, "parent": None, "family": "eagle3", "created_s": 1.0, "live": False,
@@ -48,6 +53,7 @@ def test_everything_that_matters_is_on_the_screen() -> None:
         "tiny", "eagle3 version 2", "up 17 min", "3 running, 1 waiting, cache 25 % full", "120.0 while there is work",
         "x1.50 against 80.0 without drafts", "1.75", "0.50 -", "(no class)", "code", "2 live", "0.5000 -> 0.5200", "0.0200",
         "running: 4 updates, 9 texts", "1.0 MiB in 2 shards", "refuse: weights that are not finite", "accept version 2",
+        "live                                2       60   75 %   1.75  0.50 -", "code/1       20   25 %", "-  learns: 9 requests",
     ):  # fmt: skip
         assert wanted in shown, wanted
     assert next(line.text for line in screen(DATA, [], width=80) if line.style == RED).endswith("weights that are not finite")
@@ -57,9 +63,19 @@ def test_little_is_known_at_first() -> None:
     data = copy.deepcopy(DATA)
     nothing = {"rounds": 0, "tau": None, "alpha": []}
     data["now"] = dict.fromkeys(data["now"], None) | {"seconds": 0} | nothing
-    data |= {"classes": {}, "served": {}, "versions": [], "decisions": [], "alarms": [], "learner": None, "buffer": None}
+    data |= {
+        "classes": {},
+        "served": {},
+        "drafts": data["drafts"][:1],
+        "versions": [],
+        "decisions": [],
+        "alarms": [],
+        "learner": None,
+        "buffer": None,
+    }
     data["server"] |= {"drafter": None, "draft_version": "", "lossless": False}
     shown = texts(data)
+    assert "pool/" not in shown and "75 %" not in shown, "one draft needs no table"
     assert "no drafter" in shown and "LOSSY" in shown and "not measured (--k auto does)" in shown
     assert "tau -" in one_line(data) and "alpha -" in one_line(data)
 
