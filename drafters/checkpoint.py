@@ -66,7 +66,7 @@ def load(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None
     record = read_metadata(folder) if (folder / RECORD).is_file() else None
     if record is not None:
         check_target(record, target, folder)
-    family = record["family"] if record is not None else family_of(read_config(folder))
+    family = record["family"] if record is not None else family_of(read_config(folder), target)
     if family not in FAMILIES:
         raise UserError(f"{str(folder)!r} is a draft of family {family!r}; known ones are {', '.join(FAMILIES)}")
     drafter = FAMILIES[family].load(folder, target)
@@ -86,7 +86,7 @@ def load_foreign(
 ) -> ForeignLm:
     """Any causal LM, whatever its tokenizer, as a draft of the tokens that both have."""
     folder = locate(folder, revision=revision)
-    if (family := family_of(read_config(folder))) != DraftLm.family:
+    if (family := family_of(read_config(folder), target)) != DraftLm.family:
         raise UserError(
             f"{str(folder)!r} is a draft of family {family!r}, which has no tokenizer of its own; leave heterogeneous_vocab out"
         )

@@ -20,6 +20,7 @@ from draftsmith.drafters.mtp import Mtp
 from draftsmith.drafters.native_mtp import ARCHITECTURE as NATIVE_MTP
 from draftsmith.drafters.peagle import ARCHITECTURES as PEAGLE_ARCHITECTURES
 from draftsmith.drafters.peagle import Peagle, drafts_in_parallel
+from draftsmith.drafters.target import Target
 
 FAMILIES: dict[str, type[TrainedDrafter]] = {
     "eagle3": Eagle3,
@@ -38,12 +39,14 @@ BY_ARCHITECTURE |= {Dflash.architecture: Dflash.family, Dspark.architecture: Dsp
 BY_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp"}
 
 
-def family_of(config: Mapping[str, Any]) -> str:
-    """The family of a folder without our record, by what its `config.json` names."""
+def family_of(config: Mapping[str, Any], target: Target | None = None) -> str:
+    """The family of a folder without our record, by what its `config.json` names; a smaller model of the target's kind is no
+    module of the target's, though it has one of its own."""
     if "medusa_num_heads" in config:  # the original layout names nothing else
         return "medusa"
-    if is_appended(config):  # a target with its module, or what was trained from that
-        return Mtp.family
+    if is_appended(config):
+        of_target = target is None or config["num_hidden_layers"] == target.num_layers
+        return Mtp.family if of_target else DraftLm.family
     architecture = (config.get("architectures") or ["unknown"])[0]
     if architecture in EAGLE3_ARCHITECTURES and drafts_in_parallel(config):
         return "p-eagle"

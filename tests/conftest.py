@@ -137,17 +137,19 @@ NATIVE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def native_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`native_target("glm4_moe")` is the folder of a tiny random target of 2 layers with an MTP module, as published ones are.
+    """`native_target("glm4_moe")` is the folder of a tiny random target of 2 layers with an MTP module, as published ones are;
+    keywords change its shape, whose `num_hidden_layers` counts the module's.
 
     transformers itself has named and stored the module's layer: `whole` in it is the model of 3 layers whose last it was.
     """
     made: dict[str, Path] = {}
 
-    def folder(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            save_native_target(made[kind], kind, {**SHAPE, **NATIVE[kind], "num_hidden_layers": 3})
-        return made[kind]
+    def folder(kind: str, **changes: int) -> Path:
+        key = f"{kind} {changes}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(kind)
+            save_native_target(made[key], kind, {**SHAPE, **NATIVE[kind], "num_hidden_layers": 3, **changes})
+        return made[key]
 
     return folder
 
@@ -160,7 +162,8 @@ def save_native_target(folder: Path, kind: str, shape: dict[str, Any]) -> None:
         noise = torch.randn(tensor.shape)
         tensor.data = 1.5 * tensor.shape[-1] ** -0.5 * noise if tensor.ndim > 1 else tensor.data + 0.1 * noise
     model.save_pretrained(folder / "whole")
-    make_tokenizer().save_pretrained(folder)
+    for saved in (folder, folder / "whole"):
+        make_tokenizer().save_pretrained(saved)
     tensors = load_file(folder / "whole" / "model.safetensors")
     layers, size = shape["num_hidden_layers"] - 1, shape["hidden_size"]
     module = {f"{name}.weight": 1 + 0.3 * torch.randn(size) for name in ("enorm", "hnorm", "shared_head.norm")}
