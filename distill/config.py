@@ -141,6 +141,9 @@ class DistillConfig:
     server: str | None = option(None, "URL of a server on the same device; learning gives way while it exceeds --tpot-ms")
     tpot_ms: float | None = option(None, "bound on the p95 of that server's time per output token")
     seed: int = option(0, "of the replay")
+    deepspeed: str | None = option(
+        None, "DeepSpeed JSON such as recipes/zero1.json, for its zero_optimization; start under torchrun"
+    )
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
 

@@ -1,26 +1,31 @@
 """The learner over several processes, each with a device and a copy of the target of its own: they share the rows of every batch.
 
-Rank 0 is the daemon, and alone has an optimizer and a state. Before a step it sends the draft's weights, after it the gradients
-are summed onto it. That is what an all-reduce moves, too, and nobody else has anything to save, restore or fall out of step with.
+Rank 0 is the daemon, and alone has a state. Unless DeepSpeed parts it (`zero.py`), the optimizer too: before a step it sends the
+draft's weights, after it the gradients are summed onto it. That is what an all-reduce moves, too, and nobody else has anything to
+save, restore or fall out of step with.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import cached_property, partial
+from itertools import count
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from draftsmith.distill.adapters import adapt
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.gradients import OwnGradients, total_weight
+from draftsmith.distill.gradients import OwnGradients
+from draftsmith.distill.optimizer import NewOptimizer, WholeOptimizer
 from draftsmith.distill.place import load_target
+from draftsmith.distill.shares import Shares, add_together
+from draftsmith.distill.zero import ZeroPart
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.ranks import LEADER, Channel, in_step, join, leave_signals_to_the_leader, meeting
+from draftsmith.drafters.ranks import LEADER, Channel, in_step, join, leave_signals_to_the_leader
 from draftsmith.train.objective import StepSums
 from draftsmith.train.roles import Row
 from draftsmith.train.run import leave_group
@@ -30,13 +35,38 @@ class Begin(NamedTuple):
     """Read target and draft."""
 
 
-class Shares(NamedTuple):
-    parts: list[list[Row]]  # of each rank
-    weight: float  # of all rows
+class Open(NamedTuple):
+    """A part of another candidate's optimizer."""
+
+    candidate: int
+
+
+class Call(NamedTuple):
+    """Of the part of a candidate's optimizer."""
+
+    candidate: int
+    method: Callable[..., Any]  # of ZeroPart
+    inputs: tuple[Any, ...]
+
+
+class Close(NamedTuple):
+    candidate: int
 
 
 class Stop(NamedTuple):
     pass
+
+
+def optimizers(config: DistillConfig, own: OwnGradients, channel: Channel | None) -> NewOptimizer:
+    """Of a daemon's candidates."""
+    if channel is None:
+        return partial(WholeOptimizer, own, config.learn)
+    with in_step():
+        channel.tell(Begin())
+    if config.deepspeed is None:
+        return partial(WholeOptimizer, SharedGradients(own, channel), config.learn)
+    candidates = count()
+    return lambda drafter: SharedOptimizer(config, own, channel, next(candidates), drafter)
 
 
 class SharedGradients:
@@ -44,29 +74,76 @@ class SharedGradients:
 
     def __init__(self, own: OwnGradients, channel: Channel):
         self.own, self.channel = own, channel
-        with in_step():
-            channel.tell(Begin())
 
     def add(self, drafter: torch.nn.Module, rows: Sequence[Row]) -> StepSums:
-        shares = Shares(parts_of(rows, dist.get_world_size()), total_weight(rows))
+        shares = Shares.of(rows)
         with in_step():
             self.channel.tell(shares)
             return add_together(self.own, drafter, shares)
 
 
-class Worker(NamedTuple):
-    """What the other ranks hold."""
+class SharedOptimizer:
+    """Rank 0's side of one that all ranks hold parts of."""
 
-    drafter: torch.nn.Module  # of the shape that rank 0's learners have, adapters included; its weights are sent
-    own: OwnGradients
+    def __init__(self, config: DistillConfig, own: OwnGradients, channel: Channel, candidate: int, drafter: torch.nn.Module):
+        self.channel, self.candidate = channel, candidate
+        with in_step():
+            channel.tell(Open(candidate))
+            self.part = ZeroPart(own, drafter, config.learn, config.deepspeed)
 
-    @classmethod
-    def of(cls, config: DistillConfig) -> Worker:
-        target = load_target(config.target, dtype=config.dtype, device=config.device)
-        drafter = checkpoint.load(config.draft, target, dtype=torch.float32)
-        if config.learn.lora is not None:
-            adapt(drafter, config.learn.lora, seed=config.seed)
-        return cls(drafter, OwnGradients(target, config.learn))
+    def _call(self, method: Callable[..., Any], *inputs: Any) -> Any:
+        with in_step():
+            self.channel.tell(Call(self.candidate, method, inputs))
+            return method(self.part, *inputs)
+
+    def step(self, rows: Sequence[Row], *, lr: float) -> StepSums | None:
+        return self._call(ZeroPart.step, Shares.of(rows), lr)
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        return self._call(ZeroPart.moments)
+
+    def fill(self, moments: Mapping[str, torch.Tensor]) -> None:
+        self._call(ZeroPart.fill, dict(moments))
+
+    def forget(self) -> None:
+        self._call(ZeroPart.forget)
+
+    def close(self) -> None:
+        with in_step():
+            self.channel.tell(Close(self.candidate))
+            self.part.close()
+
+
+class Worker:
+    """What the other ranks hold. Drafts are of the shape that rank 0's candidates have; their weights are sent."""
+
+    def __init__(self, config: DistillConfig):
+        self.config = config
+        self.own = OwnGradients(load_target(config.target, dtype=config.dtype, device=config.device), config.learn)
+        self.parts: dict[int, ZeroPart] = {}
+
+    def new_drafter(self) -> torch.nn.Module:
+        drafter = checkpoint.load(self.config.draft, self.own.target, dtype=torch.float32)
+        if self.config.learn.lora is not None:
+            adapt(drafter, self.config.learn.lora, seed=self.config.seed)
+        return drafter
+
+    @cached_property
+    def drafter(self) -> torch.nn.Module:
+        """For gradients."""
+        return self.new_drafter()
+
+    def answer(self, call: Shares | Open | Call | Close) -> None:
+        match call:
+            case Shares():
+                self.drafter.zero_grad(set_to_none=True)
+                add_together(self.own, self.drafter, call)
+            case Open(candidate):
+                self.parts[candidate] = ZeroPart(self.own, self.new_drafter(), self.config.learn, self.config.deepspeed)
+            case Call(candidate, method, inputs):
+                method(self.parts[candidate], *inputs)
+            case Close(candidate):
+                self.parts.pop(candidate).close()
 
 
 class Crew(NamedTuple):
@@ -99,33 +176,9 @@ def follow(channel: Channel, config: DistillConfig) -> None:
         while True:
             match channel.hear(torch.device("cpu")):
                 case Begin():
-                    worker = Worker.of(config)
-                case Shares() as shares:
-                    assert worker is not None
-                    worker.drafter.zero_grad(set_to_none=True)
-                    add_together(worker.own, worker.drafter, shares)
+                    worker = Worker(config)
                 case Stop():
                     return
-
-
-def parts_of(rows: Sequence[Row], size: int) -> list[list[Row]]:
-    """Like lengths to all, and to everybody a row at least, one that counts nothing where there are too few."""
-    by_length = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
-    idle = Row(by_length[-1].tokens, np.zeros_like(by_length[-1].weights))
-    return [by_length[rank::size] or [idle] for rank in range(size)]
-
-
-def add_together(own: OwnGradients, drafter: torch.nn.Module, shares: Shares) -> StepSums:
-    """Every rank's call. Rank 0 has the gradient of all rows, and the sums, when it returns."""
-    with meeting():
-        for values in drafter.state_dict().values():
-            dist.broadcast(values, src=LEADER)
-    sums = own.add_share(drafter, shares.parts[dist.get_rank()], shares.weight)
-    with meeting():
-        for parameter in drafter.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.reduce(parameter.grad, dst=LEADER)
-        for values in sums:
-            dist.reduce(values, dst=LEADER)
-    return sums
+                case call:
+                    assert worker is not None
+                    worker.answer(call)

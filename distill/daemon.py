@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from draftsmith.distill import learner as learning
+from draftsmith.distill import zero
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.crew import follow, joined
 from draftsmith.distill.latency_guard import LatencyGuard, scraper
@@ -86,6 +87,8 @@ def stopping(stop: threading.Event) -> Iterator[None]:
 
 def check(config: DistillConfig) -> None:
     learning.check(config.learn)
+    if config.deepspeed is not None:
+        zero.check(config.deepspeed)
     if (config.server is None) != (config.tpot_ms is None):
         raise UserError("server and tpot_ms belong together; give both or neither")
     if config.tpot_ms is not None and not config.tpot_ms > 0:

@@ -34,6 +34,12 @@ class OwnGradients:
 
     def add_share(self, drafter: torch.nn.Module, rows: Sequence[Row], weight: float) -> StepSums:
         """Of some rows of a batch whose rows weigh `weight` together."""
+        loss, sums = self.share(drafter, rows, weight)
+        loss.backward()
+        return sums
+
+    def share(self, drafter: torch.nn.Module, rows: Sequence[Row], weight: float) -> tuple[torch.Tensor, StepSums]:
+        """What those rows add to the loss of the batch."""
         unrolled = unrolled_loss(
             drafter,
             LiveTeacher(self.target),
@@ -42,8 +48,7 @@ class OwnGradients:
             weighting=self.weighting,
             kind=kind_of(self.config.divergence),
         )
-        (unrolled.total / (unrolled.scale * weight)).backward()
-        return unrolled.sums
+        return unrolled.total / (unrolled.scale * weight), unrolled.sums
 
 
 def total_weight(rows: Sequence[Row]) -> float:

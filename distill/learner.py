@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from draftsmith.distill.adapters import adapt, rebase
 from draftsmith.distill.config import POSITIONS, LearnConfig
-from draftsmith.distill.gradients import Gradients, OwnGradients
+from draftsmith.distill.gradients import OwnGradients
+from draftsmith.distill.optimizer import NewOptimizer, WholeOptimizer, trained
 from draftsmith.distill.traffic import ServedText, branches
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
@@ -26,7 +28,7 @@ from draftsmith.train.roles import RoleWeights, Row, branch_row, text_row
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
-# Among the optimizer's moments, with which it is saved and given up.
+# Saved among the optimizer's moments.
 AVERAGE = "average"
 
 Rest = Callable[[float], None]  # hears the seconds of a piece of work
@@ -63,35 +65,31 @@ class Reservoir:
 
 class Learner:
     """Owns the candidate's optimizer and the reservoir. Randomness depends on `seed` and the number of the update alone.
-    `gradients` are this process's own where none are given."""
+    The optimizer is this process's own where none is given."""
 
     def __init__(
-        self, drafter: torch.nn.Module, target: Target, config: LearnConfig, *, seed: int, gradients: Gradients | None = None
+        self, drafter: torch.nn.Module, target: Target, config: LearnConfig, *, seed: int, optimizer: NewOptimizer | None = None
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
-        self.gradients = OwnGradients(target, config) if gradients is None else gradients
         self.reservoir = Reservoir(config.reservoir)
         self.weights = role_weights(config.positions)
         if config.lora is not None:
             adapt(drafter, config.lora, seed=seed)
+        self.parameters = trained(drafter)
+        new_optimizer = optimizer or partial(WholeOptimizer, OwnGradients(target, config), config)
+        self.optimizer = new_optimizer(drafter)
         self.updates = 0
         self._begin()
 
     def _begin(self) -> None:
         """From the draft's weights as they are, which are the live version's."""
         self.steps = 0
-        self.optimizer = self._new_optimizer()
-        self.anchor = self._copies() if self.config.proximal else []
+        self.average: dict[str, torch.Tensor] = {}
+        self.anchor = self._copies() if self.config.proximal else {}
 
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
-
-    def _copies(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self._trained()]
-
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self._trained(), lr=self.config.lr, weight_decay=self.config.weight_decay)
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def restart(self, live: Mapping[str, torch.Tensor]) -> None:
         """From the live version's weights, with a fresh optimizer."""
@@ -99,6 +97,7 @@ class Learner:
             self.drafter.load_state_dict(live)
         else:
             rebase(self.drafter, live, seed=self.seed)
+        self.optimizer.forget()
         self._begin()
 
     def live_changed(self, live: Mapping[str, torch.Tensor]) -> None:
@@ -106,8 +105,21 @@ class Learner:
         if self.config.lora is not None:
             self.restart(live)
         elif self.config.proximal:
-            named = self.drafter.named_parameters()
-            self.anchor = [live[name].detach().clone() for name, parameter in named if parameter.requires_grad]
+            self.anchor = {name: live[name].detach().clone() for name in self.parameters}
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """What the steps left beside the weights, the mean of these included, as "<parameter>:<moment>"."""
+        return self.optimizer.moments() | {f"{name}:{AVERAGE}": value for name, value in self.average.items()}
+
+    def fill(self, steps: int, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
+        """Goes on where a saved one was."""
+        self.steps = steps
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
+        averages = {name: moments.get(f"{name}:{AVERAGE}") for name in self.parameters}
+        self.average = {name: value.to(self.parameters[name].device) for name, value in averages.items() if value is not None}
+        self.optimizer.fill({key: value for key, value in moments.items() if not key.endswith(f":{AVERAGE}")})
 
     def update(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:
         """A bounded number of steps, however much came in; every fresh text then may enter the reservoir. `rest` is told how
@@ -122,9 +134,8 @@ class Learner:
             rows = self._rows(self._batch(queue, step, rng), rng)
             if not any(row.weights.any() for row in rows):
                 continue
-            self.optimizer.zero_grad(set_to_none=True)
-            sums = self.gradients.add(self.drafter, rows)
-            if self._step():
+            sums = self._step(rows)
+            if sums is not None:
                 loss, alpha = summary(sums)
                 in_a_row = 0
             else:
@@ -152,19 +163,15 @@ class Learner:
             rows += [branch_row(branch, self.weights) for branch in rng.sample(found, min(self.config.branches, len(found)))]
         return [row.cut(min(self.config.max_length, self.target.max_positions)) for row in rows]
 
-    def _step(self) -> bool:
-        """False, and nothing changed, when the gradient is not finite."""
-        group = self.optimizer.param_groups[0]
-        norm = torch.nn.utils.clip_grad_norm_(group["params"], self.config.clip)
-        if not bool(torch.isfinite(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
-            return False
-        self.steps += 1
-        group["lr"] = self.config.lr * min(1.0, self.steps / max(1, self.config.warmup))
-        self.optimizer.step()
-        self._pull(group["lr"])
-        self._average()
-        return True
+    def _step(self, rows: Sequence[Row]) -> StepSums | None:
+        """None, and nothing changed, when the gradient is not finite."""
+        lr = self.config.lr * min(1.0, (self.steps + 1) / max(1, self.config.warmup))
+        sums = self.optimizer.step(rows, lr=lr)
+        if sums is not None:
+            self.steps += 1
+            self._pull(lr)
+            self._average()
+        return sums
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -172,13 +179,12 @@ class Learner:
         that it soon leaves where it began."""
         if self.config.average == 0:
             return
+        if not self.average:
+            self.average = self._copies()
+            return
         decay = min(self.config.average, (1 + self.steps) / (10 + self.steps))
-        for parameter in self._trained():
-            state = self.optimizer.state[parameter]
-            if AVERAGE in state:
-                state[AVERAGE].lerp_(parameter, 1 - decay)
-            elif state:  # a parameter without a gradient has none
-                state[AVERAGE] = parameter.detach().clone()
+        for name, parameter in self.parameters.items():
+            self.average[name].lerp_(parameter, 1 - decay)
 
     @contextmanager
     def averaged(self) -> Iterator[torch.nn.Module]:
@@ -191,20 +197,17 @@ class Learner:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for parameter in self._trained():
-            average = self.optimizer.state.get(parameter, {}).get(AVERAGE)
-            if average is not None:
-                held = parameter.detach().clone()
-                parameter.copy_(average)
-                average.copy_(held)
+        for name, average in self.average.items():
+            held = self.parameters[name].detach().clone()
+            self.parameters[name].copy_(average)
+            average.copy_(held)
 
     @torch.no_grad()
     def _pull(self, lr: float) -> None:
         """Towards the live version, decoupled from the gradient as AdamW's decay towards zero is."""
-        if self.anchor:
-            share = min(1.0, lr * self.config.proximal)
-            for parameter, live in zip(self._trained(), self.anchor, strict=True):
-                parameter.lerp_(live, share)
+        share = min(1.0, lr * self.config.proximal)
+        for name, live in self.anchor.items():
+            self.parameters[name].lerp_(live, share)
 
 
 def summary(sums: StepSums) -> tuple[float, list[float]]:

@@ -15,8 +15,8 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.decision_log import DecisionLog
 from draftsmith.distill.drift import Drift
 from draftsmith.distill.gate import Decision, decide
-from draftsmith.distill.gradients import Gradients
 from draftsmith.distill.learner import Learner, UpdateReport
+from draftsmith.distill.optimizer import NewOptimizer
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.quarantine import enough, notice, regate
 from draftsmith.distill.regression import LiveWatch, Watched
@@ -39,7 +39,7 @@ class Site:
 
     config: DistillConfig
     target: Target
-    gradients: Gradients
+    optimizer: NewOptimizer
     throttle: Throttle
     counters: Counters
     tell: Callable[[str], None]  # a line for people
@@ -57,7 +57,7 @@ class Lineage:
         self.log = DecisionLog(self.root, self.tell)
         self.canary = CanaryDesk(self.publisher, self.config.gate)
         candidate = self.publisher.load(versions.folder_of(self.root, self.publisher.version))
-        self.learner = Learner(candidate, site.target, self.config.learn, seed=self.config.seed, gradients=site.gradients)
+        self.learner = Learner(candidate, site.target, self.config.learn, seed=self.config.seed, optimizer=site.optimizer)
         self.fresh: list[ServedText] = []
         self.window: list[ServedText] = []
         self.ledger, self.drift = Ledger(), Drift(self.config.drift)

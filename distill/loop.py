@@ -11,7 +11,7 @@ from pathlib import Path
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer import BufferReader
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.crew import SharedGradients
+from draftsmith.distill.crew import optimizers
 from draftsmith.distill.folder import retain
 from draftsmith.distill.gradients import OwnGradients
 from draftsmith.distill.learner import Learner
@@ -40,9 +40,8 @@ class Daemon:
         self.is_outdated = False  # the servers run weights that have come into the target's folder since
         self.target = load_target(config.target, dtype=config.dtype, device=config.device)
         self.counters, self.open = Counters(), OpenRequests()
-        own = OwnGradients(self.target, config.learn)
-        gradients = own if channel is None else SharedGradients(own, channel)
-        site = Site(config, self.target, gradients, throttle, self.counters, status.event, self.save, lambda: self.reader.cursor)
+        optimizer = optimizers(config, OwnGradients(self.target, config.learn), channel)
+        site = Site(config, self.target, optimizer, throttle, self.counters, status.event, self.save, lambda: self.reader.cursor)
         self.shared = Lineage(self.root, site, draft=config.draft)
         self.pool = ClassPool(self.root, site, self.shared)
         self.reader = BufferReader(config.buffer)

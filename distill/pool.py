@@ -183,7 +183,7 @@ class ClassPool:
         if move.kind == "serve":
             one.is_serving = True
         elif move.kind != "learn":
-            del self.members[name]
+            self.members.pop(name).lineage.learner.optimizer.close()
             self.traffic.given_up[name] = self.traffic.num_seen
         decision = DECISIONS[move.kind]
         self.shared.log.add({"decision": decision, "class": name, "reason": move.reason, **one.numbers()})

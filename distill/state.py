@@ -152,7 +152,7 @@ class StateFolder:
             raise ValueError("it learned for other weights of the target")
         known = {name: one for name, one in values["lineages"].items() if name in learners}
         counters, records = Counters(**values["counters"]), _records(folder / "open.parquet")
-        saved = {name: _read_lineage(one, trained(learners[name]), folder / name) for name, one in known.items()}
+        saved = {name: _read_lineage(one, learners[name].parameters, folder / name) for name, one in known.items()}
         # All or nothing: everything is read before the first learner is touched.
         for name, one in saved.items():
             one.fill(learners[name])
@@ -195,16 +195,9 @@ class Saved(NamedTuple):
     reservoir_seen: int
 
     def fill(self, learner: Learner) -> None:
-        learner.steps, learner.updates = self.steps, self.updates
+        learner.updates = self.updates
         learner.reservoir.texts, learner.reservoir.seen = self.reservoir, self.reservoir_seen
-        parameters = trained(learner)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(self.weights[name])
-        for key, value in self.moments.items():
-            name, _, moment = key.rpartition(":")
-            place = "cpu" if moment == "step" else parameters[name].device
-            learner.optimizer.state.setdefault(parameters[name], {})[moment] = value.to(place)
+        learner.fill(self.steps, self.weights, self.moments)
 
 
 def _read_lineage(values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path) -> Saved:
@@ -219,20 +212,10 @@ def _read_lineage(values: Mapping[str, Any], parameters: Mapping[str, torch.nn.P
     return Saved(state, weights, moments, reservoir, values["steps"], values["updates"], values["reservoir_seen"])
 
 
-def trained(learner: Learner) -> dict[str, torch.nn.Parameter]:
-    return {name: parameter for name, parameter in learner.drafter.named_parameters() if parameter.requires_grad}
-
-
 def _save_tensors(learner: Learner, folder: Path) -> None:
-    parameters = trained(learner)
-    save_file(
-        {name: value.detach().cpu().clone().contiguous() for name, value in parameters.items()}, folder / "candidate.safetensors"
-    )
-    moments = {}
-    for name, parameter in parameters.items():
-        for key, value in learner.optimizer.state.get(parameter, {}).items():
-            moments[f"{name}:{key}"] = value.detach().cpu().clone().contiguous()
-    save_file(moments, folder / "optimizer.safetensors")
+    for name, tensors in (("candidate", learner.parameters), ("optimizer", learner.moments())):
+        compact = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+        save_file(compact, folder / f"{name}.safetensors")
 
 
 def _write_records(path: Path, records: Sequence[RoundRecord]) -> None:

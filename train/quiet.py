@@ -8,7 +8,19 @@ import warnings
 
 
 def quiet() -> None:
-    """Errors only. Call it before accelerate is imported, which imports DeepSpeed, which speaks as it is imported."""
+    """Errors only. Call it before accelerate is imported, which imports DeepSpeed."""
+    quiet_deepspeed()
+
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def quiet_deepspeed() -> None:
+    """Before it is imported, since it speaks as it is."""
     import torch
 
     if not torch.cuda.is_available():
@@ -18,13 +30,6 @@ def quiet() -> None:
         logging.getLogger(name).addFilter(_errors_only)
     # DeepSpeed calls collectives by the names they had before.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-
-    import datasets
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
 
 
 def _errors_only(record: logging.LogRecord) -> bool:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.crew import parts_of
 from draftsmith.distill.gradients import OwnGradients, total_weight
+from draftsmith.distill.shares import parts_of
 from draftsmith.drafters.target import Target
 from draftsmith.train.roles import Row
 
