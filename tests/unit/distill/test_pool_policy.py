@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.distill.config import GateConfig, PoolConfig
-from draftsmith.distill.pool_policy import PATIENCE, ClassTraffic, Member, Move, moves
+from draftsmith.distill.pool_policy import PATIENCE, ClassTraffic, Member, Move, moves, resolved
 from draftsmith.distill.standing import Standing
 
 CONFIG = PoolConfig(most=2, requests=4, idle_requests=20)
@@ -39,6 +39,9 @@ def test_the_most_frequent_classes_learn_while_there_is_room() -> None:
     # Off, or fewer than there were.
     assert moves([], seen, PoolConfig(most=0, requests=4)) == []
     assert kinds(moves([member("b", serving=True), member("c")], seen, PoolConfig(most=1))) == [("retire", "c")]
+    # Nobody said how many: those that there are stay, and no more begin.
+    assert moves([member("b", serving=True)], seen, resolved(PoolConfig(requests=4), 1)) == []
+    assert kinds(moves([member("b", serving=True)], seen, resolved(PoolConfig(most=0), 1))) == [("retire", "b")]
 
 
 def test_a_class_gets_its_draft_and_is_given_up_merged_or_retired() -> None:
