@@ -72,8 +72,8 @@ class LiveWatch:
         return Scorer(drafter, self.publisher.target, max_length=self.max_length)
 
     def _earlier(self) -> list[Earlier]:
-        """The parent first. The floor is a gain as any other's that is worth a swap; a parent has to be better by `drop`, since
-        learning goes on."""
+        """The parent first. It has to be better by `drop`, since learning goes on; the floor, as a candidate, by what is worth a
+        swap."""
         publisher = self.publisher
         floor_version, floor = publisher.open_floor()
         found = []

@@ -51,6 +51,7 @@ class Window:
     requests: int
     is_shift: bool
     version: int
+    rolled_back: int  # versions, until its end
     alpha_live: float
     alpha_static: float
     gain: float  # mean over its requests of the difference
@@ -149,8 +150,9 @@ def serve_window(
     paired = [float((a - b).mean()) for a, b in zip(live, fixed, strict=True) if len(a)]
     half = 1.96 * stdev(paired) / math.sqrt(len(paired)) if len(paired) > 1 else math.nan
     return Window(
-        len(some), is_shift, world.live, float(np.concatenate(live).mean()), float(np.concatenate(fixed).mean()),
-        mean(paired), half, resident_mib(), time.process_time() - begun_s,
+        len(some), is_shift, world.live, world.daemon.counters.rolled_back,
+        float(np.concatenate(live).mean()), float(np.concatenate(fixed).mean()), mean(paired), half,
+        resident_mib(), time.process_time() - begun_s,
     )  # fmt: skip
 
 
@@ -187,7 +189,7 @@ def table(windows: Sequence[Window]) -> str:
         ("windows below the static draft, shifts' own left out", f"{len(behind)} of {len(counted)}"),
         ("of these, with a 95 % interval below 0", str(len(sure))),
         ("worst window", f"{min(window.gain for window in counted):+.4f}"),
-        ("versions published", str(windows[-1].version - 1)),
+        ("versions published, rolled back", f"{max(window.version for window in windows) - 1}, {windows[-1].rolled_back}"),
         ("resident MiB: first, last window", f"{windows[0].resident_mib:.0f}, {windows[-1].resident_mib:.0f}"),
         (f"MiB a window, after {SETTLED} requests", slope_a_window(settled).text(3)),
         ("CPU seconds", f"{sum(window.cpu_s for window in windows):.0f}"),
