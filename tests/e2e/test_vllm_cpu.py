@@ -189,7 +189,7 @@ def check(folder: Path, family: str, found: dict[str, Any], plain: dict[str, Any
     assert value > 1.3, "the draft learned too little for the comparison to mean anything"
     assert low <= there <= high
     # The two end a text differently: vLLM's first token costs no round and its last round may overshoot, at most one round of
-    # each answer: 24 in 370 to 500.
+    # each answer.
     ends = len(texts(folder)) / found["rounds"]
     assert abs(there / value - 1) < ends
     # The rounds are the same: engines that draft the same need as many. What is left is rounding, which may fork a text.
