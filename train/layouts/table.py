@@ -36,7 +36,7 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("p-eagle", "sglang"): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
     ("p-eagle", "hf"): "transformers cannot draft with P-EAGLE",
     ("draft-lm", "speculators"): "the speculators layout has no plain draft LMs",
-    ("mtp", "sglang"): "SGLang feeds MTP modules other states than vLLM, for which they are trained",
+    ("mtp", "sglang"): "SGLang feeds MTP modules otherwise than vLLM, for which they are trained",
     ("mtp", "speculators"): "vLLM does not read MTP modules in the speculators layout",
     ("mtp", "hf"): "transformers drafts one token with an MTP module, and none with MiMo's",
     ("eagle1", "speculators"): "the speculators layout has no EAGLE-1 heads",
