@@ -121,7 +121,7 @@ def decide(
         return Decision("refuse", f"{count} of {len(texts)} held-out requests contradict this target in their logged laws")
     chosen = [texts[index] for index in agreeing]
     new = Scorer(candidate, live.target, max_length=live.max_length).score(chosen, max_depth=max_depth)
-    if any(np.isnan(one.alpha).any() for one in new):
+    if not all(one.is_finite for one in new):
         return Decision("refuse", "the candidate gives laws that are not finite")
     old = [scored[index] for index in agreeing]
     before, after = [one.alpha for one in old], [one.alpha for one in new]

@@ -33,11 +33,12 @@ MAX_DISAGREEMENT = 0.1
 class Scored(NamedTuple):
     """One text under one draft: an entry for each scored position, in the order of its rounds."""
 
-    alpha: np.ndarray  # [n]; NaN where the draft's law is not finite
+    alpha: np.ndarray  # [n]; 0 where the draft's law is not finite, which is never accepted
     kept: np.ndarray  # [n] whether the token that was really offered there was accepted
     version: list[str]  # [n] the draft that really offered it
     is_consistent: bool  # the logged p agrees with this target
     logged: np.ndarray  # [n] alpha from the logged p alone; NaN where that does not suffice
+    is_finite: bool = True  # all laws of the draft
 
 
 class Position(NamedTuple):
@@ -52,7 +53,7 @@ class Position(NamedTuple):
 class Rows(NamedTuple):
     """[n] each, on the CPU."""
 
-    alpha: torch.Tensor
+    alpha: torch.Tensor  # NaN where the draft's law is not finite
     disagreement: torch.Tensor
     logged: torch.Tensor
 
@@ -167,4 +168,5 @@ def _gather(row: int, positions: Sequence[Position], alphas: Rows) -> Scored:
     is_consistent = not mine or float(alphas.disagreement[mine].mean()) <= MAX_DISAGREEMENT
     alpha = alphas.alpha[mine].double().numpy()
     versions = [one.record.draft_version for one in logged]
-    return Scored(alpha, kept, versions, is_consistent, alphas.logged[mine].double().numpy())
+    is_finite = not np.isnan(alpha).any()
+    return Scored(np.nan_to_num(alpha), kept, versions, is_consistent, alphas.logged[mine].double().numpy(), is_finite)

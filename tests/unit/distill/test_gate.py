@@ -13,8 +13,9 @@ from draftsmith.distill import scoring
 from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.gate import compare, decide, weigh
 from draftsmith.distill.learner import Learner
+from draftsmith.distill.regression import Earlier, watch
 from draftsmith.distill.scoring import Scorer, score
-from draftsmith.distill.sequential import Evidence
+from draftsmith.distill.sequential import Evidence, Ledger
 from draftsmith.distill.traffic import ServedText, stitch
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.acceptance import overlap
@@ -159,6 +160,25 @@ def test_overflowing_candidate_is_refused(
     scorer = Scorer(bigram(288), target, max_length=512)
     decision = decide(scorer, candidate, texts, GateConfig(requests=4), max_depth=3, evidence=Evidence())
     assert decision.decision == "refuse"
+
+
+def test_laws_of_the_live_draft_that_are_not_finite_are_never_accepted(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    """They are a loss, which can be compared, and neither a gain of whatever candidate nor the end of all comparisons."""
+    texts = texts_of(serving(target, bigram(288), prompts(24), traffic()))
+    live, worse = bigram(288), bigram(288, seed=5)
+    with torch.no_grad():
+        live.states.weight[texts[0].tokens[8]] = torch.nan
+        worse.states.weight.mul_(30)
+    config = GateConfig(requests=16)
+    decision = decide(Scorer(live, target, max_length=512), worse, texts, config, max_depth=3, evidence=Evidence())
+    assert decision.decision == "hold" and decision.comparison.gain < 0
+    with torch.no_grad():
+        live.states.weight[::2] = torch.nan
+    scorers = [Scorer(one, target, max_length=512) for one in (live, bigram(288))]
+    held_to = [Earlier(0, scorers[1], config.drop)]
+    assert watch(scorers[0], held_to, texts, config, version="1", max_depth=3, evidence=Ledger()).version == 0
 
 
 def test_decision_is_plain_data() -> None:
