@@ -59,8 +59,10 @@ class LearnConfig:
     batch: int = option(8, "sequences a step")
     steps: int = option(8, "optimizer steps an update")
     fresh: int = option(8, "new sequences that start an update")
-    replay: float = option(0.3, "share of each batch drawn from the reservoir of older traffic")
-    reservoir: int = option(512, "sequences kept for replay")
+    replay: float = option(
+        0.8, "share of each batch drawn from older traffic, half from the latest texts, half from the reservoir"
+    )
+    reservoir: int = option(512, "sequences kept for replay, a uniform sample of all")
     positions: tuple[str, ...] = option(("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS))
     branches: int = option(16, "rejected continuations a step, when later-rejected is on")
     divergence: str = option("forward-kl", DIVERGENCE_HELP)

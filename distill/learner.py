@@ -1,6 +1,7 @@
 """Training on served text: the trainer's objective, at the positions that verification visited.
 
-Fresh texts are mixed with a reservoir of older ones, so that what the draft knew is not unlearned.
+Fresh texts are mixed with the latest ones before them and with a reservoir of all: a few texts trained on again and again before
+the next ones come teach less than the same steps spread over many, and what the draft knew is not unlearned.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from draftsmith.distill.adapters import adapt, rebase
 from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.gradients import OwnGradients
 from draftsmith.distill.optimizer import NewOptimizer, WholeOptimizer, trained
-from draftsmith.distill.traffic import ServedText, branches
+from draftsmith.distill.traffic import ServedText, branches, remembered
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence_kind import kind_of
@@ -28,6 +29,7 @@ from draftsmith.train.roles import RoleWeights, Row, branch_row, text_row
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
+LATEST = 128  # texts
 # Saved among the optimizer's moments.
 AVERAGE = "average"
 
@@ -49,11 +51,24 @@ class UpdateReport:
 
 @dataclass
 class Reservoir:
-    """A uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R). Laws are not kept."""
+    """A uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the latest ones; without laws."""
 
     capacity: int
     texts: list[ServedText] = field(default_factory=list)
+    latest: list[ServedText] = field(default_factory=list)
     seen: int = 0
+
+    def arrived(self, fresh: Sequence[ServedText]) -> None:
+        self.latest = [*self.latest, *(text.slim() for text in fresh)][-LATEST:]
+
+    def sample(self, count: int, rng: random.Random) -> list[ServedText]:
+        """Half of them of the latest, half of all; fewer where there are not so many."""
+        of_all = min(count // 2, len(self.texts))
+        of_latest = min(count - count // 2, len(self.latest))
+        return rng.sample(self.texts, of_all) + rng.sample(self.latest, of_latest)
+
+    def forget(self, answers: frozenset[str]) -> None:
+        self.texts, self.latest = remembered(self.texts, answers), remembered(self.latest, answers)
 
     def add(self, text: ServedText, rng: random.Random) -> None:
         self.seen += 1
@@ -127,6 +142,7 @@ class Learner:
         rng = random.Random(f"{self.seed} {self.updates}")
         queue = list(fresh)
         rng.shuffle(queue)
+        self.reservoir.arrived(queue)
         broken = in_a_row = tokens = 0
         loss, alpha = math.nan, [math.nan]
         for step in range(self.config.steps):
@@ -150,11 +166,11 @@ class Learner:
         return UpdateReport(self.config.steps, broken, loss, alpha, tokens)
 
     def _batch(self, queue: list[ServedText], step: int, rng: random.Random) -> list[ServedText]:
-        num_old = min(round(self.config.replay * self.config.batch), len(self.reservoir.texts))
-        num_fresh = self.config.batch - num_old
+        older = self.reservoir.sample(round(self.config.replay * self.config.batch), rng)
+        num_fresh = self.config.batch - len(older)
         # Few fresh texts are not repeated within a batch; over the steps all get their turn.
         picked = [queue[(step * num_fresh + index) % len(queue)] for index in range(min(num_fresh, len(queue)))]
-        return picked + rng.sample(self.reservoir.texts, num_old)
+        return picked + older
 
     def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[Row]:
         rows = [text_row(text.tokens, text.roles, self.weights) for text in texts]
@@ -230,13 +246,23 @@ def check(config: LearnConfig) -> None:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")
     if not 0 <= config.replay < 1:
         raise UserError(f"learn.replay is {config.replay}; it must be at least 0 and less than 1")
-    for name, value in (("batch", config.batch), ("steps", config.steps), ("fresh", config.fresh), ("unroll", config.unroll)):
+    for name, value in (
+        ("batch", config.batch),
+        ("steps", config.steps),
+        ("fresh", config.fresh),
+        ("unroll", config.unroll),
+        ("max_length", config.max_length),
+    ):
         if value < 1:
             raise UserError(f"learn.{name} is {value}; it must be at least 1")
     if not config.proximal >= 0 or not math.isfinite(config.proximal):
         raise UserError(f"learn.proximal is {config.proximal}; it must be 0 or a positive number such as 10")
     if not 0 <= config.average < 1:
         raise UserError(f"learn.average is {config.average}; it must be at least 0 and less than 1, for example 0.96")
+    if config.branches < 0:
+        raise UserError(f"learn.branches is {config.branches}; it must be at least 0")
+    if not config.clip > 0:
+        raise UserError(f"learn.clip is {config.clip}; it must be a positive number such as 1")
     if not 0 < config.budget <= 1:
         raise UserError(f"learn.budget is {config.budget}; it must be above 0 and at most 1, for example 0.3")
     if not config.lr > 0 or not math.isfinite(config.lr):

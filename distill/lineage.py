@@ -25,7 +25,7 @@ from draftsmith.distill.sequential import Ledger
 from draftsmith.distill.state import Counters, Kept, LineageState
 from draftsmith.distill.status import describe
 from draftsmith.distill.throttle import Throttle
-from draftsmith.distill.traffic import ServedText, is_held_out, remembered
+from draftsmith.distill.traffic import ServedText, depth_of, is_held_out, remembered
 from draftsmith.drafters import versions
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target import Target
@@ -62,12 +62,13 @@ class Lineage:
         self.window: list[ServedText] = []
         self.ledger, self.drift = Ledger(), Drift(self.config.drift)
         self.is_gate_due = False  # stays set while held-out requests are too few, or a full disk prevents a publication
+        self.num_unjudged = 0  # held-out texts since the last look at a version in quarantine
         self.report: UpdateReport | None = None
         self.watch = LiveWatch(self.publisher, self.config.gate, max_length=self.length)
+        self.live = self._live_scorer()
 
-    @property
-    def live(self) -> Scorer:
-        return self.watch.live
+    def _live_scorer(self) -> Scorer:
+        return Scorer(self.publisher.live, self.site.target, max_length=self.length)
 
     @property
     def kept(self) -> Kept:
@@ -101,12 +102,13 @@ class Lineage:
     def take(self, text: ServedText) -> None:
         self.look_for_drift(text)
         self.canary.observe(text, self.served_as)
+        self.watch.take(text, self.served_as)
         if not is_held_out(text, self.config.gate.held_out):
             # More than the reservoir holds would only be waited for: the newest traffic matters most.
             self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
         elif text.is_scorable:
             self.window = [*self.window, text][-self.config.gate.window :]
-            self.watch.num_new += 1
+            self.num_unjudged += 1
 
     def look_for_drift(self, text: ServedText) -> None:
         alarm = self.drift.observe(text, self.served_as)
@@ -117,14 +119,15 @@ class Lineage:
 
     def forget(self, answers: frozenset[str]) -> None:
         self.fresh, self.window = remembered(self.fresh, answers), remembered(self.window, answers)
-        self.learner.reservoir.texts = remembered(self.learner.reservoir.texts, answers)
+        self.watch.texts = remembered(self.watch.texts, answers)
+        self.learner.reservoir.forget(answers)
 
     # Turns.
 
     def follow(self) -> None:
         """Somebody else may have chosen another version: what servers run is what `current` says."""
         self.log.flush()
-        if versions.latest(self.root) != self.publisher.version:
+        if self._chosen() != self.publisher.version:
             left = self.publisher.version
             self.publisher.reload()
             self.tell(f"version {self.publisher.version} was chosen instead of {left}; learning goes on from it")
@@ -135,6 +138,13 @@ class Lineage:
             self.tell(f"{on_trial} is on trial now, as its file says")
             if self.canary.trial is None:
                 self.start_over()
+
+    def _chosen(self) -> int | None:
+        """What cannot be read, half written by hand perhaps, is no choice yet; servers tell of it."""
+        try:
+            return versions.latest(self.root)
+        except UserError:
+            return self.publisher.version
 
     def work(self) -> bool:
         """What is due; True when the candidate took steps."""
@@ -149,7 +159,11 @@ class Lineage:
         elif self.is_gate_due and len(self.window) >= gate.requests:
             with self.site.throttle.work():
                 self.gate()
-        if self.watch.num_new >= gate.requests:
+        if self.made_for:
+            if self.num_unjudged >= gate.requests:
+                with self.site.throttle.work():
+                    self.regate()
+        elif self.watch.is_due:
             with self.site.throttle.work():
                 self.look_at_live()
         return has_update
@@ -181,7 +195,7 @@ class Lineage:
 
     @property
     def depth(self) -> int:
-        return max((len(record.drafted) for text in self.window for record in text.records), default=1)
+        return depth_of(self.window)
 
     @property
     def length(self) -> int:
@@ -248,6 +262,7 @@ class Lineage:
     def _new_live_version(self) -> None:
         """Error budgets and the watch count from here; a version on trial was compared with another one."""
         self.canary.end()
+        self.live = self._live_scorer()
         self.watch.begin()
         self.learner.live_changed(self.publisher.live.state_dict())
         self._notice_target()
@@ -264,12 +279,8 @@ class Lineage:
             self.tell(f"{self.drift.fruitless} decisions without a promotion; learning rests until the traffic changes")
 
     def look_at_live(self) -> None:
-        if self.made_for:
-            self.watch.num_new = 0
-            self.regate()
-            return
-        watched = self.watch.look(self.window, self.ledger, served_as=self.served_as, max_depth=self.depth)
-        if watched is not None and watched.version is not None:
+        watched = self.watch.look(self.ledger, self.served_as)
+        if watched.version is not None:
             self.roll_back(watched, watched.version)
 
     def roll_back(self, watched: Watched, version: int) -> None:
@@ -319,6 +330,7 @@ class Lineage:
 
     def regate(self) -> None:
         """The same draft as a version for this target, if its traffic shows it good enough."""
+        self.num_unjudged = 0
         decision = regate(self.live, self.window, self.config.gate, max_depth=self.depth)
         if decision.decision == "accept":
             self.publish(decision, nullcontext(self.publisher.live))

@@ -158,12 +158,12 @@ class Daemon:
         self.counters.records += len(reading.records)
         self.counters.damaged_shards += reading.damaged
         own = [record for record in reading.records if record.target_revision in ("", self.target.revision)]
+        self.open.add(own)  # first of all: the reader goes on behind them, whatever happens here
         if len(own) < len(reading.records):
             if not self.counters.foreign:
                 self.status.event(f"records of another target than {self.target.name!r} are left out")
             self.counters.foreign += len(reading.records) - len(own)
             self.is_outdated = signature(self.config.target, "*.safetensors") != self.target_files
-        self.open.add(own)
         # What is still to be read may be of any request.
         self.sort_in_finished(idle_s=math.inf if reading.more else SILENCE_S)
         return bool(reading.records)

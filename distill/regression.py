@@ -1,4 +1,4 @@
-"""Did a published version turn out worse? Judged on held-out traffic from after its publication.
+"""Did a published version turn out worse? Judged on the traffic that it serves, none of which it was trained on, held out or not.
 
 Live acceptance alone cannot tell: it falls as well when the traffic gets harder. Two comparisons can, each paired by request:
 what the version was accepted with against what it should have been (served wrongly), and earlier versions on the same records:
@@ -18,7 +18,7 @@ from draftsmith.distill.gate import Comparison, compare, differences_of
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.sequential import Ledger
-from draftsmith.distill.traffic import ServedText
+from draftsmith.distill.traffic import ServedText, depth_of
 from draftsmith.drafters.interface import TrainedDrafter
 
 
@@ -66,7 +66,14 @@ class LiveWatch:
         """With whatever is live now."""
         self.live = self._scorer(self.publisher.live)
         self.held_to: list[Earlier] | None = None
-        self.num_new = 0  # held-out texts since the last look
+        self.texts: list[ServedText] = []
+        self.num_new = 0  # since the last look
+
+    def take(self, text: ServedText, served_as: str) -> None:
+        """What the live version drafted in, in part at least: a window of it is kept."""
+        if text.is_scorable and any(record.draft_version == served_as for record in text.records):
+            self.texts = [*self.texts, text][-self.config.window :]
+            self.num_new += 1
 
     def _scorer(self, drafter: TrainedDrafter) -> Scorer:
         return Scorer(drafter, self.publisher.target, max_length=self.max_length)
@@ -84,23 +91,20 @@ class LiveWatch:
             found.append(Earlier(floor_version, self._scorer(floor), self.config.gain))
         return found
 
-    def look(self, window: Sequence[ServedText], evidence: Ledger, *, served_as: str, max_depth: int) -> Watched | None:
-        """At what the live version did since it went live; None while that is too little."""
+    @property
+    def is_due(self) -> bool:
+        return self.num_new >= self.config.requests
+
+    def look(self, evidence: Ledger, served_as: str) -> Watched:
         self.num_new = 0
-        texts = served_by(window, served_as)
-        if len(texts) < self.config.requests:
-            return None
         if self.held_to is None:
             # Read now, not before: a version that serves nobody needs no floor in memory.
             self.held_to = self._earlier()
+        depth = depth_of(self.texts)
         self.latest = watch(
-            self.live, self.held_to, texts, self.config, version=served_as, max_depth=max_depth, evidence=evidence
+            self.live, self.held_to, self.texts, self.config, version=served_as, max_depth=depth, evidence=evidence
         )
         return self.latest
-
-
-def served_by(texts: Sequence[ServedText], version: str) -> list[ServedText]:
-    return [text for text in texts if any(record.draft_version == version for record in text.records)]
 
 
 def watch(

@@ -5,11 +5,10 @@ size and all that came before, d is positive as often as negative. A bet that pa
 whatever c is, as long as c does not depend on signs that are still unseen, and the money won from a stake of 1 passes 1 / error
 with at most the chance `error`, at any time ever (Ville's inequality). So nothing is paid for a further look.
 
-Half of the stake is bet on each request once, by the candidate of the moment. The other half waits for candidates that improve:
-at look n a share 1 / (n (n + 1)) of it is bet on the whole window anew, and what it brought is put aside.
-
-A question whose answer turns with the traffic has no use for what was lost while it was another: there the whole stake waits,
-and the share of a look is bet from then on (`TurningEvidence`).
+Answers turn: candidates improve, traffic changes. What was lost while the answer was another must not weigh on it for ever, so a
+stake is bet bit by bit: the share 1 / (n (n + 1)) of look n is bet from then on, on each request once (`TurningEvidence`). Of a
+line of candidates this is half of the stake; the shares of the other half are bet on the whole window anew, each time by the
+candidate of the moment, and what they brought is put aside.
 """
 
 from __future__ import annotations
@@ -29,64 +28,21 @@ BOUNDED_BETS = (0.1, 0.3, 0.9)
 
 
 @dataclass
-class Evidence:
-    """Of one question, from the last time it was settled. `value` is the money: the chance that it ever reaches x is 1 / x."""
-
-    looks: int = 0
-    num_seen: int = 0
-    squares: float = 0.0  # sum of d^2 over all requests ever bet on
-    log_wealth: list[float] = field(default_factory=lambda: [0.0] * len(BETS))
-    aside: float = 0.0  # won by the bets on whole windows
-    seen: list[str] = field(default_factory=list)  # requests of the latest window: each is bet on once
-
-    @property
-    def value(self) -> float:
-        return 0.5 * float(np.exp(np.minimum(self.log_wealth, MOST_LOG)).mean()) + 0.5 * self.aside
-
-    def look(self, differences: Mapping[str, float], error: float) -> float:
-        """`differences` of the requests of the window, oldest first; returns the new `value`, to be held against 1 / error."""
-        self.looks += 1
-        window = np.array(list(differences.values()))
-        self._bet_once(np.array([d for request, d in differences.items() if request not in self.seen]))
-        self._bet_anew(window, error)
-        self.seen = list(differences)
-        return self.value
-
-    def _bet_once(self, new: np.ndarray) -> None:
-        self.num_seen += len(new)
-        self.squares += float((new**2).sum())
-        if self.squares > 0:
-            # Sizes are no signs: the bet on a request may know the size of its own difference.
-            units = new / math.sqrt(self.squares / self.num_seen)
-            self.log_wealth = [log + log_won(units, bet) for log, bet in zip(self.log_wealth, BETS, strict=True)]
-
-    def _bet_anew(self, window: np.ndarray, error: float) -> None:
-        share = share_of(self.looks)
-        squares = float((window**2).sum())
-        # exp(c s - c^2 V / 2), which a fair bet of this size never falls below, is largest at the level for this c.
-        bet = math.sqrt(2 * math.log(2 / (error * share)) / squares) if squares > 0 else 0.0
-        self.aside += share * math.exp(min(MOST_LOG, log_won(window, bet)))
-
-    def new_candidate(self) -> None:
-        """Another one takes the place of those that the winnings speak for: winnings are given up, losses are not forgiven."""
-        self.log_wealth = [min(0.0, log) for log in self.log_wealth]
-        self.aside = 0.0
-
-
-@dataclass
 class TurningEvidence:
-    """As `Evidence`, that one of two drafts is accepted more from some request on, whatever was before."""
+    """That one of two drafts is accepted more from some request on, whatever was before. `value` is the money: the chance that it
+    ever reaches x is 1 / x."""
 
     looks: int = 0
     money: list[float] = field(default_factory=lambda: [0.0] * len(BETS))
-    seen: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)  # requests of the latest window
 
     @property
     def value(self) -> float:
         return sum(self.money)
 
     def look(self, differences: Mapping[str, float]) -> float:
-        """As `Evidence.look`, each request once. Sizes of bets go by the window, so that they turn with it."""
+        """`differences` of the requests of the window, oldest first, each of which is bet on once; returns the new `value`. Sizes
+        of bets go by the window, so that they turn with it."""
         self.looks += 1
         stake = share_of(self.looks) / len(BETS)
         window = np.array(list(differences.values()))
@@ -96,6 +52,45 @@ class TurningEvidence:
         self.money = [min(math.exp(MOST_LOG), (before + stake) * one) for before, one in zip(self.money, won, strict=True)]
         self.seen = list(differences)
         return self.value
+
+    def give_up(self) -> None:
+        """Winnings, not losses."""
+        staked = (1 - 1 / (self.looks + 1)) / len(BETS)
+        self.money = [min(money, staked) for money in self.money]
+
+
+@dataclass
+class Evidence:
+    """That one of a line of candidates is better than the live draft, from the last promotion on."""
+
+    once: TurningEvidence = field(default_factory=TurningEvidence)
+    aside: float = 0.0  # won by the bets on whole windows
+
+    @property
+    def value(self) -> float:
+        return 0.5 * self.once.value + 0.5 * self.aside
+
+    def look(self, differences: Mapping[str, float], error: float) -> float:
+        """As `TurningEvidence.look`; the returned value is to be held against 1 / error."""
+        self.once.look(differences)
+        self._bet_anew(np.array(list(differences.values())), error)
+        return self.value
+
+    def _bet_anew(self, window: np.ndarray, error: float) -> None:
+        share = share_of(self.once.looks)
+        squares = float((window**2).sum())
+        # exp(c s - c^2 V / 2), which a fair bet of this size never falls below, is largest at the level for this c.
+        bet = math.sqrt(2 * math.log(2 / (error * share)) / squares) if squares > 0 else 0.0
+        self.aside += share * math.exp(min(MOST_LOG, log_won(window, bet)))
+
+    def new_candidate(self) -> None:
+        """Another one takes the place of those that the winnings speak for: these are given up."""
+        self.once.give_up()
+        self.aside = 0.0
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Evidence:
+        return cls(TurningEvidence(**values["once"]), values["aside"])
 
 
 def share_of(look: int) -> float:
@@ -148,4 +143,4 @@ class Ledger:
     @classmethod
     def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> Ledger:
         earlier = {version: TurningEvidence(**one) for version, one in values["earlier"].items()}
-        return cls(Evidence(**values["gate"]), BoundedEvidence(**values["served"]), earlier)
+        return cls(Evidence.from_dict(values["gate"]), BoundedEvidence(**values["served"]), earlier)

@@ -10,10 +10,7 @@ import numpy as np
 
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate import Comparison, compare, difference
-from draftsmith.distill.sequential import Evidence
-
-# Of the stake: what is left when the draft was better for a while, and the question is begun anew.
-LOST = 0.5
+from draftsmith.distill.sequential import TurningEvidence
 
 
 @dataclass
@@ -22,7 +19,7 @@ class Standing:
     two versions. The question is about now: what being better has cost the evidence is written off."""
 
     config: GateConfig
-    no_better: Evidence = field(default_factory=Evidence)
+    no_better: TurningEvidence = field(default_factory=TurningEvidence)
     versions: tuple[int, int] = (0, 0)  # of the class and of the live draft, at the latest look
     window: list[str] = field(default_factory=list)  # the requests of the latest look
     latest: Comparison | None = None  # live -> class
@@ -33,12 +30,10 @@ class Standing:
         """alpha of both drafts at the same positions of each request; none where nothing can be said."""
         self.window = list(requests)
         if versions != self.versions:
-            self.versions, self.no_better = versions, Evidence()
-        elif self.no_better.value < LOST:
-            self.no_better = Evidence(seen=self.no_better.seen)
+            self.versions, self.no_better = versions, TurningEvidence()
         gained = {request: difference(a, b) for request, a, b in zip(requests, live, own, strict=True) if len(a)}
         self.latest = compare(live, own)
-        self.no_better.look({request: self.config.gain - d for request, d in gained.items()}, self.config.error)
+        self.no_better.look({request: self.config.gain - d for request, d in gained.items()})
 
     @property
     def is_no_better(self) -> bool:
@@ -59,4 +54,4 @@ class Standing:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], config: GateConfig) -> Standing:
         own, live = values["versions"]
-        return cls(config, Evidence(**values["no_better"]), (own, live), list(values["window"]))
+        return cls(config, TurningEvidence(**values["no_better"]), (own, live), list(values["window"]))

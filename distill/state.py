@@ -3,7 +3,7 @@
 `LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and what each lineage knows) and
 `open.parquet` (records of requests still running). Each lineage has a folder, the shared one this folder itself, with
 `candidate.safetensors`, `optimizer.safetensors` (tensors by the draft's trained parameters) and three Parquet files of round
-records: `fresh` (not yet trained on), `window` (held out) and `reservoir`.
+records: `fresh` (not yet trained on), `window` (held out), `reservoir` and `latest` (to be replayed).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ logger = logging.getLogger("draftsmith.distill")
 SCHEMA_VERSION = 4
 FOLDER = re.compile(r"state-(\d{8})")
 LEARNER = "learner"
+TEXTS = ("fresh", "window", "reservoir", "latest")
 
 
 @dataclass
@@ -169,7 +170,8 @@ def _save_lineage(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any
     learner, state = kept
     folder.mkdir(exist_ok=True)
     _save_tensors(learner, folder)
-    for name, texts in (("fresh", state.fresh), ("window", state.window), ("reservoir", learner.reservoir.texts)):
+    kept_texts = state.fresh, state.window, learner.reservoir.texts, learner.reservoir.latest
+    for name, texts in zip(TEXTS, kept_texts, strict=True):
         _write_records(folder / f"{name}.parquet", _flat(texts) if with_records else [])
     return {
         "live_version": state.live_version,
@@ -190,18 +192,20 @@ class Saved(NamedTuple):
     weights: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
     reservoir: list[ServedText]
+    latest: list[ServedText]
     steps: int
     updates: int
     reservoir_seen: int
 
     def fill(self, learner: Learner) -> None:
         learner.updates = self.updates
-        learner.reservoir.texts, learner.reservoir.seen = self.reservoir, self.reservoir_seen
+        kept = learner.reservoir
+        kept.texts, kept.latest, kept.seen = self.reservoir, self.latest, self.reservoir_seen
         learner.fill(self.steps, self.weights, self.moments)
 
 
 def _read_lineage(values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path) -> Saved:
-    fresh, window, reservoir = (_texts(_records(folder / f"{name}.parquet")) for name in ("fresh", "window", "reservoir"))
+    fresh, window, *replayed = (_texts(_records(folder / f"{name}.parquet")) for name in TEXTS)
     ledger, trial = Ledger.from_dict(values["ledger"]), Trial.from_dict(values["trial"]) if values["trial"] else None
     state = LineageState(values["live_version"], values["is_gate_due"], ledger, trial, values["drift"], fresh, window)
     weights, moments = load_file(folder / "candidate.safetensors"), load_file(folder / "optimizer.safetensors")
@@ -209,7 +213,7 @@ def _read_lineage(values: Mapping[str, Any], parameters: Mapping[str, torch.nn.P
         raise ValueError("its candidate has another shape than the live draft")
     if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
         raise ValueError("its candidate has weights that are not finite")
-    return Saved(state, weights, moments, reservoir, values["steps"], values["updates"], values["reservoir_seen"])
+    return Saved(state, weights, moments, *replayed, values["steps"], values["updates"], values["reservoir_seen"])
 
 
 def _save_tensors(learner: Learner, folder: Path) -> None:

@@ -74,6 +74,11 @@ def is_whole(records: Sequence[RoundRecord]) -> bool:
     return any(record.last and record.round == len(records) - 1 for record in records)
 
 
+def depth_of(texts: Iterable[ServedText]) -> int:
+    """The most tokens that were drafted in a round."""
+    return max((len(record.drafted) for text in texts for record in text.records), default=1)
+
+
 def remembered(texts: Sequence[ServedText], answers: frozenset[str]) -> list[ServedText]:
     """Those that nobody asked to forget."""
     return [text for text in texts if not is_forgotten(text.request, answers)]

@@ -182,6 +182,8 @@ def our_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
         "--minutes", str(cell.minutes), "--seed", str(cell.seed), "--max-length", str(MAX_LENGTH), "--held-out", str(HELD_OUT),
         "--eval-prompts", "0", "--save-every", "1000000",
     ]  # fmt: skip
+    if cell.starts_from:
+        arguments += ["--init", str(bench.work / cell.starts_from / "draft")]
     return sys.executable, "drafter_training.py", {"arguments": arguments}
 
 

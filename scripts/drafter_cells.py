@@ -18,6 +18,19 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "tvd++": ("divergence=tvd++",),
     "on-policy": ("on_policy.share=0.5",),
 }
+FORWARD_KL = "forward KL"
+# The same seed's eagle3 trained on for as long again: what pays for its decoding is meant for a draft that can already draft.
+CONTINUED = ("on-policy", "tvd++")
+# As eagle3's recipe, but for the draft's own options, which it has.
+CONTINUED_BY = (
+    "--batch-size",
+    "2",
+    "optim.optimizer=muon",
+    "optim.lr=3e-3",
+    "optim.warmup=0.05",
+    "unroll.steps=3",
+    "unroll.decay=0.8",
+)
 OURS, THEIRS = "draftsmith", "speculators"
 PEERS = (THEIRS,)
 # What a CPU needs of speculators: no Triton, no flex attention, no bfloat16.
@@ -38,12 +51,13 @@ EQUAL_MINUTES = 1 / 3
 
 @dataclass(frozen=True)
 class Cell:
-    part: str  # families, objectives, peers, equal, or served
+    part: str  # families, objectives, continued, peers, equal, or served
     name: str
     seed: int
     trainer: str
     arguments: tuple[str, ...]  # recipes by their path in the repository
     minutes: float
+    starts_from: str = ""  # the folder of a cell before it
 
     @property
     def folder(self) -> str:
@@ -80,6 +94,8 @@ class Plan:
                 yield self.ours("families", family, seed, family, recipe(family))
             for name in self.objectives:
                 yield self.ours("objectives", name, seed, "eagle3", (*recipe("eagle3"), *OBJECTIVES[name]))
+            if "eagle3" in self.families:
+                yield from self.continued(seed)
             if self.served and seed == 0:
                 yield from self.to_serve()
 
@@ -89,6 +105,12 @@ class Plan:
             size, tokens = f"{texts} a step", ("--total-seq-len", str(texts * self.row_tokens))
             yield self.ours("equal", f"{OURS}, {size}", seed, "eagle3", ("--batch-size", str(texts), *EQUAL_OURS), minutes)
             yield self.theirs("equal", f"{THEIRS}, {size}", seed, (*EQUAL_THEIRS, *tokens), minutes)
+
+    def continued(self, seed: int) -> Iterator[Cell]:
+        chosen = [name for name in CONTINUED if name in self.objectives]
+        for name in [FORWARD_KL, *chosen] if chosen else []:
+            words = ("eagle3", *CONTINUED_BY, *OBJECTIVES.get(name, ()))
+            yield Cell("continued", name, seed, OURS, words, self.minutes, starts_from=f"families/eagle3/seed-{seed}")
 
     def to_serve(self) -> Iterator[Cell]:
         if "eagle3" in self.families:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from drafter_cells import FORWARD_KL
 from drafter_figures import Figure, Row, alpha, over_seeds, ratio, rows_of, tau, temperatures, trained
 
 Report = dict[str, Any]
@@ -15,7 +16,15 @@ MIB = 2**20
 
 def tables(report: Report) -> str:
     """Markdown; parts of which nothing was measured are left out."""
-    parts = [families(report), objectives(report), peers(report), equal(report), served(report), verdicts(report)]
+    parts = [
+        families(report),
+        objectives(report),
+        continued(report),
+        peers(report),
+        equal(report),
+        served(report),
+        verdicts(report),
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -39,14 +48,26 @@ def families(report: Report) -> list[str]:
 
 
 def objectives(report: Report) -> list[str]:
-    rows, at = report["rows"], temperatures(report["rows"])
-    base, seen = rows_of(rows, "families", "eagle3"), names(rows, "objectives")
+    rows = report["rows"]
+    base = rows_of(rows, "families", "eagle3")
+    return beside_forward_kl(rows, "eagle3 trained by", base, "objectives", names(rows, "objectives"))
+
+
+def continued(report: Report) -> list[str]:
+    rows = report["rows"]
+    base = rows_of(rows, "continued", FORWARD_KL)
+    others = [name for name in names(rows, "continued") if name != FORWARD_KL]
+    return beside_forward_kl(rows, "eagle3 by forward KL, trained on by", base, "continued", others)
+
+
+def beside_forward_kl(rows: Sequence[Row], title: str, base: dict[int, Row], part: str, seen: Sequence[str]) -> list[str]:
     if not seen or not base:
         return []
-    lines = header(["eagle3 trained by", "seeds", *(f"tau, T = {t:g}" for t in at), *(f"/ forward KL, T = {t:g}" for t in at)])
-    lines.append(line(["forward KL", str(len(base)), *(over_seeds(base, tau(t)).text() for t in at), *("1" for _ in at)]))
+    at = temperatures(rows)
+    lines = header([title, "seeds", *(f"tau, T = {t:g}" for t in at), *(f"/ forward KL, T = {t:g}" for t in at)])
+    lines.append(line([FORWARD_KL, str(len(base)), *(over_seeds(base, tau(t)).text() for t in at), *("1" for _ in at)]))
     for name in seen:
-        found = rows_of(rows, "objectives", name)
+        found = rows_of(rows, part, name)
         shares = [ratio(found, base, tau(t)).text() for t in at]
         lines.append(line([name, str(len(found)), *(over_seeds(found, tau(t)).text() for t in at), *shares]))
     return lines

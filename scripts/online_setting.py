@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,8 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import Target
 
 MAX_LENGTH = 128
-LEARN = LearnConfig(lr=1e-3, steps=4, unroll=K, max_length=MAX_LENGTH)
+# A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it much of what it knows.
+LEARN = LearnConfig(lr=1e-3, warmup=100, unroll=K, max_length=MAX_LENGTH)
 # Every 21 requests on average: 16 to learn from beside the quarter that is held out.
 GATE = GateConfig()
 PERIOD = 250  # requests between two retrainings, where learning is not continuous
@@ -42,11 +43,11 @@ def learning(name: str, requests: int) -> Learning:
     """`requests` after a shift: a short trial run retrains more often."""
     fresh = max(8, round(min(PERIOD, requests / 4) * (1 - GATE.held_out)))
     periodic = LearnConfig(
-        lr=LEARN.lr, unroll=K, max_length=MAX_LENGTH, fresh=fresh, steps=fresh * LEARN.steps // LEARN.fresh
+        lr=LEARN.lr, warmup=LEARN.warmup, unroll=K, max_length=MAX_LENGTH, fresh=fresh, steps=fresh * LEARN.steps // LEARN.fresh
     )  # as many steps a text
     return {
         LEARNED: Learning(LEARN, GATE),
-        NO_REPLAY: Learning(LearnConfig(lr=LEARN.lr, steps=LEARN.steps, unroll=K, max_length=MAX_LENGTH, replay=0.0), GATE),
+        NO_REPLAY: Learning(replace(LEARN, replay=0.0), GATE),
         PERIODIC: Learning(periodic, GateConfig(every=1)),
     }[name]
 

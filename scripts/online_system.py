@@ -28,7 +28,7 @@ COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 CLIENTS = 8
 PORT = 8741
 PATIENCE_S = 900.0  # with a machine that has much else to do
-LEARN_FLAGS = [f"learn.{name}={getattr(LEARN, name)}" for name in ("lr", "steps", "unroll", "max_length")]
+LEARN_FLAGS = [f"learn.{name}={getattr(LEARN, name)}" for name in ("lr", "warmup", "steps", "unroll", "max_length")]
 
 
 def run_system(setting: Setting, cell: Cell) -> dict[str, Any]:

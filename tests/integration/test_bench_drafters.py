@@ -20,7 +20,7 @@ from draftsmith.files import write_json
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 OTHERS = ("DRAFTSMITH_SPECULATORS_PYTHON", "DRAFTSMITH_VLLM_PYTHON")
-TINY = ("--minutes", "0.005", "--seeds", "1", "--families", "eagle3", "--objectives", "tv", "--peers", "speculators")
+TINY = ("--minutes", "0.005", "--seeds", "1", "--families", "eagle3", "--objectives", "tvd++", "--peers", "speculators")
 
 
 def test_a_cell_of_an_older_recipe_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,12 +98,16 @@ def bench(run_folder: Path, out: Path) -> tuple[str, dict[str, Any]]:
 
 def test_cells_are_trained_evaluated_told_and_kept(run_folder: Path, tmp_path: Path) -> None:
     told, report = bench(run_folder, tmp_path / "drafters.json")
-    assert [row["cell"]["name"] for row in report["rows"]] == ["eagle3", "tv"]
+    assert [row["cell"]["name"] for row in report["rows"]] == ["eagle3", "tvd++", "forward KL", "tvd++"]
+    trained_on = [row["cell"] for row in report["rows"] if row["cell"]["part"] == "continued"]
+    assert {cell["starts_from"] for cell in trained_on} == {"families/eagle3/seed-0"} and len(trained_on) == 2
+    job = json.loads((tmp_path / "work" / "continued" / "tvd++" / "seed-0" / "job.json").read_text(encoding="utf-8"))
+    assert job["arguments"][-2:] == ["--init", str(tmp_path / "work" / "families" / "eagle3" / "seed-0" / "draft")]
     for row in report["rows"]:
         assert row["trained"]["steps"] > 0 and row["trained"]["tokens_per_s"] > 0 and row["trained"]["seconds"] >= 0.3
         assert [one["temperature"] for one in row["evaluations"]] == [0.0, 1.0]
         assert all(1 <= one["tau"]["value"] <= 1 + report["k"] and one["tokens"] > 0 for one in row["evaluations"])
-    assert "| eagle3 |" in told and "| tv |" in told and "without speculators" in told
+    assert "| eagle3 |" in told and told.count("| tvd++ |") == 2 and "without speculators" in told
     assert (tmp_path / "drafters.png").stat().st_size > 1000
     kept = (tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json").stat().st_mtime_ns
     _, again = bench(run_folder, tmp_path / "drafters.json")

@@ -72,7 +72,7 @@ def test_looks_with_repeated_bets_would_be_caught(monkeypatch: pytest.MonkeyPatc
     """Betting on a request again and again is no fair game; the simulation must see it."""
 
     def forgetful(self: Evidence, differences: dict[str, float], error: float) -> float:
-        self.seen = []
+        self.once.seen = []
         return real(self, differences, error)
 
     real = Evidence.look
@@ -100,19 +100,19 @@ def test_size_of_the_differences_does_not_matter() -> None:
     window = lineage(np.random.default_rng(5), 0.4, 1)[0]
     values = [Evidence().look({name: scale * d for name, d in window.items()}, ERROR) for scale in (1e-6, 1.0, 1e3)]
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)
-    assert Evidence().look({str(place): 0.0 for place in range(20)}, ERROR) == pytest.approx(0.75)
+    assert Evidence().look({str(place): 0.0 for place in range(20)}, ERROR) == pytest.approx(0.5)
 
 
-def test_a_new_candidate_keeps_no_winnings_and_all_losses() -> None:
+def test_a_new_candidate_keeps_no_winnings() -> None:
     evidence = Evidence()
     evidence.look({str(place): 0.1 for place in range(40)}, ERROR)
     assert evidence.value > 1e4
     evidence.new_candidate()
-    assert evidence.value == 0.5
+    assert evidence.value == pytest.approx(0.25)  # half of the half that is bet on each request once
     evidence.look({str(place): -0.1 for place in range(40, 80)}, ERROR)
     lost = evidence.value
     evidence.new_candidate()
-    assert evidence.value <= lost < 0.5 and evidence.looks == 2
+    assert evidence.value <= lost < 0.25 and evidence.once.looks == 2
 
 
 def test_very_long_evidence_stays_finite() -> None:
@@ -171,14 +171,28 @@ def test_a_draft_that_was_worse_and_is_equal_is_seldom_told_to_be_better(monkeyp
 
 
 @pytest.mark.parametrize(("after", "least"), [(1.5, 0.95), (1.0, 0.65)])
-def test_a_draft_that_becomes_better_is_told_within_a_window_however_long_it_was_worse(after: float, least: float) -> None:
+def test_a_draft_that_becomes_better_is_told_within_a_window_however_long_it_was_worse(
+    monkeypatch: pytest.MonkeyPatch, after: float, least: float
+) -> None:
     generator = np.random.default_rng(9)
     worlds = [turned(generator, -1.0, after, turn=60, looks=60 + WINDOW // PER_LOOK) for _ in range(60)]
     found = [told_at(TurningEvidence(), one) for one in worlds]
     assert rate(found) > least and all(look is None or look > 60 for look in found)
     # The control, evidence that does not write off what was lost, takes longer.
-    late = [told_at(Evidence(), one) for one in worlds]
+    monkeypatch.setattr(sequential, "share_of", lambda look: 1.0 if look == 1 else 1e-300)
+    late = [told_at(TurningEvidence(), one) for one in worlds]
     assert rate(late) < rate(found) and np.mean([look or 99 for look in late]) > np.mean([look or 99 for look in found]) + 2
+
+
+def test_candidates_that_were_worse_before_the_traffic_changed_are_promoted_when_they_are_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = np.random.default_rng(10)
+    worlds = [turned(generator, -0.4, 1.0, turn=30, looks=30 + WINDOW // PER_LOOK) for _ in range(60)]
+    assert rate([told_at(Evidence(), one) for one in worlds]) > 0.8
+    # The control, whose losses are never forgiven.
+    monkeypatch.setattr(sequential, "share_of", lambda look: 1.0 if look == 1 else 1e-300)
+    assert rate([told_at(Evidence(), one) for one in worlds]) < 0.2
 
 
 def test_ledger_comes_back_from_json_and_goes_on_alike() -> None:

@@ -171,8 +171,8 @@ class World:
         while len(texts) < config.window:
             texts += [self.text(served, 2) for _ in range(config.requests)]
             if watch(now, [static], texts, config, version="2", max_depth=K, evidence=evidence).reason:
-                return Ended("taken back", used + round(len(texts) / config.held_out))
-        return Ended("live", used + round(len(texts) / config.held_out))
+                return Ended("taken back", used + len(texts))
+        return Ended("live", used + len(texts))
 
     def returned(self, gains: Sequence[float], config: GateConfig, target: Target, *, looks: int, floor: bool) -> int | None:
         """Over the static draft the live one gains so much, for one part of `looks` after another, and its parent a little more.
@@ -253,8 +253,9 @@ def test_a_draft_that_traffic_turned_against_goes_back_to_the_static_one(
     """Traffic it learned from, then that of the static draft; or what a chain of small losses left."""
     found = returned(gains, count)
     assert sum(one is not None and 0 < one <= most for one in found) >= 0.9 * count, found
-    # The control: its parent, a little better, is no reason.
-    assert returned(gains, count // 2, floor=False) == [None] * (count // 2)
+    # The control: its parent, a little better, is no reason but by the stated error.
+    control = returned(gains, count // 2, floor=False)
+    assert sum(one is not None for one in control) <= 0.05 * len(control), control
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.long)])
