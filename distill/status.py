@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,26 +28,29 @@ class Status:
         self.values: dict[str, Any] = {}  # as last shown
 
     def show(self, line: str, values: dict[str, Any]) -> None:
-        self.values = {"time_s": time.time(), "pid": os.getpid(), **values}
+        self.values = files.plain({"time_s": time.time(), "pid": os.getpid(), **values})
         files.write_json(self.path, self.values)
         if time.monotonic() - self.shown_s < self.interval_s:
             return
         self.shown_s = time.monotonic()
         text = f"distill: {line}"
         if self.is_terminal:
-            self.stream.write("\r" + text.ljust(self.width))
+            self._write("\r" + text.ljust(self.width))
             self.width = len(text)
         else:
-            self.stream.write(text + "\n")
-        self.stream.flush()
+            self._write(text + "\n")
 
     def event(self, text: str) -> None:
         """A line that stays."""
-        if self.is_terminal and self.width:
-            self.stream.write("\r" + " " * self.width + "\r")
-        self.stream.write(f"distill: {text}\n")
-        self.stream.flush()
+        erased = "\r" + " " * self.width + "\r" if self.is_terminal and self.width else ""
+        self._write(f"{erased}distill: {text}\n")
         self.width = 0
+
+    def _write(self, text: str) -> None:
+        """A line that cannot be written, its disk being full, is no reason to stop; `decisions.jsonl` has what matters."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
 
 
 def describe(decision: Decision, version: int | None, share: float) -> str:

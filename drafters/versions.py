@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -90,7 +89,7 @@ def publish(
             "hashes": _hashes(temporary),
             "created_s": time.time(),
         }
-        files.write_json(temporary / MANIFEST, _plain(manifest))
+        files.write_json(temporary / MANIFEST, files.plain(manifest))
     if live:
         _make_live(root, version)
     return version
@@ -167,7 +166,7 @@ def record_decision(root: str | Path, decision: Mapping[str, Any]) -> None:
     """Appends one synced JSON line. A line torn by an earlier kill is closed first, so it spoils only itself."""
     path = Path(root) / DECISIONS
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(_plain({"time_s": time.time(), **decision}), ensure_ascii=True) + "\n"
+    line = json.dumps(files.plain({"time_s": time.time(), **decision}), ensure_ascii=True) + "\n"
     with open(path, "ab+") as handle:
         size = handle.seek(0, os.SEEK_END)
         if size:
@@ -221,14 +220,3 @@ def _sha256(path: Path) -> str:
         while chunk := handle.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become text, so that other readers can parse the line."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return value

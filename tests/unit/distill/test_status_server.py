@@ -17,6 +17,18 @@ from draftsmith.errors import UserError
 from draftsmith.train.checkup.scrape import parse
 
 
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_numbers_that_json_lacks_and_a_log_that_cannot_be_written_are_no_trouble(tmp_path: Path) -> None:
+    status = Status(tmp_path, FullDisk())
+    status.event("a line that nobody will read")
+    status.show("another", {"loss": float("nan")})
+    assert json.loads((tmp_path / "status.json").read_text(), parse_constant=pytest.fail)["loss"] == "nan"
+
+
 def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
     status = Status(tmp_path, io.StringIO())
     server = StatusServer(status, "127.0.0.1", 0)
