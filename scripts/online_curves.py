@@ -21,8 +21,7 @@ from draftsmith.drafters.suffix import Suffix
 
 WARM_SHARE, RECENT = 0.9, 100  # of the warm draft's tau, over so many requests
 EVALUATED = 10**6  # numbers of the requests that drafts are compared on, away from any stream
-# Of an offline run: two passes, as OSD's, the rate falling in three stages.
-OFFLINE_PASSES = 2
+# Of an offline run, as long as learning was: the rate falls in three stages.
 OFFLINE_RATES = ((0.6, 2.0), (0.25, 0.6), (0.15, 0.2))  # share of the steps, of the online rate
 
 
@@ -93,8 +92,8 @@ def compare(setting: Setting, cell: Cell, world: World, taught: Sequence[ServedT
 
 
 def distill(drafter: TrainedDrafter, setting: Setting, texts: Sequence[ServedText], *, seed: int) -> None:
-    """As the learner trains, but with all texts at hand from the beginning, in any order, at a rate that falls."""
-    steps = max(1, OFFLINE_PASSES * len(texts) // LEARN.batch)
+    """As the learner trains, as many steps, but with all texts at hand from the beginning, in any order, at a rate that falls."""
+    steps = max(1, LEARN.steps * len(texts) // LEARN.fresh)
     for share, rate in OFFLINE_RATES:
         config = LearnConfig(
             lr=rate * LEARN.lr, steps=max(1, round(share * steps)), unroll=LEARN.unroll, max_length=LEARN.max_length, replay=0.0

@@ -19,7 +19,7 @@ from online_figures import (
 )
 
 Row = dict[str, Any]
-AT_RETURN = 100  # requests at the end of a visit, and at the beginning of the next one
+AT_RETURN = 100  # requests at the end of a visit or of a stream, and at the beginning of the next visit
 SETTLED = 200  # requests of a domain after which the newest held-out window holds no other
 FEWEST = 30  # requests of a version that tell its live alpha
 WORTH = 0.02  # gain of a good update
@@ -86,8 +86,7 @@ def cold_starts(rows: Sequence[Row]) -> list[float]:
     """Requests until a draft that began with random weights has 90 % of the warm one's tau; nan where it was not reached."""
     values = []
     for found in results(rows, "curves", "cold").values():
-        recent = sorted(found["answers"], key=lambda one: one["number"])[-100:]
-        is_reached = pooled_tau(recent) >= RECOVERED * found["goal"] * 0.99
+        is_reached = pooled_tau(found["answers"][-AT_RETURN:]) >= RECOVERED * found["goal"]  # in the order in which they ended
         values.append(float(len(found["answers"])) if is_reached else math.nan)
     return values
 
