@@ -19,7 +19,7 @@ GAIN_WANTED = 0.02
 # Trials of other k may cost this share of the time, and a few rounds to begin with.
 TRIAL_SHARE = 0.004
 FIRST_TRIALS = 5.0
-TRIAL_ROUNDS = 2
+TRIAL_ROUNDS = 3
 MOST_SURVIVAL = 0.9  # wanted of a draft, whatever it costs: what never pays is for k = 0 to say
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds of a bucket between two trials of the same k
 

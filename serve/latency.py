@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from statistics import median, median_low
+from statistics import median
 
 # Relative cost of one more drafted token before anything was measured: a guess that the first rounds replace.
 FIRST_SLOPE = 0.12
@@ -51,7 +51,7 @@ class _Cell:
         if number - self.seen > STALE:
             self.latest.clear()
         self.latest.append(seconds)
-        self.seconds, self.seen = median_low(self.latest), number
+        self.seconds, self.seen = median(self.latest), number
 
 
 @dataclass(slots=True)
