@@ -236,5 +236,5 @@ class ClassPool:
 
 
 def alphas(scored: Sequence[Scored]) -> list[np.ndarray]:
-    """None of a text that contradicts this target. A law that is not finite is never accepted."""
-    return [np.nan_to_num(one.alpha) if one.is_consistent else np.zeros(0) for one in scored]
+    """None of a text that contradicts this target."""
+    return [one.alpha if one.is_consistent else np.zeros(0) for one in scored]

@@ -206,6 +206,14 @@ def judged(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[Update,
     return many
 
 
+def told(name: str, share: float, ended: list[Ended]) -> list[Ended]:
+    """`pytest -s` shows what docs/online.md says."""
+    used = [one.requests for one in ended if one.requests]
+    after = f", after {int(np.median(used))} requests, {max(used)} at most" if used else ""
+    print(f"{name}, canary {share:g}: {dict(Counter(one.how for one in ended))}{after}")
+    return ended
+
+
 COUNTS = [12, pytest.param(300, marks=pytest.mark.long)]
 
 
@@ -213,15 +221,16 @@ COUNTS = [12, pytest.param(300, marks=pytest.mark.long)]
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_every_bad_update_is_blocked_or_taken_back_within_a_window(judged: Callable, share: float, count: int) -> None:
     config = GateConfig(canary=share)
-    left = {name: Counter(one.how for one in judged(update, config, count))["live"] for name, update in BAD.items()}
-    assert not any(left.values()), left
+    ends = {name: told(name, share, judged(update, config, count)) for name, update in BAD.items()}
+    assert not any(one.how == "live" for ended in ends.values() for one in ended), ends
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_good_updates_go_live_and_stay(judged: Callable, share: float, count: int) -> None:
     config = GateConfig(canary=share)
-    ways = Counter(one.how for update in GOOD.values() for one in judged(update, config, count))
+    ends = [told(name, share, judged(update, config, count)) for name, update in GOOD.items()]
+    ways = Counter(one.how for ended in ends for one in ended)
     assert ways["live"] >= 0.95 * ways.total(), ways
 
 
