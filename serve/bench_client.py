@@ -111,7 +111,7 @@ class Client:
                     raise UserError(f"the server refused a request: {_message(await response.aread())}")
                 async for line in _lines(response):
                     if line.startswith("data: ") and line != "data: [DONE]":
-                        _take(json.loads(line[6:]), answer)
+                        _take(_event(line[6:]), answer)
         except httpx.HTTPError as error:
             raise UserError(f"a request failed ({error!r}); is the server still running?") from error
 
@@ -123,6 +123,14 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
         *lines, pending = (pending + text).split("\n")
         for line in lines:
             yield line.removesuffix("\r")
+
+
+def _event(text: str) -> Body:
+    """A server that fails in the middle of an answer has only the stream left to say so."""
+    event = json.loads(text)
+    if "error" in event:
+        raise UserError(f"the server broke an answer off: {_message(text.encode())}")
+    return event
 
 
 def _take(chunk: Body, answer: Answer) -> None:

@@ -119,11 +119,10 @@ class LatencyTable:
 
     def _beyond(self, bucket: int, points: list[tuple[int, float]], k: int) -> float:
         """By the ratio that the nearest bucket with both measured has, else by the last slope; one point alone has no slope, so
-        it goes by what another bucket infers from its own."""
+        it goes by all that the nearest bucket with more infers: a load far from this one that happens to know just this k would
+        make it look cheaper than a lesser one."""
         near, near_s = points[0] if k < points[0][0] else points[-1]
-        other = self._nearest(bucket, near, k)
-        if other is None and len(points) == 1:
-            other = self._nearest(bucket, near, several=True)
+        other = self._nearest(bucket, near, several=True) if len(points) == 1 else self._nearest(bucket, near, k)
         if other is not None:
             return near_s * self.seconds(other, k) / self.seconds(other, near)
         if len(points) > 1 and k > near:

@@ -125,10 +125,8 @@ def test_conversations_give_their_first_human_turn(tmp_path: Path) -> None:
         read_prompts(str(path), count=1, chars=1, seed=0)
 
 
-def test_line_ends_of_unicode_within_a_text_do_not_end_an_event() -> None:
-    """Other servers send them as they are."""
-    chunk = {"choices": [{"text": "one\x85two\u2028three"}], "usage": {"completion_tokens": 3}}
-    lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}", "", "data: [DONE]", ""]
+def streamed(lines: list[str]) -> PassResult:
+    """One request to a server that answers with these lines."""
 
     async def measure() -> PassResult:
         client = Client("http://server", api_key=None, timeout_s=5)
@@ -138,8 +136,21 @@ def test_line_ends_of_unicode_within_a_text_do_not_end_an_event() -> None:
         )
         return await client.measure([{"prompt": "x"}], {}, 1)
 
-    (answer,) = asyncio.run(measure()).answers
+    return asyncio.run(measure())
+
+
+def test_line_ends_of_unicode_within_a_text_do_not_end_an_event() -> None:
+    """Other servers send them as they are."""
+    chunk = {"choices": [{"text": "one\x85two\u2028three"}], "usage": {"completion_tokens": 3}}
+    (answer,) = streamed([f"data: {json.dumps(chunk, ensure_ascii=False)}", "", "data: [DONE]", ""]).answers
     assert (answer.text, answer.num_tokens) == ("one\x85two\u2028three", 3)
+
+
+def test_an_answer_that_ends_with_an_error_says_which() -> None:
+    begun = {"choices": [{"text": "one"}]}
+    failed = {"error": {"message": "out of memory", "type": "server_error", "param": None, "code": None}}
+    with pytest.raises(UserError, match="broke an answer off: out of memory"):
+        streamed([f"data: {json.dumps(begun)}", "", f"data: {json.dumps(failed)}", "", "data: [DONE]", ""])
 
 
 def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
