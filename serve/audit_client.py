@@ -74,7 +74,13 @@ class AuditClient:
             raise UserError(f"the server did not answer a completion ({error!r}); is it still running?") from error
         if response.status_code != 200:
             raise UserError(f"the server refused an audit request with {response.status_code}: {_message(response)}")
-        return [_completion(choice["logprobs"] or {}) for choice in response.json()["choices"]]
+        try:
+            told = [choice["logprobs"] or {} for choice in response.json()["choices"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"the server answered with no completion ({_message(response)}); audit one that speaks OpenAI"
+            ) from error
+        return [_completion(logprobs) for logprobs in told]
 
     def map(self, function: Callable[[Given], Answer], given: Sequence[Given]) -> list[Answer]:
         """`function` of every element, `concurrency` at a time, in order."""

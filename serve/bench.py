@@ -6,6 +6,7 @@ import asyncio
 import random
 import sys
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 from draftsmith import files
@@ -19,6 +20,7 @@ from draftsmith.serve.bench_goal import goal_of
 from draftsmith.serve.bench_prompts import Prompt, read_prompts
 from draftsmith.serve.bench_report import Case, draw, figures, ratios, table
 from draftsmith.serve.bench_server import started
+from draftsmith.serve.served_pair import ServedPair
 
 MODES = ("off", "on", "plain")
 
@@ -55,10 +57,10 @@ def check(config: BenchConfig) -> None:
     if config.burstiness <= 0:
         raise UserError(f"burstiness is {config.burstiness}; it must be above 0")
     check_draft_options(config)
-    of_started = {"draft": config.draft, "ngram": config.ngram or None, "synthetic_acceptance": config.synthetic_acceptance}
-    for name, value in of_started.items():
-        if config.target is None and value is not None:
-            raise UserError(f"{name} is for a server started here; give target in place of url")
+    if config.target is None:
+        of_started = [*pair_options(config), *([] if config.synthetic_acceptance is None else ["synthetic_acceptance"])]
+        if of_started:
+            raise UserError(f"{of_started[0]} is for a server started here; give target in place of url")
     goal_of(config.goodput)
     if config.concurrency < 1 or config.repeats < 1 or config.max_tokens < 2:
         raise UserError("concurrency and repeats must be at least 1, max_tokens at least 2; mend the one that is not")
@@ -116,16 +118,16 @@ def _body(config: BenchConfig, model: str, case: Case, repeat: int) -> dict[str,
     return body
 
 
+def pair_options(config: BenchConfig) -> dict[str, Any]:
+    """What is said of the pair besides its target, defaults left out."""
+    values = {field.name: (vars(config)[field.name], field.default) for field in fields(ServedPair) if field.name != "target"}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
 def server_arguments(config: BenchConfig) -> list[str]:
     arguments = ["--target", str(config.target), "--max-batch", str(max(8, config.concurrency))]
-    if config.draft is not None:
-        arguments += ["--draft", config.draft, "--draft-dtype", config.draft_dtype]
-    if config.draft_revision is not None:
-        arguments += ["--draft-revision", config.draft_revision]
-    if config.heterogeneous_vocab:
-        arguments.append("--heterogeneous-vocab")
-    if config.ngram:
-        arguments.append("--ngram")
+    for name, value in pair_options(config).items():
+        arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     if config.synthetic_acceptance is not None:
         arguments += ["--synthetic-acceptance", *(str(rate) for rate in config.synthetic_acceptance)]
     if config.api_key is not None:

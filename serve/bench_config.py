@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.drafters.pair import Pair
+from draftsmith.serve.served_pair import ServedPair
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(Pair):
+class BenchConfig(ServedPair):
     url: str | None = option(None, "a running OpenAI-compatible server, for example http://127.0.0.1:8000")
     target: str | None = option(None, "instead of a URL: a server is started for this target")
-    ngram: bool = option(False, "let the started server draft by n-grams")
     prompts: str = option(
         "stdlib:code",
         "JSONL with `prompt` or `messages`, plain text with a prompt a line, ShareGPT-like JSON, stdlib:code or stdlib:prose",

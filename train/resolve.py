@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from draftsmith.config import to_dict
@@ -162,12 +163,40 @@ def save_interval(config: TrainConfig) -> int:
 
 
 def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
-    """The first option, as `name: old -> new`, that makes a continuation another run; None when there is none."""
-    now, then = flat(to_dict(config)), flat(recorded)
+    """The first option, with its old and new value, that makes a continuation another run; None when there is none."""
+    now, then = flat(to_dict(config)), flat(completed(recorded, config))
     for name in sorted(now.keys() | then.keys()):
-        if name not in CONTINUABLE and now.get(name) != then.get(name):
-            return f"{name}: {then.get(name)!r} -> {now.get(name)!r}"
+        if name in CONTINUABLE or now.get(name) == then.get(name):
+            continue
+        if not is_option(config, name):
+            return f"{name} was {then[name]!r} and is no option of this version"
+        return f"{name}: {then.get(name)!r} -> {now.get(name)!r}"
     return None
+
+
+def completed(recorded: dict[str, Any], config: Any) -> dict[str, Any]:
+    """`recorded` with the defaults of options that are younger than it: a new option's default is what was done before."""
+    whole = dict(recorded)
+    for field in fields(config):
+        name, now = field.name, vars(config)[field.name]
+        if name in recorded:
+            if is_dataclass(now) and isinstance(recorded[name], dict):
+                whole[name] = completed(recorded[name], now)
+        elif field.default_factory is not MISSING:
+            default = field.default_factory()
+            whole[name] = to_dict(default) if is_dataclass(default) else default
+        elif field.default is not MISSING:
+            whole[name] = field.default
+    return whole
+
+
+def is_option(config: Any, name: str) -> bool:
+    """`name` as `flat` makes it; within a section that is not given now nothing can be told."""
+    first, _, rest = name.partition(".")
+    values = vars(config)
+    if first not in values:
+        return False
+    return not rest or not is_dataclass(values[first]) or is_option(values[first], rest)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -191,6 +191,17 @@ def test_a_refusal_is_passed_on() -> None:
         audit_server(CONFIG, httpx.MockTransport(refuse))
 
 
+@pytest.mark.parametrize("answer", [{"json": {"error": {"message": "engine is dead"}}}, {"text": "engine is dead"}])
+def test_an_answer_that_is_no_completion_is_told(answer: dict) -> None:
+    """As of a proxy that says 200 whatever happened behind it."""
+
+    def broken(request: httpx.Request) -> httpx.Response:
+        return ChainServer().handle(request) if request.url.path == "/v1/models" else httpx.Response(200, **answer)
+
+    with pytest.raises(UserError, match=r"no completion \(engine is dead\)"):
+        audit_server(CONFIG, httpx.MockTransport(broken))
+
+
 def test_transforms_cover_the_law() -> None:
     law = CoarseLaw([7, 3], [0.5, 0.3], 0.5)
     assert law.transform(7, 0.5) == 0.25

@@ -11,15 +11,15 @@ import pytest
 
 from draftsmith.cli import collect, parse, parser_for
 from draftsmith.config import build
-from draftsmith.drafters.pair import Pair
 from draftsmith.errors import UserError
-from draftsmith.serve.bench import gaps, server_arguments
+from draftsmith.serve.bench import check, gaps, server_arguments
 from draftsmith.serve.bench_client import Answer, Client, PassResult
 from draftsmith.serve.bench_config import BenchConfig
 from draftsmith.serve.bench_goal import goal_of
 from draftsmith.serve.bench_prompts import read_prompts
 from draftsmith.serve.bench_report import Case, acceptance, figures, goodput, percentile, ratios, table
 from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.served_pair import ServedPair
 
 
 def test_percentiles_are_nearest_ranks() -> None:
@@ -155,7 +155,14 @@ def test_an_answer_that_ends_with_an_error_says_which() -> None:
 
 def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
     told = {"target": "t", "draft": "d", "draft_revision": "v1", "draft_dtype": "bfloat16", "heterogeneous_vocab": True}
-    assert set(told) == {field.name for field in dataclasses.fields(Pair)}
+    told |= {"ngram": True, "prompt_lookup_min": 1, "prompt_lookup_max": 3, "suffix": True, "fallback": "suffix"}
+    told |= {"suffix_share": 0.5, "suffix_max_tree_depth": 12, "suffix_max_cached_requests": 0, "suffix_max_cached_tokens": 100}
+    told |= {"suffix_max_spec_factor": 2.0, "suffix_max_spec_offset": -1.0, "suffix_min_token_prob": 0.3}
+    defaults = {field.name: field.default for field in dataclasses.fields(ServedPair)}
+    assert told.keys() == defaults.keys() and all(told[name] != default for name, default in defaults.items())
     arguments = server_arguments(BenchConfig(**told))
     served = build(ServeConfig, collect(ServeConfig, parse(parser_for("serve", ServeConfig), arguments)))
     assert {name: vars(served)[name] for name in told} == told
+    for name in told.keys() - {"target", "draft_revision", "draft_dtype", "heterogeneous_vocab"}:
+        with pytest.raises(UserError, match=f"{name} is for a server started here"):
+            check(BenchConfig(url="x", **{name: told[name]}))

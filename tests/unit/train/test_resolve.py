@@ -61,6 +61,30 @@ def test_a_record_read_back_is_the_same_run_but_for_what_may_change():
     )
 
 
+def test_a_record_older_than_an_option_had_its_default():
+    noisy = config(eagle3=Eagle3Options(taps=(1, 2)), unroll=UnrollConfig(noise=0.1), packing=True)
+    recorded = json.loads(json.dumps(to_dict(noisy)))
+    for section, name in (
+        (recorded["unroll"], "weights"),
+        (recorded["eagle3"], "norm_output"),
+        (recorded, "on_policy"),
+        (recorded, "mean"),
+    ):
+        del section[name]
+    assert resolve.different_from(noisy, recorded) is None
+    del recorded["unroll"]["noise"], recorded["packing"]
+    assert resolve.different_from(noisy, recorded) == "packing: False -> True"
+    recorded["packing"] = True
+    assert resolve.different_from(noisy, recorded) == "unroll.noise: 0.0 -> 0.1"
+
+
+def test_an_option_of_the_record_that_is_none_any_more_is_named():
+    recorded = json.loads(json.dumps(to_dict(config())))
+    recorded["unroll"]["speed"] = 3
+    recorded["colour"] = None  # never given, so nothing is lost
+    assert resolve.different_from(config(), recorded) == "unroll.speed was 3 and is no option of this version"
+
+
 def test_a_divergence_that_is_none_is_named_before_anything_loads():
     resolve.check(config(divergence="jsd:0.3"))
     with pytest.raises(UserError, match="did you mean 'lk-alpha'"):
