@@ -9,6 +9,7 @@ from typing import Any
 
 from drafter_cells import FORWARD_KL
 from drafter_figures import Figure, Row, alpha, over_seeds, ratio, rows_of, tau, temperatures, trained
+from markdown_table import header, line
 
 Report = dict[str, Any]
 MIB = 2**20
@@ -36,14 +37,14 @@ def families(report: Report) -> list[str]:
     at = temperatures(rows)
     head = ["draft", "seeds", "steps", "passes", *(f"tau, T = {t:g}" for t in at)]
     head += [f"alpha_{depth + 1}, T = {t:g}" for t in at for depth in depths]
-    lines = [*header(head)]
+    lines = [*header(*head)]
     for name in seen:
         found = rows_of(rows, "peers", name.removeprefix("peers/")) if "/" in name else rows_of(rows, "families", name)
         cells = [str(len(found)), over_seeds(found, trained("steps")).text(0), over_seeds(found, trained("passes")).text(1)]
         cells += [over_seeds(found, tau(t)).text() for t in at]
         cells += [Figure(over_seeds(found, alpha(t, depth)).mean, math.nan).text() for t in at for depth in depths]
         label = f"eagle3 by {name.removeprefix('peers/')}" if "/" in name else name
-        lines.append(line([label, *cells]))
+        lines.append(line(label, *cells))
     return lines
 
 
@@ -64,12 +65,12 @@ def beside_forward_kl(rows: Sequence[Row], title: str, base: dict[int, Row], par
     if not seen or not base:
         return []
     at = temperatures(rows)
-    lines = header([title, "seeds", *(f"tau, T = {t:g}" for t in at), *(f"/ forward KL, T = {t:g}" for t in at)])
-    lines.append(line([FORWARD_KL, str(len(base)), *(over_seeds(base, tau(t)).text() for t in at), *("1" for _ in at)]))
+    lines = header(title, "seeds", *(f"tau, T = {t:g}" for t in at), *(f"/ forward KL, T = {t:g}" for t in at))
+    lines.append(line(FORWARD_KL, str(len(base)), *(over_seeds(base, tau(t)).text() for t in at), *("1" for _ in at)))
     for name in seen:
         found = rows_of(rows, part, name)
         shares = [ratio(found, base, tau(t)).text() for t in at]
-        lines.append(line([name, str(len(found)), *(over_seeds(found, tau(t)).text() for t in at), *shares]))
+        lines.append(line(name, str(len(found)), *(over_seeds(found, tau(t)).text() for t in at), *shares))
     return lines
 
 
@@ -78,8 +79,8 @@ def peers(report: Report) -> list[str]:
     ours, seen = rows_of(rows, "families", "eagle3"), names(rows, "peers")
     if not seen or not ours:
         return []
-    lines = header(["our eagle3 beside", *(f"tau ratio, T = {t:g}" for t in at)])
-    return lines + [line([name, *(ratio(ours, rows_of(rows, "peers", name), tau(t)).text() for t in at)]) for name in seen]
+    lines = header("our eagle3 beside", *(f"tau ratio, T = {t:g}" for t in at))
+    return lines + [line(name, *(ratio(ours, rows_of(rows, "peers", name), tau(t)).text() for t in at)) for name in seen]
 
 
 def equal(report: Report) -> list[str]:
@@ -87,28 +88,28 @@ def equal(report: Report) -> list[str]:
     seen = names(rows, "equal")
     if not seen:
         return []
-    lines = header(["one configuration, texts", "seeds", "tokens/s", "training's peak memory, MiB", "process' peak, MiB"])
+    lines = header("one configuration, texts", "seeds", "tokens/s", "training's peak memory, MiB", "process' peak, MiB")
     for name in seen:
         found = rows_of(rows, "equal", name)
         speed = over_seeds(found, trained("tokens_per_s")).text(0)
         memory = [mib(over_seeds(found, trained(size))).text(0) for size in ("training_bytes", "peak_bytes")]
-        lines.append(line([name, str(len(found)), speed, *memory]))
+        lines.append(line(name, str(len(found)), speed, *memory))
     return lines
 
 
 def served(report: Report) -> list[str]:
     rows = report["rows"]
-    lines = header(["eagle3 by, first seed", "greedy tau in vLLM", "predicted by `draftsmith eval`"])
+    lines = header("eagle3 by, first seed", "greedy tau in vLLM", "predicted by `draftsmith eval`")
     for name in names(rows, "served"):
         predicted = rows_of(rows, *(("families", "eagle3") if name == "draftsmith" else ("peers", name)))
         there = rows_of(rows, "served", name)[0]["trained"]["vllm_tau"]
-        lines.append(line([name, f"{there:.3f}", f"{tau(0.0)(predicted[0]):.3f}"]))
+        lines.append(line(name, f"{there:.3f}", f"{tau(0.0)(predicted[0]):.3f}"))
     return lines if len(lines) > 2 else []
 
 
 def verdicts(report: Report) -> list[str]:
     lines = list(judged(report))
-    return [*header(["goal", "measured", ""]), *lines] if lines else []
+    return [*header("goal", "measured", ""), *lines] if lines else []
 
 
 def judged(report: Report) -> Iterator[str]:
@@ -118,24 +119,24 @@ def judged(report: Report) -> Iterator[str]:
         for t in temperatures(rows):
             if ours:
                 share = ratio(ours, rows_of(rows, "peers", name), tau(t))
-                yield line([f"tau at least 1.05x that of {name}, T = {t:g}", share.text(), at_least(share, 1.05)])
+                yield line(f"tau at least 1.05x that of {name}, T = {t:g}", share.text(), at_least(share, 1.05))
     for name in names(rows, "equal"):
         trainer, _, size = name.partition(", ")
         if trainer != "draftsmith" and (mine := rows_of(rows, "equal", f"draftsmith, {size}")):
             their = rows_of(rows, "equal", name)
             speed, memory = ratio(mine, their, trained("tokens_per_s")), ratio(mine, their, trained("training_bytes"))
-            yield line([f"training tokens/s at least 1.3x those of {name}", speed.text(2), at_least(speed, 1.3)])
-            yield line([f"training memory at most 0.5x that of {name}", memory.text(2), at_most(memory, 0.5)])
+            yield line(f"training tokens/s at least 1.3x those of {name}", speed.text(2), at_least(speed, 1.3))
+            yield line(f"training memory at most 0.5x that of {name}", memory.text(2), at_most(memory, 0.5))
     for t in temperatures(rows):
         for name in names(rows, "objectives"):
             if ours:
                 share = ratio(rows_of(rows, "objectives", name), ours, tau(t))
-                yield line([f"{name} above forward KL, T = {t:g}", share.text(), above(share)])
+                yield line(f"{name} above forward KL, T = {t:g}", share.text(), above(share))
         for better, worse in (("dspark", "dflash"), ("dflash", "eagle3")):
             pair = rows_of(rows, "families", better), rows_of(rows, "families", worse)
             if all(pair):
                 share = ratio(*pair, tau(t))
-                yield line([f"{better} above {worse}, T = {t:g}", share.text(), above(share)])
+                yield line(f"{better} above {worse}, T = {t:g}", share.text(), above(share))
 
 
 def at_least(share: Figure, goal: float) -> str:
@@ -165,14 +166,6 @@ def names(rows: Sequence[Row], part: str) -> list[str]:
 
 def mib(bytes_: Figure) -> Figure:
     return Figure(bytes_.mean / MIB, bytes_.half / MIB)
-
-
-def header(columns: Sequence[str]) -> list[str]:
-    return [line(columns), "|" + "---|" * len(columns)]
-
-
-def line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def draw(path: Path, report: Report) -> None:

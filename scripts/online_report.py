@@ -10,6 +10,7 @@ from typing import Any
 
 import online_measures as measures
 from drafter_figures import Figure
+from markdown_table import header, line
 from online_cells import BASELINES, CURVES, SECOND, THIRD
 from online_figures import WINDOW, Answers, moving, pooled_alpha, pooled_tau
 from online_measures import over_seeds, results
@@ -195,14 +196,6 @@ def summary(report: Report) -> Report:
             }
         rows.append({**row, "result": result})
     return {**report, "rows": rows, "table": tables(report).splitlines()}
-
-
-def header(*cells: str) -> list[str]:
-    return [line(*cells), line(*("---" for _ in cells))]
-
-
-def line(*cells: object) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
 def draw(path: Path, report: Report) -> None:
