@@ -14,6 +14,7 @@ from draftsmith.distill import zero
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.crew import follow, joined
 from draftsmith.distill.latency_guard import LatencyGuard, scraper
+from draftsmith.distill.limits import check_numbers
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.loop import Daemon
 from draftsmith.distill.place import device_of
@@ -86,29 +87,18 @@ def stopping(stop: threading.Event) -> Iterator[None]:
 
 
 def check(config: DistillConfig) -> None:
+    check_numbers(config)
     learning.check(config.learn)
     if config.deepspeed is not None:
         zero.check(config.deepspeed)
     if (config.server is None) != (config.tpot_ms is None):
         raise UserError("server and tpot_ms belong together; give both or neither")
-    if config.tpot_ms is not None and not config.tpot_ms > 0:
-        raise UserError(f"tpot_ms is {config.tpot_ms}; it must be above 0, for example 25")
-    gate = config.gate
-    if not 0 < gate.held_out < 1:
-        raise UserError(f"gate.held_out is {gate.held_out}; it must lie between 0 and 1, for example 0.2")
-    if not 0 < gate.error < 1:
-        raise UserError(f"gate.error is {gate.error}; it must lie between 0 and 1, for example 0.05")
-    if not 0 <= gate.canary <= 0.5:
-        raise UserError(f"gate.canary is {gate.canary}; it must be at least 0 and at most 0.5, for example 0.1")
-    for name, value in (("every", gate.every), ("requests", gate.requests), ("canary_requests", gate.canary_requests)):
-        if value < 1:
-            raise UserError(f"gate.{name} is {value}; it must be at least 1")
+    learn, gate, pool = config.learn, config.gate, config.pool
+    if learn.reservoir < learn.fresh:
+        raise UserError(f"learn.reservoir is {learn.reservoir}, below learn.fresh {learn.fresh}; no update could ever begin")
     if gate.window < gate.requests:
         raise UserError(f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision could ever be made")
-    pool = config.pool
-    if pool.most is not None and pool.most < 0:
-        raise UserError(f"pool.most is {pool.most}; it must be 0, which is off, or more")
-    if not 1 <= pool.requests <= pool.idle_requests:
+    if pool.idle_requests < pool.requests:
         raise UserError(
-            f"pool.requests is {pool.requests}; it must be at least 1 and at most pool.idle_requests {pool.idle_requests}"
+            f"pool.idle_requests is {pool.idle_requests}, below pool.requests {pool.requests}; no class could ever begin"
         )

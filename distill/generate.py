@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from draftsmith.config import to_dict
 from draftsmith.distill import prompts as prompt_source
 from draftsmith.distill.answers import AnswerFolder
 from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.limits import check_numbers
 from draftsmith.distill.place import load_target
 from draftsmith.distill.prompts import Prompt
 from draftsmith.distill.server_writer import ServerWriter
@@ -197,19 +197,10 @@ def _digest(value: Any) -> str:
 
 
 def _check(config: GenerateConfig) -> None:
-    least_values = {"max_tokens": 1, "prompt_tokens": 1, "batch": 1, "shard": 1, "top_logprobs": 0, "top_k": 0, "seed": 0}
-    values = to_dict(config)
-    for name, least in least_values.items():
-        if values[name] < least:
-            raise UserError(f"--{name.replace('_', '-')} is {values[name]}; it must be at least {least}")
-    if not 0 <= config.held_out <= 1:
-        raise UserError(f"--held-out is {config.held_out}; it must lie between 0 and 1")
+    check_numbers(config)
     if config.url is not None and config.keep_answers:
         raise UserError("--url and --keep-answers both say where answers come from; give one of them")
     if config.url is None and (config.model, config.api_key) != (None, None):
         raise UserError("--model and --api-key are about a server; give --url too")
     if config.taps is not None and config.store_taps is None:
         raise UserError("--taps are stored in a precision; give --store-taps bf16 or fp8 too")
-    if config.temperature < 0 or not 0 < config.top_p <= 1:
-        law = f"temperature {config.temperature} with top_p {config.top_p}"
-        raise UserError(f"{law} is no sampling law; give temperature >= 0 and 0 < top_p <= 1")

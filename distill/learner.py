@@ -19,6 +19,7 @@ import torch
 from draftsmith.distill.adapters import adapt, rebase
 from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.gradients import OwnGradients
+from draftsmith.distill.limits import check_numbers
 from draftsmith.distill.optimizer import NewOptimizer, WholeOptimizer, trained
 from draftsmith.distill.traffic import ServedText, branches, remembered
 from draftsmith.drafters.target import Target
@@ -238,32 +239,10 @@ def role_weights(positions: Sequence[str]) -> RoleWeights:
 
 
 def check(config: LearnConfig) -> None:
+    check_numbers(config, "learn.")
     kind_of(config.divergence)
     for name in config.positions:
         if name not in POSITIONS:
             raise UserError(f"learn.positions holds {name!r}; choose from {', '.join(POSITIONS)}")
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")
-    if not 0 <= config.replay < 1:
-        raise UserError(f"learn.replay is {config.replay}; it must be at least 0 and less than 1")
-    for name, value in (
-        ("batch", config.batch),
-        ("steps", config.steps),
-        ("fresh", config.fresh),
-        ("unroll", config.unroll),
-        ("max_length", config.max_length),
-    ):
-        if value < 1:
-            raise UserError(f"learn.{name} is {value}; it must be at least 1")
-    if not config.proximal >= 0 or not math.isfinite(config.proximal):
-        raise UserError(f"learn.proximal is {config.proximal}; it must be 0 or a positive number such as 10")
-    if not 0 <= config.average < 1:
-        raise UserError(f"learn.average is {config.average}; it must be at least 0 and less than 1, for example 0.96")
-    if config.branches < 0:
-        raise UserError(f"learn.branches is {config.branches}; it must be at least 0")
-    if not config.clip > 0:
-        raise UserError(f"learn.clip is {config.clip}; it must be a positive number such as 1")
-    if not 0 < config.budget <= 1:
-        raise UserError(f"learn.budget is {config.budget}; it must be above 0 and at most 1, for example 0.3")
-    if not config.lr > 0 or not math.isfinite(config.lr):
-        raise UserError(f"learn.lr is {config.lr}; it must be a positive number such as 2e-4")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.distill import daemon
-from draftsmith.distill.config import GateConfig, LearnConfig, PoolConfig
+from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.loop import Daemon
 from draftsmith.distill.state import StateFolder
 from draftsmith.drafters import checkpoint, versions
@@ -179,9 +179,7 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"gate": GateConfig(requests=50, window=10)}, "gate.window"),
         ({"gate": GateConfig(held_out=0.0)}, "gate.held_out"),
-        ({"pool": PoolConfig(most=2, requests=0)}, "pool.requests"),
         ({"draft": "/nowhere/draft"}, "/nowhere/draft"),
         ({"buffer": "nowhere://x"}, "nowhere://x"),
         ({"learn": LearnConfig(positions=("all",))}, "learn.positions"),

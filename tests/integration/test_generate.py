@@ -185,10 +185,10 @@ def test_started_folder_with_other_options_and_foreign_folder_are_refused(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_tokens": 0}, "max-tokens"),
-        ({"temperature": -1.0}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
         ({"max_tokens": 4096}, "context of 256"),
-        ({"held_out": 2.0}, "held-out is 2.0"),
+        ({"held_out": 2.0}, "held_out is 2.0"),
         ({"seed": -5}, "seed is -5"),
     ],
 )

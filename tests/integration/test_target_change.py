@@ -42,7 +42,7 @@ class Site:
         checkpoint.save(self.draft, root / "draft", self.target)
         self.config = DistillConfig(
             target=self.folder, draft=str(root / "draft"), buffer=str(root / "buffer"), versions=str(root / "versions"),
-            until_idle_s=0.3, poll_s=0.05, learn=LearnConfig(lr=1e-4, steps=2, fresh=1000),
+            until_idle_s=0.3, poll_s=0.05, learn=LearnConfig(lr=1e-4, steps=2, fresh=1000, reservoir=1000),
             gate=GateConfig(every=1, held_out=0.5),
         )  # fmt: skip
 

@@ -1,0 +1,61 @@
+"""Numbers that no run could use are refused before anything is read, in one sentence that names them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from draftsmith.config import build, field_types
+from draftsmith.distill.config import DistillConfig, GenerateConfig
+from draftsmith.distill.daemon import check, run
+from draftsmith.distill.limits import LIMITS, Limits, check_numbers
+from draftsmith.errors import UserError
+
+REQUIRED = {"target": "no/target", "draft": "no/draft", "buffer": "/no/buffer", "versions": "/no/versions"}
+# Any whole number is a learner's seed; a dropout is refused with the draft, whatever it is.
+FREE = {"seed", "dropout"}
+
+
+def numbers(cls: type) -> Iterator[str]:
+    for name, kind in field_types(cls).items():
+        if kind in (int, float, int | None, float | None):
+            yield name
+
+
+def test_every_number_has_limits_that_its_default_keeps() -> None:
+    for cls, limits in LIMITS.items():
+        assert set(limits) >= set(numbers(cls)) - FREE and set(limits) <= set(numbers(cls)), cls
+    check(build(DistillConfig, REQUIRED | {"learn": {"lora": {}}}))
+    check_numbers(GenerateConfig(target="t", prompts="p", out="o"))
+
+
+def test_ends_belong_to_an_interval_as_they_are_written() -> None:
+    half_open, other = Limits(0, 1), Limits(0, math.inf, "(]")
+    assert [half_open.hold(value) for value in (-1, 0, 0.5, 1, math.nan)] == [False, True, True, False, False]
+    assert [other.hold(value) for value in (0, 1e-9, math.inf, math.nan)] == [False, True, True, False]
+    assert (str(half_open), str(other)) == ("at least 0 and below 1", "above 0")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"retention": {"bytes": 0}}, "retention.bytes is 0; it must be at least 1048576"),
+        ({"gate": {"gain": math.nan}}, "gate.gain is nan; it must be at least 0 and below 1"),
+        ({"gate": {"drop": -0.1}}, "gate.drop is -0.1"),
+        ({"gate": {"floor": 1.5}}, "gate.floor is 1.5; it must be at least 0 and at most 1"),
+        ({"drift": {"false_alarms": 0}}, "drift.false_alarms is 0.0; it must be above 0"),
+        ({"learn": {"lora": {"rank": 0}}}, "learn.lora.rank is 0"),
+        ({"poll_s": math.nan}, "poll_s is nan"),
+        ({"threads": 0}, "threads is 0"),
+        ({"learn": {"reservoir": 4}}, "learn.reservoir is 4, below learn.fresh 8; no update could ever begin"),
+        ({"gate": {"requests": 50, "window": 10}}, "gate.window is 10, below gate.requests 50"),
+        ({"pool": {"requests": 10, "idle_requests": 9}}, "pool.idle_requests is 9, below pool.requests 10"),
+    ],
+)
+def test_bad_numbers_are_one_sentence(values: Mapping[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as error:
+        run(build(DistillConfig, {**REQUIRED, **values}))
+    assert str(error.value).startswith(says) and "\n" not in str(error.value)
