@@ -32,10 +32,11 @@ class Comparison(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """alpha that needs no target: from the logged laws alone, where they tell enough."""
+    """alpha that needs no target: from the logged laws alone, the middles of their bounds."""
 
     alpha_logged_live: float
     alpha_logged_candidate: float
+    logged_open: float  # how far alpha of the candidate may lie from it
     logged_share: float  # of the scored positions
 
 
@@ -130,12 +131,13 @@ def decide(
 
 
 def predicted(live: Sequence[Scored], candidate: Sequence[Scored]) -> Predicted:
-    """From the positions whose logged law suffices for both drafts, so that the two numbers are about the same text."""
+    """From the positions where p is logged and both drafts are finite, so that the numbers are about the same text."""
     first, second = (np.concatenate([one.logged for one in side]) for side in (live, candidate))
-    suffices = ~(np.isnan(first) | np.isnan(second))
-    if not suffices.any():
-        return Predicted(math.nan, math.nan, 0.0)
-    return Predicted(float(first[suffices].mean()), float(second[suffices].mean()), float(suffices.mean()))
+    told = ~(np.isnan(first) | np.isnan(second)).any(-1)
+    if not told.any():
+        return Predicted(math.nan, math.nan, math.nan, 0.0)
+    is_open = float(np.diff(second[told]).mean()) / 2
+    return Predicted(float(first[told].mean()), float(second[told].mean()), is_open, float(told.mean()))
 
 
 def weigh(comparison: Comparison, evidence: float, config: GateConfig) -> Decision:

@@ -1,4 +1,6 @@
-"""alpha by what a record holds of p, without the target: exact where a filter cut inside the logged tokens, else bounded."""
+"""alpha by what a record holds of p, without the target: exact where a filter cut inside the logged tokens, else bounded.
+
+Positions with wide bounds count like the others: those with narrow ones are the sharp laws, which any draft meets more often."""
 
 from __future__ import annotations
 
@@ -10,19 +12,17 @@ import torch
 from draftsmith.distill.logged_law import Logged
 from draftsmith.kernels.laws import TopLaw, top_overlap
 
-# What the unlogged mass may leave open. Beyond it a position says nothing.
-MOST_OPEN = 0.02
-
 
 def logged_alpha(logged: Sequence[Logged], q_logits: torch.Tensor) -> torch.Tensor:
-    """[n] on the CPU, the middle of its bounds, NaN where they are too far apart; `q_logits` [n, V] are processed."""
-    alpha = torch.full((len(logged),), math.nan)
+    """[n, 2] bounds on the CPU, NaN where nothing is logged; `q_logits` [n, V] are processed. A filter that cuts behind the
+    logged tokens makes all that stay likelier by what it took, which is not known: bounds are off by that."""
+    bounds = torch.full((len(logged), 2), math.nan)
     # A buffer of tokens alone tells nothing of its laws.
     told = [index for index, one in enumerate(logged) if one.record.p[one.depth].ids]
     if told:
-        low, high = top_overlap(sampled_law([logged[index] for index in told], q_logits.device), q_logits[told])
-        alpha[told] = torch.where(high - low <= MOST_OPEN, (low + high) / 2, math.nan).float().cpu()
-    return alpha
+        overlap = top_overlap(sampled_law([logged[index] for index in told], q_logits.device), q_logits[told])
+        bounds[told] = torch.stack(overlap, dim=-1).float().cpu()
+    return bounds
 
 
 def sampled_law(logged: Sequence[Logged], device: torch.device | str = "cpu") -> TopLaw:

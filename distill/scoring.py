@@ -37,7 +37,7 @@ class Scored(NamedTuple):
     kept: np.ndarray  # [n] whether the token that was really offered there was accepted
     version: list[str]  # [n] the draft that really offered it
     is_consistent: bool  # the logged p agrees with this target
-    logged: np.ndarray  # [n] alpha from the logged p alone; NaN where that does not suffice
+    logged: np.ndarray  # [n, 2] bounds of alpha from the logged p alone; NaN where none is logged
     is_finite: bool = True  # all laws of the draft
 
 
@@ -51,7 +51,7 @@ class Position(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """[n] each, on the CPU."""
+    """[n] each, or [n, 2], on the CPU."""
 
     alpha: torch.Tensor  # NaN where the draft's law is not finite
     disagreement: torch.Tensor
@@ -99,7 +99,7 @@ def _score_batch(
     ]
     chunks = [positions[at : at + CHUNK] for at in range(0, len(positions), CHUNK)]
     parts = [_alphas(drafter, target, target_hidden, steps, chunk) for chunk in chunks]
-    nothing = Rows(torch.zeros(0), torch.zeros(0), torch.zeros(0))
+    nothing = Rows(torch.zeros(0), torch.zeros(0), torch.zeros(0, 2))
     alphas = Rows(*(torch.cat(values) for values in zip(nothing, *parts, strict=True)))
     return [_gather(row, positions, alphas) for row in range(len(texts))]
 
@@ -147,7 +147,7 @@ def _alphas(
     target_logits = target.head(target_hidden[rows, before])
     alpha = overlap(process(target_logits, sampling), q_logits)
     is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
-    told = torch.where(is_finite.cpu(), logged_alpha(logged, q_logits), math.nan)
+    told = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
     return Rows(torch.where(is_finite, alpha, math.nan).cpu(), disagreement(logged, target_logits), told)
 
 

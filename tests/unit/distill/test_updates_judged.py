@@ -124,7 +124,7 @@ class World:
             kept = [depth < one.accepted for one in text.records for depth in range(min(one.accepted + 1, K))]
             alpha = np.full(len(kept), self.level(text.request, draft))
             versions = [text.records[0].draft_version] * len(kept)
-            found.append(Scored(alpha, np.array(kept, dtype=np.float64), versions, True, alpha))
+            found.append(Scored(alpha, np.array(kept, dtype=np.float64), versions, True, np.stack([alpha, alpha], -1)))
         return found
 
     def judged(self, update: Update, config: GateConfig, target: Target) -> Ended:
