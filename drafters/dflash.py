@@ -34,6 +34,7 @@ from draftsmith.drafters.head_shape import config_dict, layer_config, shape_of
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import DflashOptions, default_taps
 from draftsmith.drafters.ragged import sent
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.taps import check_taps
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
@@ -208,6 +209,9 @@ class Dflash(nn.Module):
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """The block's own keys stand where the context's come next."""
         return last
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(proposal=weight_bytes([self], output_table(self._target[0])), token=0)
 
     def _read_context(self, inputs: DraftInputs) -> None:
         """Writes keys and values of the positions whose true states are new."""

@@ -21,6 +21,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, Un
 from draftsmith.drafters.lora import add_adapters, merged_state
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.pruned import pruned_target
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.recorded import Recordable
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
@@ -97,6 +98,9 @@ class DraftLm(nn.Module, Recordable, Capturable):
                 "from another model"
             )
         return self.model.get_output_embeddings().weight
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(proposal=0, token=weight_bytes([self], self.lm.output_weight))
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         """One step stands for all: a language model's state depends on the text alone, not on where its round began."""

@@ -19,6 +19,7 @@ from draftsmith.drafters.block_shape import BlockShape
 from draftsmith.drafters.dflash import Dflash
 from draftsmith.drafters.head_init import output_table
 from draftsmith.drafters.options import DsparkOptions
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 
@@ -74,6 +75,11 @@ class Dspark(Dflash):
 
     def confidence(self, head_input: torch.Tensor) -> torch.Tensor | None:
         return None if self.confidence_head is None else self.confidence_head(head_input)
+
+    def read_bytes(self) -> ReadBytes:
+        """The block in one pass, but transitions wait for the token before."""
+        transitions = weight_bytes([self.markov_head])
+        return ReadBytes(proposal=super().read_bytes().proposal - transitions, token=transitions)
 
     def portable_config(self) -> dict[str, Any]:
         config = super().portable_config()

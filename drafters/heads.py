@@ -20,6 +20,7 @@ from draftsmith.drafters.chain_graphs import Capturable, ChainGraphs
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.level_graphs import LevelGraphs
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.recorded import Recordable
 from draftsmith.drafters.recorded_head import RecordedHead, record_head
 from draftsmith.drafters.tree_growth import grow
@@ -52,6 +53,9 @@ class FeatureHead(nn.Module, Recordable, Capturable):
 
     @abstractmethod
     def head_weight(self) -> torch.Tensor: ...
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(proposal=0, token=weight_bytes([self], self.head_weight()))
 
     def record(self) -> None:
         if self._recorded is None and self.head_weight().device.type == "cpu":

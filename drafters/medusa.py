@@ -20,6 +20,7 @@ from torch import nn
 from draftsmith.drafters.head_init import output_table
 from draftsmith.drafters.heads import HeadStep
 from draftsmith.drafters.options import MedusaOptions
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.state_heads import StateHead
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import check_finite, load_into, read_config, read_weights, write_weights
@@ -83,6 +84,11 @@ class Medusa(StateHead):
                 "this medusa draft has a table for every head and can be served but not trained; train one of our own"
             )
         return output_table(self._target[0]).to(self.heads[0][0].linear.weight.dtype)
+
+    def read_bytes(self) -> ReadBytes:
+        """Heads wait for nothing, so a table that they share is read once."""
+        shared = [] if len(self.tables) else [self.head_weight()]
+        return ReadBytes(proposal=weight_bytes([], *shared), token=weight_bytes([self]) // self.max_depth)
 
     def save(self, folder: Path) -> None:
         write_weights(

@@ -19,6 +19,7 @@ from torch import nn
 
 from draftsmith.drafters.heads import HeadStep
 from draftsmith.drafters.options import MlpOptions
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.state_heads import StateHead
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
@@ -93,6 +94,12 @@ class Mlp(StateHead):
         if len(self.head) > 1:
             raise UserError("this mlp draft has a head for every depth and can be served but not trained; train one of our own")
         return self.head[0].weight
+
+    def read_bytes(self) -> ReadBytes:
+        """The mean over its depths, whose modules may be their own."""
+        depths = range(self.max_depth)
+        read = [weight_bytes([at(self.proj, depth), at(self.ln, depth), at(self.head, depth)]) for depth in depths]
+        return ReadBytes(proposal=0, token=sum(read) // self.max_depth)
 
     def save(self, folder: Path) -> None:
         write_weights(Path(folder), self.portable_config(), {PREFIX + name: value for name, value in self.state_dict().items()})

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.read_bytes import ReadBytes
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPool
 
@@ -37,6 +38,9 @@ class Ngram:
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         return last + 1
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(0, 0)
 
     def _continuation(self, history: list[int], k: int) -> list[int]:
         if k == 0:

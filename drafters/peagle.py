@@ -25,6 +25,7 @@ from draftsmith.drafters.head_init import probed
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.ragged import sent
+from draftsmith.drafters.read_bytes import ReadBytes
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
@@ -92,6 +93,9 @@ class Peagle(Eagle3):
                 begins, newest = begins[kept], newest[kept]
             drawing.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
         return drawing.proposal()
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(proposal=super().read_bytes().token, token=0)
 
     def _read(self, inputs: DraftInputs, slots: Slots) -> torch.Tensor:
         """True states and masks of all rows in one pass -> what the head multiplies [T, H]."""

@@ -16,6 +16,7 @@ from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.heads import HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.ragged import sent
+from draftsmith.drafters.read_bytes import ReadBytes
 from draftsmith.drafters.taps import FINAL
 from draftsmith.kernels.paged_attention import PagedPool
 
@@ -42,6 +43,9 @@ class StateHead(nn.Module, ABC):
     @abstractmethod
     def head_weight(self) -> torch.Tensor:
         """[V, H] of all depths; a draft whose depths have tables of their own has none and raises a `UserError`."""
+
+    @abstractmethod
+    def read_bytes(self) -> ReadBytes: ...
 
     def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None:
         return None

@@ -17,6 +17,7 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import SuffixOptions
+from draftsmith.drafters.read_bytes import ReadBytes
 from draftsmith.drafters.suffix_index import ORDERS, SEPARATOR, SuffixIndex
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPool
@@ -60,6 +61,9 @@ class Suffix:
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         return last + 1
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(0, 0)
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
         self._own.pop(request_id, None)

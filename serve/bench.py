@@ -18,7 +18,7 @@ from draftsmith.serve.bench_client import Client, PassResult
 from draftsmith.serve.bench_config import BenchConfig
 from draftsmith.serve.bench_goal import goal_of
 from draftsmith.serve.bench_prompts import Prompt, read_prompts
-from draftsmith.serve.bench_report import Case, draw, figures, ratios, table
+from draftsmith.serve.bench_report import Case, DraftCost, cost_of, draw, figures, ratios, table
 from draftsmith.serve.bench_server import started
 from draftsmith.serve.served_pair import ServedPair
 
@@ -36,7 +36,7 @@ def run(config: BenchConfig) -> int:
         cases, cost = asyncio.run(measure(config, url, prompts))
     if config.synthetic_acceptance is not None:
         print("synthetic acceptance: speeds are for sizing, the text means nothing")
-    found = [figures(case, goal=goal_of(config.goodput), relative_cost=cost) for case in cases]
+    found = [figures(case, goal=goal_of(config.goodput), draft_cost=cost) for case in cases]
     print(table(found))
     if config.out is not None:
         files.write_json(config.out, {"schema": 1, "config": _public(config), "cases": found, "ratios": ratios(found)})
@@ -66,8 +66,8 @@ def check(config: BenchConfig) -> None:
         raise UserError("concurrency and repeats must be at least 1, max_tokens at least 2; mend the one that is not")
 
 
-async def measure(config: BenchConfig, url: str, prompts: list[Prompt]) -> tuple[list[Case], float | None]:
-    """The passes of every case, and how much of the target's bytes a draft step reads if the server tells."""
+async def measure(config: BenchConfig, url: str, prompts: list[Prompt]) -> tuple[list[Case], DraftCost | None]:
+    """The passes of every case, and what drafting costs in weights read if the server tells."""
     client = Client(url, api_key=config.api_key, timeout_s=config.timeout_s)
     model = config.model or await client.model()
     cases = [Case(temperature, mode, []) for temperature in config.temperature for mode in config.modes]
@@ -83,8 +83,7 @@ async def measure(config: BenchConfig, url: str, prompts: list[Prompt]) -> tuple
             done = sum(len(one.passes) for one in cases)
             progress.update(done, f"T = {case.temperature:g}, {case.mode}: {result.tokens_per_s:.1f} tok/s")
     progress.close()
-    sizes = await client.step_bytes()
-    return cases, sizes["draft"] / sizes["target"] if sizes.get("target") else None
+    return cases, cost_of(await client.step_bytes())
 
 
 async def _pass(config: BenchConfig, client: Client, prompts: list[Prompt], body: dict[str, Any], repeat: int) -> PassResult:

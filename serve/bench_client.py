@@ -96,10 +96,10 @@ class Client:
         return result
 
     async def step_bytes(self) -> dict[str, float]:
-        """What a draftsmith server tells of its models' sizes; empty for other servers."""
+        """What a draftsmith server tells of the weights that target passes and proposals read; empty for other servers."""
         response = await self.http.get("/metrics")
-        found = re.findall(r'^draftsmith_step_bytes\{.*model="(\w+)".*\} (\S+)$', response.text, re.MULTILINE)
-        return {model: float(value) for model, value in found}
+        found = re.findall(r'^draftsmith_step_bytes\{.*step="(\w+)".*\} (\S+)$', response.text, re.MULTILINE)
+        return {step: float(value) for step, value in found}
 
     async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
         path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftsmith.kernels.acceptance import AcceptanceCounts, bootstrap_ratio
 from draftsmith.serve.bench_client import Answer, PassResult
@@ -22,6 +22,20 @@ class Case:
     passes: list[PassResult]
 
 
+class DraftCost(NamedTuple):
+    """Bytes of weights read, in those of a target pass."""
+
+    proposal: float  # by a proposal of any length
+    token: float  # besides, by each token of it
+
+
+def cost_of(step_bytes: Mapping[str, float]) -> DraftCost | None:
+    """None where the server does not tell all of it."""
+    if not {"target_pass", *DraftCost._fields} <= step_bytes.keys():
+        return None
+    return DraftCost(*(step_bytes[name] / step_bytes["target_pass"] for name in DraftCost._fields))
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """Nearest rank; NaN without values."""
     if not values:
@@ -29,8 +43,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
-def figures(case: Case, *, goal: Goal | None = None, relative_cost: float | None = None) -> Figures:
-    """`relative_cost` is the share of the target's bytes that a draft step reads."""
+def figures(case: Case, *, goal: Goal | None = None, draft_cost: DraftCost | None = None) -> Figures:
     answers = [answer for one in case.passes for answer in one.answers]
     tpots = [answer.tpot_s for answer in answers if answer.tpot_s is not None]
     speeds = [one.tokens_per_s for one in case.passes]
@@ -46,7 +59,7 @@ def figures(case: Case, *, goal: Goal | None = None, relative_cost: float | None
         "tpot_ms": percentiles(tpots),
         "e2el_ms": percentiles([answer.e2el_s for answer in answers]),
         "goodput": goodput(answers, goal, wall_s) if goal else None,
-        "acceptance": acceptance([answer.report for answer in answers if answer.report], relative_cost=relative_cost),
+        "acceptance": acceptance([answer.report for answer in answers if answer.report], draft_cost=draft_cost),
     }
 
 
@@ -65,11 +78,11 @@ def goodput(answers: Sequence[Answer], goal: Goal, wall_s: float) -> Figures:
     }
 
 
-def acceptance(reports: Sequence[Figures], *, relative_cost: float | None = None) -> Figures | None:
+def acceptance(reports: Sequence[Figures], *, draft_cost: DraftCost | None = None) -> Figures | None:
     """alpha_i and tau of rounds that drafted; tau's interval resamples whole answers, whose rounds depend.
 
     `block_efficiency` is tau before an answer's end trims its last round. `mbsu`, the memory-bound speed-up, is what it would
-    bring where time is the reading of weights: block efficiency / (1 + k c), c the share of the target that a draft step reads.
+    bring where time is the reading of weights: block efficiency over what a round reads, in target passes.
     """
     reports = [report for report in reports if report["per_step_drafted"]]
     if not reports:
@@ -82,7 +95,7 @@ def acceptance(reports: Sequence[Figures], *, relative_cost: float | None = None
     depth = sum(sum(report["per_step_drafted"]) for report in reports) / num_rounds
     sizing = {
         "block_efficiency": efficiency,
-        "mbsu": None if relative_cost is None else efficiency / (1 + depth * relative_cost),
+        "mbsu": None if draft_cost is None else efficiency / (1 + draft_cost.proposal + depth * draft_cost.token),
     }
     committed = [float(sum(report["per_step_committed"])) for report in reports]
     rounds = [float(len(report["per_step_committed"])) for report in reports]

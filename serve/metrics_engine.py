@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from draftsmith.drafters.read_bytes import TellsReads, weight_bytes
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import FinishReason
 from draftsmith.serve.routing import shown
-from draftsmith.serve.sizes import draft_bytes, target_bytes
 from draftsmith.serve.stats import MAX_PAUSES
 
 
@@ -123,10 +123,15 @@ class EngineCollector(Collector):
         yield self._gauge("draftsmith_swap_pause_seconds_max", "Longest pause of a swap.", stats.longest_swap_pause_s)
 
     def _sizes(self) -> Iterator[Metric]:
-        """What makes a step slow where memory bandwidth does: k draft steps read k times the draft for one read of the target."""
-        family = GaugeMetricFamily("draftsmith_step_bytes", "Weights that one step reads.", labels=["model_name", "model"])
-        family.add_metric([self.model, "target"], target_bytes(self.engine.target))
-        family.add_metric([self.model, "draft"], draft_bytes(self.engine.drafter))
+        """What makes a step slow where memory bandwidth does. With suffix decoding beside a draft, what a proposal reads depends
+        on its text, and nothing is said of it."""
+        target, drafter = self.engine.target, self.engine.drafter
+        text = "Weights read by a target pass; by a proposal, however long, and besides by each of its tokens."
+        family = GaugeMetricFamily("draftsmith_step_bytes", text, labels=["model_name", "step"])
+        family.add_metric([self.model, "target_pass"], weight_bytes([target.model], target.output_weight))
+        if isinstance(drafter, TellsReads):
+            for step, count in drafter.read_bytes()._asdict().items():
+                family.add_metric([self.model, step], count)
         yield family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

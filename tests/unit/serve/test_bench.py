@@ -17,7 +17,7 @@ from draftsmith.serve.bench_client import Answer, Client, PassResult
 from draftsmith.serve.bench_config import BenchConfig
 from draftsmith.serve.bench_goal import goal_of
 from draftsmith.serve.bench_prompts import read_prompts
-from draftsmith.serve.bench_report import Case, acceptance, figures, goodput, percentile, ratios, table
+from draftsmith.serve.bench_report import Case, acceptance, cost_of, figures, goodput, percentile, ratios, table
 from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.served_pair import ServedPair
 
@@ -91,10 +91,16 @@ def test_prompt_files_that_cannot_be_used_are_refused(name: str, text: str | Non
 
 
 def test_block_efficiency_and_the_memory_bound_speed_up() -> None:
-    """Two rounds of 2 drafts keep 3 of 4: 2.5 tokens a round, for one target and two tenths of it twice."""
-    found = acceptance([report([2, 2], [2, 1], [3, 1])], relative_cost=0.2)
-    assert found["block_efficiency"] == 2.5 and found["mbsu"] == pytest.approx(2.5 / 1.4)
-    assert acceptance([report([2], [1], [2])])["mbsu"] is None
+    """Two rounds of 2 drafts keep 3 of 4: 2.5 tokens a round. A chain reads two tenths of the target twice, a block once."""
+    rounds = report([2, 2], [2, 1], [3, 1])
+    for told, read in (
+        ({"proposal": 0, "token": 20}, 1.4),
+        ({"proposal": 20, "token": 0}, 1.2),
+        ({"proposal": 15, "token": 5}, 1.25),
+    ):
+        found = acceptance([rounds], draft_cost=cost_of({"target_pass": 100, **told}))
+        assert found["block_efficiency"] == 2.5 and found["mbsu"] == pytest.approx(2.5 / read)
+    assert cost_of({"target_pass": 100}) is None and acceptance([rounds], draft_cost=None)["mbsu"] is None
 
 
 def test_goodput_counts_answers_that_keep_every_limit() -> None:

@@ -1,0 +1,85 @@
+"""What drafting reads of weights, family by family: chains all of it a token, blocks once a proposal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.medusa import Medusa
+from draftsmith.drafters.mlp import Mlp
+from draftsmith.drafters.options import OPTIONS, DraftLmOptions, DsparkOptions, Eagle3Options, MedusaOptions
+from draftsmith.drafters.read_bytes import ReadBytes, TellsReads, weight_bytes
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.suffix import Suffix
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
+
+FLOAT = 4
+SIZES = {"dspark": DsparkOptions(markov_rank=6), "draft-lm": DraftLmOptions(num_layers=1, hidden_size=24, num_attention_heads=2)}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target) -> Target:
+    return Target.load(tiny_target("llama"), dtype=torch.float32)
+
+
+def reads(family: str, target: Target) -> tuple[ReadBytes, int]:
+    """What the draft tells, and all that there is to read: its own weights but embeddings, and the head."""
+    draft = FAMILIES[family].create(SIZES.get(family) or OPTIONS[family](), target, seed=0)
+    names = {name for name, _ in draft.named_parameters() if "embed_tokens" not in name and "markov_w1" not in name}
+    own = sum(weight.numel() for name, weight in draft.named_parameters() if name in names)
+    # A head of its own, the draft LM's tied to its embedding, the target's.
+    width = {"eagle3": 0, "p-eagle": 0, "draft-lm": 24}.get(family, target.hidden_size)
+    return draft.read_bytes(), FLOAT * (own + width * target.vocab_size)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "eagle1", "mtp", "draft-lm"])
+def test_a_chain_reads_all_of_it_for_every_token(family: str, target: Target) -> None:
+    told, whole = reads(family, target)
+    assert told == (0, whole)
+
+
+@pytest.mark.parametrize("family", ["p-eagle", "dflash"])
+def test_a_block_is_read_once_however_long(family: str, target: Target) -> None:
+    told, whole = reads(family, target)
+    assert told == (whole, 0)
+
+
+def test_transitions_are_read_for_every_token_of_a_block(target: Target) -> None:
+    told, whole = reads("dspark", target)
+    assert told.token == FLOAT * 6 * target.vocab_size and told.proposal + told.token == whole
+
+
+def test_heads_and_recurrent_steps_read_what_is_theirs(target: Target) -> None:
+    size, table = target.hidden_size, target.hidden_size * target.vocab_size
+    shared = Medusa.create(MedusaOptions(num_heads=3, num_layers=2), target, seed=0).read_bytes()
+    assert shared == (FLOAT * table, FLOAT * 2 * (size * size + size))
+    apart = Medusa(target, num_heads=3, num_layers=2, own_tables=True).read_bytes()
+    assert apart == (0, shared.token + FLOAT * table)
+    step = FLOAT * (size * size + 2 * size + table)
+    for tied in (True, False):
+        assert Mlp(target, inner_size=size, num_predict=3, tied=tied).read_bytes() == (0, step)
+
+
+def test_a_draft_lm_without_a_plain_head_is_told_too(target: Target, tiny_target) -> None:
+    """Its soft cap keeps it from being trained; tied weights are read as the head, not as the embedding."""
+    draft = checkpoint.load(Path(tiny_target("gemma2")), target)
+    assert draft.read_bytes() == (0, sum(weight.numel() * weight.element_size() for weight in draft.parameters()))
+
+
+def test_text_reads_nothing_and_beside_a_draft_says_nothing(target: Target) -> None:
+    text = Suffix()
+    assert text.read_bytes() == (0, 0)
+    beside = TextFirst(FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0), text)
+    assert not isinstance(beside, TellsReads) and isinstance(beside.model, TellsReads)
+
+
+def test_a_shared_weight_counts_once() -> None:
+    head = torch.nn.Linear(3, 5, bias=False)
+    embedding = torch.nn.Embedding(5, 3)
+    head.weight = embedding.weight
+    assert weight_bytes([embedding]) == 0
+    assert weight_bytes([embedding, head], head.weight, head.weight) == FLOAT * 15
