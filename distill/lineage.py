@@ -285,7 +285,7 @@ class Lineage:
 
     def roll_back(self, watched: Watched, version: int) -> None:
         left = self.publisher.version
-        if not self.publisher.roll_back(version, watched.reason):
+        if not self.publisher.roll_back(version):
             self.tell(f"version {left} is worse than {version} ({watched.reason}), which cannot be returned to any more")
             self.watch.begin()
             return

@@ -46,6 +46,7 @@ class Daemon:
         self.pool = ClassPool(self.root, site, self.shared)
         self.reader = BufferReader(config.buffer)
         self.saves = StateFolder(self.root)
+        throttle.look_up = lambda: self.guarded(self.look_up)
         self.forgotten: frozenset[str] = frozenset()
         self.saved_s = self.retained_s = self.active_s = time.monotonic()
         self._restore()
@@ -127,19 +128,29 @@ class Daemon:
             return False
 
     def cycle(self) -> bool:
-        """True when there was something to do."""
+        """True when there was something to do. While work is owed a rest, nothing is worked on."""
         for one in self.lineages.values():
             one.follow()
         self.forget()
         arrived = self.take_in()
-        worked = [one.work() for one in self.lineages.values()]
-        has_update = any(worked)
-        self.pool.judge()
+        is_rested = self.throttle.pay()
+        has_update = is_rested and self.work()
         if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
             self.save()
         self.retain()
         self.show()
-        return arrived or has_update
+        return arrived or has_update or not is_rested
+
+    def work(self) -> bool:
+        worked = [one.work() for one in self.lineages.values()]
+        self.pool.judge()
+        return any(worked)
+
+    def look_up(self) -> None:
+        """Between the steps of an update that rests for long: at what somebody chose meanwhile; and shows that it is there."""
+        for one in self.lineages.values():
+            one.follow()
+        self.show()
 
     def forget(self) -> None:
         """What was taken out of the buffer on demand leaves this process and its saved state too."""

@@ -158,10 +158,10 @@ class Publisher:
         versions.promote(self.root, version)
         self.reload()
 
-    def roll_back(self, version: int, reason: str) -> bool:
-        """False where that version is not whole any more; `parent` is then another one, or none."""
+    def roll_back(self, version: int) -> bool:
+        """False where that version is not whole any more; `parent` is then another one, or none. Its caller logs why."""
         try:
-            versions.rollback(self.root, version, reason)
+            versions.promote(self.root, version)
         except UserError as error:
             logger.warning("%s", error)
             self.parent_version, self.parent = self._open_parent()

@@ -143,7 +143,7 @@ def rollback(root: str | Path, version: int, reason: str) -> None:
     """Makes an older, intact version the live one again and logs why."""
     left = latest(root)
     promote(root, version)
-    record_decision(root, {"decision": "rollback", "version": version, "left": left, "reason": reason})
+    record_decision(root, {"decision": "rolled back", "version": version, "left": left, "reason": reason})
 
 
 def prune(root: str | Path, *, keep: int, needed: Collection[int | None] = ()) -> list[int]:

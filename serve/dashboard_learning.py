@@ -22,7 +22,7 @@ DECISIONS_SHOWN = 60
 VERSIONS_SHOWN = 16
 BUFFER_LOOK_S = 10.0  # listing a large folder is not free
 # What an operator should look at; everything else is the learner's daily work.
-ALARMS = ("refuse", "rolled back", "rollback", "drift", "quarantine")
+ALARMS = ("refuse", "rolled back", "drift", "quarantine")
 
 
 @dataclass

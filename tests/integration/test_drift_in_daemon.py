@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
@@ -35,7 +36,9 @@ def served(number: int, accepted: int, name: str) -> ServedText:
     return text
 
 
-def test_learning_rests_without_gains_and_is_woken_by_drift(tmp_path: Path, tiny_target: Callable[..., str]) -> None:
+def test_learning_rests_without_gains_and_is_woken_by_drift(
+    tmp_path: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny_target("llama")
     target = Target.load(path)
     checkpoint.save(FAMILIES["mtp"].create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
@@ -62,6 +65,9 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(tmp_path: Path, tiny
         daemon.sort_in(served(number, 0, "code"))
     (alarm,) = [one for one in versions.read_decisions(config.versions) if one["decision"] == "drift"]
     assert alarm["request_class"] == "code" and alarm["now"] < alarm["level"] and "drift: class 'code'" in told.getvalue()
+    with monkeypatch.context() as owing:
+        owing.setattr(daemon.throttle, "pay", lambda: False)
+        assert daemon.cycle() and daemon.counters.updates == 0, "what was done before is rested for first"
     daemon.cycle()
     assert daemon.counters.updates == 1 and daemon.counters.drift_alarms == 1 and not daemon.status.values["resting"]
     daemon.open.add([replace(served(0, 1, "code").records[0], round=1)])  # its beginning never comes

@@ -208,7 +208,7 @@ def test_damaged_state_and_damaged_live_version_do_not_stop_the_learner(loop: Ca
     (versions.folder_of(made.versions, 2) / "model.safetensors").write_bytes(b"torn")
     assert daemon.run(made.config) == 0
     assert versions.open_version(made.versions, versions.latest(made.versions))
-    assert any(one["decision"] == "rollback" and one["left"] == 2 for one in made.decisions())
+    assert any(one["decision"] == "rolled back" and one["left"] == 2 for one in made.decisions())
 
 
 def test_a_version_that_is_half_there_is_passed_over(loop: Callable[..., Any]) -> None:

@@ -40,8 +40,8 @@ def test_a_rollback_returns_to_the_nearest_version_that_is_whole_and_made_for_th
     assert "version 4 cannot be rolled back to version 3: it was made for target revision another" in caplog.text
     (versions.folder_of(publisher.root, 2) / "model.safetensors").write_bytes(b"torn")
     # What the decision compared with is gone: nothing is proven about the one before it.
-    assert not publisher.roll_back(2, "worse") and versions.latest(publisher.root) == 4 and publisher.parent_version == 1
-    assert publisher.roll_back(1, "worse") and publisher.version == versions.latest(publisher.root) == 1
+    assert not publisher.roll_back(2) and versions.latest(publisher.root) == 4 and publisher.parent_version == 1
+    assert publisher.roll_back(1) and publisher.version == versions.latest(publisher.root) == 1
     assert publisher.parent_version is None and publisher.open_floor() == (None, None)
 
 
@@ -65,8 +65,8 @@ def test_the_floor_is_the_first_version_that_is_whole_and_made_for_this_target(
     (versions.folder_of(publisher.root, 3) / versions.MANIFEST).unlink()
     assert publisher.open_floor()[0] == 4 and "version 6 cannot be rolled back to version 2" in caplog.text
     # It is the parent, or the live version itself: there is nothing more to hold it to.
-    assert publisher.roll_back(5, "worse") and publisher.parent_version == 4 and publisher.open_floor() == (None, None)
-    assert publisher.roll_back(4, "worse") and publisher.parent_version is None and publisher.open_floor() == (None, None)
+    assert publisher.roll_back(5) and publisher.parent_version == 4 and publisher.open_floor() == (None, None)
+    assert publisher.roll_back(4) and publisher.parent_version is None and publisher.open_floor() == (None, None)
 
 
 def test_versions_that_are_needed_are_not_pruned(made: Callable[..., Publisher], target: Target) -> None:

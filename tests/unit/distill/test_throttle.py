@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+from itertools import pairwise
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from draftsmith.distill.latency_guard import LEAST, LOOK_S, LatencyGuard, quantile, scraper
-from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.distill.throttle import MOST_REST_S, NoGuard, Throttle
 from draftsmith.errors import UserError
 from draftsmith.train.checkup.scrape import parse
 
@@ -19,13 +20,17 @@ class Time:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.is_set = False
+        self.longest_s = 0.0
 
     def __call__(self) -> float:
         return self.now_s
 
     def wait(self, seconds: float) -> None:
-        self.now_s += 0.0 if self.is_set else seconds
+        self.now_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+    def is_set(self) -> bool:
+        return False
 
 
 class Half:
@@ -42,8 +47,38 @@ def test_work_is_the_budgets_share_of_the_time(budget: float, guard: NoGuard, sh
         throttle.rest(worked_s)
     with throttle.work():
         time.now_s += 2.0
+    while not throttle.pay():
+        pass
+    assert time.longest_s <= MOST_REST_S
     assert throttle.worked_s == pytest.approx(6.1) and throttle.worked_s / time.now_s == pytest.approx(share)
     assert throttle.rested_s == pytest.approx(time.now_s - 6.1)
+
+
+def test_within_a_long_rest_somebody_looks_up_and_work_is_owed_the_rest_of_it() -> None:
+    """At the least share 26 s of scoring are owed 27 minutes."""
+    time = Time()
+    throttle = Throttle(LEAST, NoGuard(), time, clock=time)  # type: ignore[arg-type]
+    looked_s: list[float] = []
+    throttle.look_up = lambda: looked_s.append(time.now_s)
+    with throttle.work():
+        time.now_s += 26.0
+    assert throttle.rested_s == MOST_REST_S and throttle.owed_s > 25 and not looked_s
+    time.now_s += 1.0
+    throttle.rest(1.0)
+    assert throttle.worked_s / time.now_s == pytest.approx(LEAST) and throttle.owed_s == 0
+    assert max(b - a for a, b in pairwise(looked_s)) <= MOST_REST_S and len(looked_s) > 300
+
+
+def test_a_rest_is_short_when_the_server_has_time_again() -> None:
+    time = Time()
+
+    class Busy:
+        def share(self) -> float:
+            return LEAST if time.now_s < 20 else 1.0
+
+    throttle = Throttle(1.0, Busy(), time, clock=time)  # type: ignore[arg-type]
+    throttle.rest(10.0)
+    assert 20 <= time.now_s <= 20 + MOST_REST_S and throttle.owed_s == 0
 
 
 def test_a_rest_ends_when_the_learner_is_to_stop() -> None:

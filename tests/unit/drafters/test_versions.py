@@ -65,7 +65,7 @@ def test_rollback_points_back_logs_and_keeps_numbers_monotone(tmp_path: Path) ->
     assert versions.latest(tmp_path) == 1
     assert publish(tmp_path, "three") == 3
     (decision,) = versions.read_decisions(tmp_path)
-    assert decision["decision"] == "rollback" and decision["version"] == 1 and decision["left"] == 2
+    assert decision["decision"] == "rolled back" and decision["version"] == 1 and decision["left"] == 2
     assert decision["reason"] == "acceptance fell"
 
 
