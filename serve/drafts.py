@@ -33,7 +33,8 @@ class Drafts:
     # Rows that their draft did not draft, because it rests or has failed: what became of them says nothing about it.
     missed: frozenset[int] = frozenset()
     sampled: bool = True  # False: deterministic, no law was drawn from
-    copied: frozenset[int] = frozenset()  # deterministic rows among others: copied from text
+    undrawn: frozenset[int] = frozenset()  # deterministic rows among others
+    copied: frozenset[int] = frozenset()  # of these, rows that text drafted in place of the trained draft behind it
 
     @property
     def as_planned(self) -> bool:
@@ -48,7 +49,11 @@ class Drafts:
 
     def drawn(self, index: int) -> bool:
         """Whether the row was drafted by drawing from the draft's law, at the temperature chosen for it."""
-        return self.sampled and index not in self.copied and self.offered(index) > 0
+        return self.sampled and index not in self.undrawn and self.offered(index) > 0
+
+    def by_its_draft(self, index: int) -> bool:
+        """Whether the row was drafted by the draft that its request was given, and not by text in its place."""
+        return index < len(self.chains) and index not in self.missed and index not in self.copied
 
 
 def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Drafts:
@@ -80,7 +85,10 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Draf
     chains = [chain[:kept] for chain, kept in zip(chains, usable)]
     used = proposal.lengths if all(sound) else torch.tensor(usable, device=proposal.lengths.device)
     sampled = proposal.logits is not None
-    return Drafts(chains, sound, proposal.tokens, used, proposal.logits, sampled=sampled, copied=proposal.copied)
+    return Drafts(
+        chains, sound, proposal.tokens, used, proposal.logits,
+        sampled=sampled, undrawn=proposal.copied, copied=proposal.copied,
+    )  # fmt: skip
 
 
 def leading(flags: Sequence[int], length: int) -> int:
@@ -112,6 +120,7 @@ def joined(parts: Sequence[Part], num_rows: int) -> Drafts:
     tokens = like.new_full((num_rows, width), -1)
     lengths = like.new_zeros(num_rows)
     served: set[int] = set()
+    undrawn: set[int] = set()
     copied: set[int] = set()
     for rows, drafts in parts:
         for index, row in enumerate(rows):
@@ -120,7 +129,8 @@ def joined(parts: Sequence[Part], num_rows: int) -> Drafts:
         tokens[at, : drafts.tokens.shape[1]] = drafts.tokens.to(like)
         lengths[at] = drafts.lengths.to(like)
         served |= {row for index, row in enumerate(rows) if index not in drafts.missed}
-        copied |= {row for index, row in enumerate(rows) if not drafts.sampled or index in drafts.copied}
+        undrawn |= {row for index, row in enumerate(rows) if not drafts.sampled or index in drafts.undrawn}
+        copied |= {row for index, row in enumerate(rows) if index in drafts.copied}
     tree = None
     if any(part.drafts.tree is not None for part in parts):
         tree, logits = _joined_trees(parts, tokens, lengths)
@@ -130,6 +140,7 @@ def joined(parts: Sequence[Part], num_rows: int) -> Drafts:
         chains, sound, tokens, lengths, logits, tree,
         missed=frozenset(range(num_rows)) - served,
         sampled=any(part.drafts.sampled for part in parts),
+        undrawn=frozenset(undrawn),
         copied=frozenset(copied),
     )  # fmt: skip
 

@@ -345,8 +345,8 @@ class Engine:
             self.prefix.store(request)
 
     def _drafted_by(self, request: Request, index: int, drafts: Drafts | None) -> str | None:
-        """The version that drafted the row; None for a stand-in and for nobody."""
-        if drafts is None or index >= len(drafts.chains) or index in drafts.missed:
+        """The version that drafted the row; None for text in its place and for nobody."""
+        if drafts is None or not drafts.by_its_draft(index):
             return None
         return self.stats.draft_versions[request.route.draft]
 
@@ -354,7 +354,7 @@ class Engine:
         self, request: Request, index: int, drafts: Drafts | None, accepted: int, committed: int, version: str | None
     ) -> None:
         offered = 0 if drafts is None else drafts.offered(index)
-        request.speculation.add(offered, accepted, committed)
+        request.speculation.add(offered, accepted, committed, own=version is not None)
         if offered > 0:
             self.stats.count_round(offered, accepted, committed, version=version)
 

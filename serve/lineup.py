@@ -102,6 +102,4 @@ class Lineup:
         """The end of a request tells how its draft did for its class. Not one with a seed of its own: another with the same seed
         shares its draws, and a draft chosen by them would bias it."""
         if request.route.pool_class and request.shares:
-            told = request.speculation
-            reached = sum(min(kept + 1, offered) for offered, kept in zip(told.offered, told.accepted, strict=True))
-            self.router.heard(request.route, reached, sum(told.accepted))
+            self.router.heard(request.route, request.speculation.own_reached, request.speculation.own_kept)

@@ -119,14 +119,22 @@ class SpeculationStats:
     committed: list[int] = field(default_factory=list)  # after stop and EOS trimming
     num_passes: int = 0
     num_committed: int = 0
+    # Drafted tokens of its own draft (not of text in its place) whose prefix was kept, and how many of them were kept.
+    own_reached: int = 0
+    own_kept: int = 0
 
-    def add(self, offered: int, accepted: int, committed: int) -> None:
+    def add(self, offered: int, accepted: int, committed: int, *, own: bool) -> None:
+        """`own`: its own draft drafted."""
         self.num_passes += 1
         self.num_committed += committed
         if offered > 0:
+            kept = min(accepted, committed)
             self.offered.append(offered)
-            self.accepted.append(min(accepted, committed))
+            self.accepted.append(kept)
             self.committed.append(committed)
+            if own:
+                self.own_reached += min(kept + 1, offered)
+                self.own_kept += kept
 
 
 OnUpdate = Callable[["Request", Update], None]

@@ -13,6 +13,7 @@ from draftsmith.serve.routing import LIVE
 
 MAX_VERSIONS = 16  # counted apart, those that draft now in any case; a server that learns for months sees thousands
 MAX_PAUSES = 256  # of swaps, kept to tell what is usual
+TEXT = "text"  # the version of what text drafted in place of a trained draft
 PHASES = ("draft", "verify", "sample", "host")
 
 
@@ -39,7 +40,7 @@ class EngineStats:
     num_swaps_refused: int = 0
     draft_versions: dict[str, str] = field(default_factory=dict)  # by name of the draft; replaced, not changed
     routed: Counter[str] = field(default_factory=Counter)  # requests by name of the draft they were given
-    # `acceptance` of the served and the latest versions, oldest first.
+    # `acceptance` of the served and the latest versions, oldest first, and of `TEXT`.
     by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -58,7 +59,7 @@ class EngineStats:
 
     def count_round(self, offered: int, accepted: int, committed: int, *, version: str | None) -> None:
         """One request's share of a round that put `offered` >= 1 draft tokens before the target; `version` of the draft that
-        drafted them, None for a stand-in's."""
+        drafted them, None where text did in its place."""
         kept = min(accepted, committed)
         self.num_drafts += 1
         self.num_draft_tokens += offered
@@ -68,8 +69,7 @@ class EngineStats:
         for position in range(kept):
             self.accepted[position] += 1
         self.acceptance.add([offered], [accepted], [committed])
-        if version is not None:
-            self._of_version(version).add([offered], [accepted], [committed])
+        self._of_version(TEXT if version is None else version).add([offered], [accepted], [committed])
 
     def count_swap(self, draft: str, version: str, pause_s: float) -> None:
         self.draft_versions = {**self.draft_versions, draft: version}
@@ -84,7 +84,7 @@ class EngineStats:
     def _of_version(self, version: str) -> AcceptanceCounts:
         if version not in self.by_version:
             # One that still drafts must not begin at 0 again.
-            idle = [name for name in self.by_version if name not in self.draft_versions.values()]
+            idle = [name for name in self.by_version if name not in (TEXT, *self.draft_versions.values())]
             gone = idle[: max(0, len(self.by_version) + 1 - MAX_VERSIONS)]
             kept = {name: counts for name, counts in self.by_version.items() if name not in gone}
             # Replaced, not changed: a scrape may be walking through it.

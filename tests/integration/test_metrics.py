@@ -17,7 +17,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.metrics import MAX_CLASSES, OTHER_CLASSES
-from draftsmith.serve.stats import MAX_VERSIONS, EngineStats
+from draftsmith.serve.stats import MAX_VERSIONS, TEXT, EngineStats
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 PROMPT = [7, 8, 9] * 5
@@ -142,9 +142,11 @@ def test_versions_are_counted_apart_and_the_oldest_forgotten() -> None:
     assert stats.by_version["7"] == AcceptanceCounts([2, 1], [2, 0], {2: 2})
     assert stats.acceptance.rounds == 2 * (MAX_VERSIONS + 4)
     stats.draft_versions = {"": "5"}
+    stats.count_round(offered=1, accepted=1, committed=2, version=None)
     for version in range(100, 103):
         stats.count_round(offered=1, accepted=1, committed=2, version=str(version))
-    assert len(stats.by_version) == MAX_VERSIONS and list(stats.by_version)[:2] == ["5", "8"], "what drafts now is no oldest one"
+    assert len(stats.by_version) == MAX_VERSIONS and list(stats.by_version)[:2] == ["5", "9"], "what drafts now is no oldest one"
+    assert stats.by_version[TEXT].rounds == 1
 
 
 @pytest.mark.parametrize("source", ["docs/operations.md", "train/checkup/drafting.py", "train/checkup/load.py"])

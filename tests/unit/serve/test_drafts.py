@@ -40,6 +40,7 @@ def test_rows_that_were_not_drawn_have_one_hot_laws_beside_those_that_were() -> 
     expected[0, 5] = expected[1, 6] = 0.0
     assert torch.equal(found.logits[0], expected)
     assert [found.drawn(row) for row in range(3)] == [False, True, False]
+    assert [found.by_its_draft(row) for row in range(4)] == [True, True, False, False]
     silent = joined([Part([1], chains([5], drawn=False)), Part([0], chains([1], drawn=False))], 2)
     assert silent.logits is None and not silent.sampled and silent.chains == [[1], [5]]
 

@@ -7,15 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from draftsmith.drafters.draft_pool import DraftPool
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.record import RoundRecord
 from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.stats import TEXT
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -39,11 +43,14 @@ class Failing:
         return self.drafter.propose(inputs)
 
 
-class Same:
-    """Drafts one and the same token."""
+class Knowing:
+    """Matches text, and the text is the answer."""
 
-    family = "same"
+    family = "knowing"
     taps: tuple[int, ...] = ()
+
+    def __init__(self, text: list[int]):
+        self.text = text
 
     def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
         return None
@@ -52,8 +59,9 @@ class Same:
         return last + 1
 
     def propose(self, inputs: DraftInputs) -> Proposal:
-        shape = len(inputs.num_draft), int(inputs.num_draft.max())
-        return Proposal(tokens=torch.full(shape, 9), lengths=inputs.num_draft, logits=None)
+        width = int(inputs.num_draft.max())
+        drafts = [(self.text + [9] * width)[len(history) :][:width] for history in inputs.histories]
+        return Proposal(tokens=torch.tensor(drafts), lengths=inputs.num_draft, logits=None)
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +72,35 @@ def head(target: Target) -> Eagle3:
 def test_text_drafts_while_the_draft_rests(
     target: Target, head: Eagle3, greedy_text: Callable, records: list[RoundRecord]
 ) -> None:
-    drafter = Failing(head, 4)
-    engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7", fallback=Same())
-    (completion,) = engine.generate([PROMPT], GREEDY)
-    assert completion.tokens == greedy_text(PROMPT, 60)
+    drafter, answer = Failing(head, 4), greedy_text(PROMPT, 60)
+    engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7", fallback=Knowing(PROMPT + answer))
+    engine.lineup.router.pool = DraftPool({"code": "c01"})
+    request = engine.submit(PROMPT, GREEDY, request_class="code")
+    while engine.busy:
+        engine.step()
+    assert request.output == answer
     # 1 + 3 + 7 rounds of rest between the failures; the head then reads everything from the beginning.
     assert engine.stats.fallbacks["raised"] == 4 and drafter.starts[0] == 0
     drafted = [record for record in records if record.drafted]
-    # The draft's own rounds alone are told as the draft's.
-    assert len(drafted) == sum(engine.stats.by_version["7"].committed.values()) < engine.stats.num_drafts - 8
+    # The draft's own rounds alone are told as the draft's, those of text as text's.
+    own, text = engine.stats.by_version["7"], engine.stats.by_version[TEXT]
+    assert len(drafted) == own.rounds == engine.stats.num_drafts - text.rounds and text.rounds >= 10
+    assert sum(text.accepted) == sum(text.offered) > 0 and sum(own.accepted) < sum(own.offered)
+    # By them alone the draft is compared with another.
+    (measured,) = engine.lineup.router._measured.values()
+    assert list(measured.shares) == [sum(own.accepted) / sum(own.offered)]
     told = [token for record in records for token in record.context + record.committed]
-    assert told == PROMPT + completion.tokens
+    assert told == PROMPT + answer
+
+
+def test_what_text_drafts_in_front_of_a_draft_is_not_the_drafts(target: Target, head: Eagle3, records: list[RoundRecord]) -> None:
+    drafter = TextFirst(head, Suffix(), share=0.5)
+    engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7")
+    (completion,) = engine.generate([[7, 8, 9] * 5], GREEDY)
+    own, text = engine.stats.by_version["7"], engine.stats.by_version[TEXT]
+    assert own.rounds > 0 < text.rounds and own.rounds + text.rounds == engine.stats.num_drafts
+    assert sum(text.accepted) > 0 and completion.speculation.own_reached == sum(own.offered)
+    assert len([record for record in records if record.drafted]) == own.rounds
 
 
 def test_without_a_fallback_nobody_drafts_meanwhile(target: Target, head: Eagle3) -> None:
