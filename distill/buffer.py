@@ -129,8 +129,9 @@ class BufferWriter:
             return
         self._looked_s = now_s
         try:
-            unread = marks.unread_bytes(self.folder)
-            self._forgotten = marks.forgotten(self.folder)
+            names = self.folder.names()
+            unread = marks.unread_bytes(self.folder, names)
+            self._forgotten = marks.forgotten(names)
         except OSError as error:
             logger.debug("buffer %s cannot be looked into (%s)", self.folder.url, error)
             return
@@ -201,6 +202,8 @@ class Reading:
     cursor: Cursor  # what to save together with what was made of the records
     more: bool  # whether shards are left
     damaged: int
+    # Answers whose records may be kept nowhere any more; `marks.is_forgotten` tells by a record's request.
+    forgotten: frozenset[str] = frozenset()
 
 
 class BufferReader:
@@ -216,9 +219,10 @@ class BufferReader:
 
     def read(self, *, max_records: int = 4096) -> Reading:
         """New records in the order of their shards, whole shards until `max_records` is passed."""
-        # First whatever the file system may refuse: behind the cursor nothing is read again.
-        answers = self.forgotten()
-        unread = in_turn([shard for shard in self.folder.shards() if is_unread(shard, self.cursor)])
+        # First whatever the file system may refuse: behind the cursor nothing is read again. One listing, since stores charge.
+        names = self.folder.names()
+        answers = marks.forgotten(names)
+        unread = in_turn([shard for shard in self.folder.shards_among(names) if is_unread(shard, self.cursor)])
         records: list[RoundRecord] = []
         done, damaged = 0, self.damaged
         for shard in unread:
@@ -230,11 +234,7 @@ class BufferReader:
             done += 1
         self._mark()
         kept = [record for record in records if not marks.is_forgotten(record.request, answers)]
-        return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged)
-
-    def forgotten(self) -> frozenset[str]:
-        """Answers whose records may be kept nowhere any more; `marks.is_forgotten` tells by a record's request."""
-        return marks.forgotten(self.folder)
+        return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers)
 
     def _mark(self) -> None:
         """Tells the writers how far it is. A reader of a buffer that it may not write to is one that they do not wait for."""

@@ -22,6 +22,7 @@ class CanaryDesk:
     def __init__(self, publisher: Publisher, config: GateConfig):
         self.publisher, self.config = publisher, config
         self.trial: Trial | None = None
+        self.is_unseen = False
 
     @property
     def version(self) -> int | None:
@@ -31,6 +32,12 @@ class CanaryDesk:
         """`live` as records name it."""
         if self.trial is not None:
             self.trial.observe(text, live=live, canary=str(self.trial.version), drop=self.config.drop)
+
+    def notices_silence(self) -> bool:
+        """True once, when servers turn out to draft for nobody."""
+        was_unseen = self.is_unseen
+        self.is_unseen = self.trial is not None and self.trial.is_unseen(self.config)
+        return self.is_unseen and not was_unseen
 
     def begin(self, version: int) -> None:
         write_canary(self.publisher.root, Canary(version, self.config.canary))

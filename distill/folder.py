@@ -6,7 +6,7 @@ import io
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +47,12 @@ class Folder:
         self.url = url
 
     def shards(self) -> list[Shard]:
-        """In order of time."""
+        return self.shards_among(self.names())
+
+    def shards_among(self, names: Mapping[str, int]) -> list[Shard]:
+        """In order of time; `names` as listed."""
         found = []
-        for name, size in self.names().items():
+        for name, size in names.items():
             if match := NAME.fullmatch(name):
                 path = f"{self.root}/{name}"
                 found.append(Shard(int(match["time_ms"]), match["writer"], int(match["number"]), path, size))

@@ -64,8 +64,8 @@ class Lineage:
         self.is_gate_due = False  # stays set while held-out requests are too few, or a full disk prevents a publication
         self.num_unjudged = 0  # held-out texts since the last look at a version in quarantine
         self.report: UpdateReport | None = None
-        self.watch = LiveWatch(self.publisher, self.config.gate, max_length=self.length)
         self.live = self._live_scorer()
+        self.watch = LiveWatch(self.publisher, self.config.gate, self.live)
 
     def _live_scorer(self) -> Scorer:
         return Scorer(self.publisher.live, self.site.target, max_length=self.length)
@@ -119,7 +119,8 @@ class Lineage:
 
     def forget(self, answers: frozenset[str]) -> None:
         self.fresh, self.window = remembered(self.fresh, answers), remembered(self.window, answers)
-        self.watch.texts = remembered(self.watch.texts, answers)
+        self.live.forget(answers)
+        self.watch.forget(answers)
         self.learner.reservoir.forget(answers)
 
     # Turns.
@@ -263,7 +264,7 @@ class Lineage:
         """Error budgets and the watch count from here; a version on trial was compared with another one."""
         self.canary.end()
         self.live = self._live_scorer()
-        self.watch.begin()
+        self.watch.begin(self.live)
         self.learner.live_changed(self.publisher.live.state_dict())
         self._notice_target()
         self.ledger = Ledger()
@@ -287,7 +288,7 @@ class Lineage:
         left = self.publisher.version
         if not self.publisher.roll_back(version):
             self.tell(f"version {left} is worse than {version} ({watched.reason}), which cannot be returned to any more")
-            self.watch.begin()
+            self.watch.begin(self.live)
             return
         self.rolled_back(left, watched.to_dict())
         self._new_live_version()
@@ -303,6 +304,8 @@ class Lineage:
     # A version on trial.
 
     def judge_canary(self) -> None:
+        if self.canary.notices_silence():
+            self.tell(f"version {self.canary.version} is on trial and servers draft for nobody; the trial waits until they do")
         verdict = self.canary.judge(self.live, self.window, max_depth=self.depth)
         if verdict is None or self.canary.trial is None:
             return

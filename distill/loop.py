@@ -23,8 +23,9 @@ from draftsmith.distill.state import Counters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.distill.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
+from draftsmith.drafters.draft_pool import pool_root
 from draftsmith.drafters.ranks import Channel
-from draftsmith.files import signature
+from draftsmith.files import signature, sweep
 
 RETENTION_S = 30.0
 
@@ -36,6 +37,8 @@ class Daemon:
         """`channel` leads to other processes that share the work of an update."""
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
+        for folder in (self.root, pool_root(self.root)):
+            sweep(folder)
         self.target_files = signature(config.target, "*.safetensors")
         self.is_outdated = False  # the servers run weights that have come into the target's folder since
         self.target = load_target(config.target, dtype=config.dtype, device=config.device)
@@ -131,7 +134,6 @@ class Daemon:
         """True when there was something to do. While work is owed a rest, nothing is worked on."""
         for one in self.lineages.values():
             one.follow()
-        self.forget()
         arrived = self.take_in()
         is_rested = self.throttle.pay()
         has_update = is_rested and self.work()
@@ -152,9 +154,8 @@ class Daemon:
             one.follow()
         self.show()
 
-    def forget(self) -> None:
+    def forget(self, answers: frozenset[str]) -> None:
         """What was taken out of the buffer on demand leaves this process and its saved state too."""
-        answers = self.reader.forgotten()
         if answers == self.forgotten:
             return
         self.open.forget(answers)
@@ -170,6 +171,7 @@ class Daemon:
         self.counters.damaged_shards += reading.damaged
         own = [record for record in reading.records if record.target_revision in ("", self.target.revision)]
         self.open.add(own)  # first of all: the reader goes on behind them, whatever happens here
+        self.forget(reading.forgotten)
         if len(own) < len(reading.records):
             if not self.counters.foreign:
                 self.status.event(f"records of another target than {self.target.name!r} are left out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterable, Mapping
 
 from draftsmith.distill.folder import Cursor, Folder, is_unread
 
@@ -21,15 +22,15 @@ def leave_progress(folder: Folder, reader: str, cursor: Cursor) -> None:
     folder.write(f"reader-{reader}.json", json.dumps(mark).encode())
 
 
-def unread_bytes(folder: Folder) -> int:
-    """Of the reader that is furthest behind; 0 where nobody reads."""
+def unread_bytes(folder: Folder, names: Mapping[str, int]) -> int:
+    """Of the reader that is furthest behind; 0 where nobody reads. `names` is what the folder lists."""
     cursors = []
-    for name in folder.names():
+    for name in names:
         if PROGRESS.fullmatch(name):
             mark = _progress(folder, name)
             if mark is not None and time.time() - mark["time_s"] < GONE_S:
                 cursors.append(mark["cursor"])
-    shards = folder.shards() if cursors else []
+    shards = folder.shards_among(names) if cursors else []
     return max((sum(shard.bytes for shard in shards if is_unread(shard, cursor)) for cursor in cursors), default=0)
 
 
@@ -56,9 +57,9 @@ def forget(folder: Folder, answer: str) -> None:
     folder.write(f"forgotten-{answer}", b"")
 
 
-def forgotten(folder: Folder) -> frozenset[str]:
-    """Hashed ids of answers."""
-    found = (FORGOTTEN.fullmatch(name) for name in folder.names())
+def forgotten(names: Iterable[str]) -> frozenset[str]:
+    """Hashed ids of answers, of what a folder lists."""
+    found = (FORGOTTEN.fullmatch(name) for name in names)
     return frozenset(match["answer"] for match in found if match)
 
 

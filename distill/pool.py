@@ -16,7 +16,7 @@ import numpy as np
 from draftsmith.distill.clusters import find_clusters
 from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.pool_policy import ClassTraffic, Member, Move, moves, resolved
-from draftsmith.distill.scoring import Scored, Scorer
+from draftsmith.distill.scoring import Scored
 from draftsmith.distill.standing import Standing
 from draftsmith.distill.traffic import ServedText
 from draftsmith.drafters import versions
@@ -45,8 +45,6 @@ class Pooled:
     standing: Standing
     is_serving: bool
     requests: int = 0  # since it began to learn
-    live: Scorer | None = None  # the live draft on this class's texts
-    live_version: int = 0
 
     def copied(self, version: int) -> int | None:
         """Which version of the live draft a version of its own is a copy of; None for a candidate that won."""
@@ -161,13 +159,9 @@ class ClassPool:
     def _look(self, one: Pooled) -> None:
         if one.lineage.made_for or self.shared.made_for:
             return
-        shared = self.shared.publisher
-        if one.live is None or one.live_version != shared.version:
-            one.live = Scorer(shared.live, self.site.target, max_length=self.shared.length)
-            one.live_version = shared.version
         texts, depth = one.lineage.window, one.lineage.depth
-        own, live = (scorer.score(texts, max_depth=depth) for scorer in (one.lineage.live, one.live))
-        pair = (one.lineage.publisher.version, shared.version)
+        own, live = (scorer.score(texts, max_depth=depth) for scorer in (one.lineage.live, self.shared.live))
+        pair = (one.lineage.publisher.version, self.shared.publisher.version)
         one.standing.look([text.request for text in texts], alphas(live), alphas(own), versions=pair)
 
     def _member(self, one: Pooled) -> Member:

@@ -18,7 +18,7 @@ from draftsmith.distill.gate import Comparison, compare, differences_of
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.scoring import Scorer
 from draftsmith.distill.sequential import Ledger
-from draftsmith.distill.traffic import ServedText, depth_of
+from draftsmith.distill.traffic import ServedText, depth_of, remembered
 from draftsmith.drafters.interface import TrainedDrafter
 
 
@@ -57,14 +57,14 @@ class Watched:
 class LiveWatch:
     """The live version and the earlier ones that it is held to, with the scores that they have already."""
 
-    def __init__(self, publisher: Publisher, config: GateConfig, *, max_length: int):
-        self.publisher, self.config, self.max_length = publisher, config, max_length
+    def __init__(self, publisher: Publisher, config: GateConfig, live: Scorer):
+        self.publisher, self.config = publisher, config
         self.latest: Watched | None = None
-        self.begin()
+        self.begin(live)
 
-    def begin(self) -> None:
+    def begin(self, live: Scorer) -> None:
         """With whatever is live now."""
-        self.live = self._scorer(self.publisher.live)
+        self.live = live
         self.held_to: list[Earlier] | None = None
         self.texts: list[ServedText] = []
         self.num_new = 0  # since the last look
@@ -75,8 +75,13 @@ class LiveWatch:
             self.texts = [*self.texts, text][-self.config.window :]
             self.num_new += 1
 
+    def forget(self, answers: frozenset[str]) -> None:
+        self.texts = remembered(self.texts, answers)
+        for one in self.held_to or ():
+            one.scorer.forget(answers)
+
     def _scorer(self, drafter: TrainedDrafter) -> Scorer:
-        return Scorer(drafter, self.publisher.target, max_length=self.max_length)
+        return Scorer(drafter, self.publisher.target, max_length=self.live.max_length)
 
     def _earlier(self) -> list[Earlier]:
         """The parent first. It has to be better by `drop`, since learning goes on; the floor, as a candidate, by what is worth a

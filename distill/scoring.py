@@ -17,6 +17,7 @@ import torch
 
 from draftsmith.distill.logged_alpha import logged_alpha
 from draftsmith.distill.logged_law import Logged, disagreement, sampling_rows
+from draftsmith.distill.marks import is_forgotten
 from draftsmith.distill.traffic import ServedText
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target import Target
@@ -26,6 +27,8 @@ from draftsmith.train.objective import Unrollable
 
 # Rows of full-vocabulary logits held at once.
 CHUNK = 512
+# Texts whose scores a draft keeps: several windows ask for them, of which some texts are the same.
+MOST_KNOWN = 512
 # Mean total variation of a text between logged and own p: a server in another precision differs by less, another target by more.
 MAX_DISAGREEMENT = 0.1
 
@@ -59,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class Scorer:
-    """A draft with the scores it already has: a live draft meets the same texts at every decision."""
+    """A draft with the scores it already has: a live draft meets a text at every decision, in more windows than one."""
 
     def __init__(self, drafter: Unrollable, target: Target, *, max_length: int):
         self.drafter, self.target, self.max_length = drafter, target, max_length
@@ -70,9 +73,14 @@ class Scorer:
         new = [text for text, key in zip(texts, keys, strict=True) if key not in self._known]
         found = score(self.drafter, self.target, new, max_depth=max_depth, max_length=self.max_length)
         fresh = {(text.request, max_depth): one for text, one in zip(new, found, strict=True)}
-        # What left the window is forgotten.
-        self._known = {key: fresh[key] if key in fresh else self._known[key] for key in keys}
-        return [self._known[key] for key in keys]
+        asked = {key: fresh[key] if key in fresh else self._known.pop(key) for key in dict.fromkeys(keys)}
+        # Last what was asked for last; what nobody has asked for since longest is forgotten first.
+        kept = list((self._known | asked).items())
+        self._known = dict(kept[-max(MOST_KNOWN, len(asked)) :])
+        return [asked[key] for key in keys]
+
+    def forget(self, answers: frozenset[str]) -> None:
+        self._known = {key: one for key, one in self._known.items() if not is_forgotten(key[0], answers)}
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ class StateFolder:
     ) -> None:
         """`lineages` by folder, the shared one's being ""; `pool` is what a pool knows beside its own. Without records nothing
         that was served reaches the disk, and a restart goes on without what it had in hand."""
-        self._sweep()
+        files.sweep(self.root)
         number = max(self.numbers(), default=0) + 1
         with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
             _write_records(folder / "open.parquet", open_records if with_records else [])
@@ -158,12 +158,6 @@ class StateFolder:
         for name, one in saved.items():
             one.fill(learners[name])
         return Restored(values["cursor"], counters, records, {name: one.state for name, one in saved.items()}, values["pool"])
-
-    def _sweep(self) -> None:
-        """What a kill left half-written."""
-        if self.root.is_dir():
-            for leftover in self.root.glob(".state-*.tmp"):
-                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _save_lineage(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from draftsmith.distill.sequential import BoundedEvidence
 from draftsmith.distill.traffic import ServedText
 from draftsmith.drafters.canary import in_canary
 
-# So many times `gate.canary_requests` in vain: servers do not draft with this version.
+# So many times `gate.canary_requests` in vain, while the live version drafts: servers do not draft with this one.
 PATIENCE = 10
 # Request classes with a level of their own, however many clients invent.
 MOST_LEVELS = 64
@@ -56,6 +56,7 @@ class Trial:
     share: float
     drafted: int = 0  # requests of the share that this version drafted for
     missed: int = 0  # and those that it did not draft for
+    elsewhere: int = 0  # requests of the others that were drafted for
     chosen: Mean = field(default_factory=Mean)  # x of the share
     others: Mean = field(default_factory=Mean)
     worse: BoundedEvidence = field(default_factory=BoundedEvidence)  # it is accepted less than the live version
@@ -72,6 +73,7 @@ class Trial:
         is_drafted = is_chosen and any(record.draft_version == canary for record in rounds)
         self.drafted += is_drafted
         self.missed += is_chosen and not is_drafted
+        self.elsewhere += bool(rounds) and not is_chosen
         reached = sum(min(record.accepted + 1, len(record.drafted)) for record in rounds)
         # Nothing drafted is nothing accepted: that is how a version that fails, or is never sure enough, shows.
         x = sum(record.accepted for record in rounds) / max(1, reached)
@@ -88,6 +90,17 @@ class Trial:
         level.add(x)
         (self.chosen if is_chosen else self.others).add(x)
 
+    @property
+    def awaited(self) -> float:
+        """For how many requests of the share it should have drafted: as often as servers draft elsewhere. They draft for none
+        where no draft pays, which is no reason to give a version up."""
+        often = self.elsewhere / self.others.count if self.others.count else 1.0
+        return (self.drafted + self.missed) * often
+
+    def is_unseen(self, config: GateConfig) -> bool:
+        """Servers draft for nobody: the trial waits, without evidence."""
+        return self.missed >= config.canary_requests and self.others.count > 0 and self.drafted + self.elsewhere == 0
+
     def verdict(self, config: GateConfig) -> Verdict | None:
         """None while it goes on."""
         told = f"accepted {self.chosen.value:.3f} in its share, {self.others.value:.3f} elsewhere, in {self.drafted} requests"
@@ -95,7 +108,7 @@ class Trial:
             return Verdict("rolled back", told)
         if self.fine.value * config.error >= 1:
             return Verdict("promoted", told)
-        if self.missed >= PATIENCE * config.canary_requests:
+        if self.awaited >= PATIENCE * config.canary_requests and self.drafted < config.canary_requests:
             return Verdict("rolled back", f"servers drafted with it in {self.drafted} of {self.drafted + self.missed} requests")
         if self.drafted < config.canary_requests:
             return None
@@ -108,6 +121,7 @@ class Trial:
             "share": self.share,
             "requests": self.drafted,
             "missed": self.missed,
+            "elsewhere": self.elsewhere,
             "acceptance": self.chosen.value,
             "acceptance_elsewhere": self.others.value,
             "worse_evidence": self.worse.value,

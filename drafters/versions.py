@@ -25,7 +25,6 @@ MANIFEST = "manifest.json"
 CURRENT = "current"
 DECISIONS = "decisions.jsonl"
 FOLDER = re.compile(r"v(\d{6,})")
-LEFTOVER = re.compile(r"\.(v\d{6,}|current|canary\.json)\.[0-9a-f]{8}\.(tmp|old)")
 
 
 def folder_of(root: str | Path, version: int) -> Path:
@@ -74,7 +73,7 @@ def publish(
     """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(root)
+    files.sweep(root)
     version = _next_version(root)
     with files.atomic_folder(folder_of(root, version)) as temporary:
         save(temporary)
@@ -197,16 +196,6 @@ def _next_version(root: Path) -> int:
     """One more than any folder, whole or broken, and than `current`: a number never means two things."""
     taken = [int(match[1]) for entry in root.iterdir() if (match := FOLDER.fullmatch(entry.name))]
     return max([*taken, latest(root) or 0], default=0) + 1
-
-
-def _remove_leftovers(root: Path) -> None:
-    for entry in root.iterdir():
-        if not LEFTOVER.fullmatch(entry.name):
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
 
 
 def _hashes(folder: Path) -> dict[str, str]:

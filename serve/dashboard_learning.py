@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.draft_pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.versions import DECISIONS, latest, read_decisions, read_manifest, versions
 from draftsmith.errors import UserError
 
@@ -32,7 +33,7 @@ class Learning:
     versions: str | None = None  # the folder that the server follows
     buffer: str | None = None  # where rounds are recorded
     _manifests: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _decisions: tuple[tuple[int, int], list[dict[str, Any]]] = ((0, 0), [])
+    _decisions: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = field(default_factory=dict)  # with what was seen
     _buffer: tuple[float, dict[str, Any] | None] = (-math.inf, None)
 
     def read(self) -> dict[str, Any]:
@@ -68,17 +69,35 @@ class Learning:
         return self._manifests[version]
 
     def _read_decisions(self) -> list[dict[str, Any]]:
-        """The latest, oldest first."""
+        """The latest about any draft, oldest first; one about a class's draft names the class."""
         if self.versions is None:
             return []
+        classes = self._class_folders(self.versions)
+        found = self._decisions_in(Path(self.versions))
+        for name, folder in classes.items():
+            found = found + [{"class": name, **one} for one in self._decisions_in(folder)]
+        kept = {Path(self.versions), *classes.values()}
+        self._decisions = {folder: seen for folder, seen in self._decisions.items() if folder in kept}
+        return sorted(found, key=lambda one: one.get("time_s") or 0.0)[-DECISIONS_SHOWN:]
+
+    def _class_folders(self, root: str) -> dict[str, Path]:
+        """By class, of the drafts that there are now."""
         try:
-            state = (Path(self.versions) / DECISIONS).stat()
+            pool = read_pool(root) or DraftPool()
+        except (OSError, UserError):
+            # The watcher says so.
+            return {}
+        return {name: pool_root(root) / folder for name, folder in {**pool.classes, **pool.learning}.items()}
+
+    def _decisions_in(self, folder: Path) -> list[dict[str, Any]]:
+        try:
+            state = (folder / DECISIONS).stat()
         except OSError:
             return []
         signature = (state.st_size, state.st_mtime_ns)
-        if signature != self._decisions[0]:
-            self._decisions = (signature, finite(read_decisions(self.versions)[-DECISIONS_SHOWN:]))
-        return self._decisions[1]
+        if folder not in self._decisions or signature != self._decisions[folder][0]:
+            self._decisions[folder] = (signature, finite(read_decisions(folder)[-DECISIONS_SHOWN:]))
+        return self._decisions[folder][1]
 
     def _read_status(self) -> dict[str, Any] | None:
         if self.versions is None:

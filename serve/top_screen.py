@@ -135,10 +135,11 @@ def _learner(data: Data) -> Iterator[Line]:
 def _decisions(data: Data) -> Iterator[Line]:
     for one in reversed(data["decisions"][-DECISIONS_SHOWN:]):
         clock = time.strftime("%H:%M:%S", time.localtime(one.get("time_s", 0.0)))
+        of_class = f" of {one['class']}" if one.get("class") else ""
         version = "" if one.get("version") is None else f" version {one['version']}"
         style = RED if one in data["alarms"] else GREEN if one.get("decision") == "accept" else ""
         gain = "" if one.get("gain") is None else f" ({number(one['gain'], 4)})"
-        yield Line(f"{clock} {one.get('decision', '')}{version}: {one.get('reason', '')}{gain}", style)
+        yield Line(f"{clock} {one.get('decision', '')}{version}{of_class}: {one.get('reason', '')}{gain}", style)
 
 
 def _row(label: str, text: str) -> Line:

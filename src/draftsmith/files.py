@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from typing import Any
 from draftsmith.errors import UserError
 
 Signature = list[tuple[str, int, int]]
+# What a kill leaves of the writers below.
+LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
 
 
 @contextmanager
@@ -56,6 +59,18 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def sweep(folder: str | Path) -> None:
+    """Removes what killed writers left; for the folder's only writer."""
+    folder = Path(folder)
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if not LEFTOVER.fullmatch(entry.name):
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def plain(value: Any) -> Any:

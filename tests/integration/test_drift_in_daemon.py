@@ -13,6 +13,7 @@ import torch
 
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
 from draftsmith.distill.drift import BASELINE
+from draftsmith.distill.folder import Folder
 from draftsmith.distill.gate import Decision
 from draftsmith.distill.loop import Daemon
 from draftsmith.distill.status import Status
@@ -66,8 +67,11 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     (alarm,) = [one for one in versions.read_decisions(config.versions) if one["decision"] == "drift"]
     assert alarm["request_class"] == "code" and alarm["now"] < alarm["level"] and "drift: class 'code'" in told.getvalue()
     with monkeypatch.context() as owing:
+        listed: list[str] = []
         owing.setattr(daemon.throttle, "pay", lambda: False)
+        owing.setattr(Folder, "names", lambda self: listed.append(self.url) or {})
         assert daemon.cycle() and daemon.counters.updates == 0, "what was done before is rested for first"
+        assert listed == [config.buffer], "a store charges for every listing"
     daemon.cycle()
     assert daemon.counters.updates == 1 and daemon.counters.drift_alarms == 1 and not daemon.status.values["resting"]
     daemon.open.add([replace(served(0, 1, "code").records[0], round=1)])  # its beginning never comes

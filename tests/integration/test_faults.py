@@ -221,6 +221,9 @@ def test_a_version_that_is_half_there_is_passed_over(loop: Callable[..., Any]) -
     weights = half / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     shutil.copytree(half, made.versions / ".v000003.0123abcd.tmp")
+    files.write_text(made.versions / "pool" / ".pool.json.0123abcd.tmp", "{")
+    daemon.run(replace(made.config, max_updates=0))
+    assert not [path for path in made.versions.rglob(".*") if path.suffix == ".tmp"], "swept at the start, not at a publication"
     assert daemon.run(made.config) == 0
     assert versions.latest(made.versions) == 3 and versions.versions(made.versions) == [1, 3]
     assert not list(made.versions.glob(".v*")) and versions.open_version(made.versions, 3)

@@ -70,6 +70,31 @@ def test_score_of_the_served_draft_predicts_its_acceptance(
     assert abs(flat.mean() - alpha.mean()) > 2 * error
 
 
+def test_texts_are_scored_once_however_many_windows_ask(
+    monkeypatch: pytest.MonkeyPatch, target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    """The gate's window and the watch's take turns, as a learner's cycles do: 26 are asked for, 10 scored; memory of the latest window alone scores 16."""
+    texts = texts_of(serving(target, bigram(288), prompts(10), traffic()))
+    counts: list[int] = []
+
+    def counted(drafter, target, texts, **options):
+        counts.append(len(texts))
+        return score(drafter, target, texts, **options)
+
+    monkeypatch.setattr(scoring, "score", counted)
+    live = Scorer(bigram(288, seed=3), target, max_length=512)
+    windows = [texts[:8], texts[4:6], texts[:8], texts[2:]]
+    found = [live.score(window, max_depth=3) for window in windows]
+    assert counts == [8, 0, 0, 2]
+    assert all(a is b for a, b in zip(found[0][2:], found[3][:6], strict=True))
+    monkeypatch.setattr(scoring, "MOST_KNOWN", 4)
+    live.score(texts[:2], max_depth=3), live.score(texts[6:8], max_depth=3), live.score(texts[:2], max_depth=3)
+    live.score(texts, max_depth=3)
+    assert counts[4:] == [0, 2, 0, 6] and len(live._known) == 10, "bounded, but never below what is asked for at once"
+    live.forget(frozenset(text.request.partition("-")[0] for text in texts[:3]))
+    assert not live._known.keys() & {(text.request, 3) for text in texts[:3]}
+
+
 def test_texts_of_another_target_contradict_their_logged_laws(
     target: Target, tiny_target: Callable, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
 ) -> None:
@@ -83,22 +108,6 @@ def test_texts_of_another_target_contradict_their_logged_laws(
     scorer = Scorer(sharp, target, max_length=512)
     decision = decide(scorer, bigram(288), foreign, GateConfig(requests=16), max_depth=3, evidence=Evidence())
     assert decision.decision == "refuse" and "contradict" in decision.reason
-
-
-def test_scorer_remembers_scores_of_texts_still_asked_for(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = texts_of(serving(target, bigram(288), prompts(6), traffic()))
-    scorer = Scorer(bigram(288), target, max_length=512)
-    first = scorer.score(texts[:4], max_depth=3)
-    asked: list[int] = []
-    real = scoring.score
-    monkeypatch.setattr(scoring, "score", lambda d, t, new, **size: asked.append(len(new)) or real(d, t, new, **size))
-    second = scorer.score(texts[2:], max_depth=3)
-    assert asked == [2]
-    assert all(np.array_equal(a.alpha, b.alpha) for a, b in zip(first[2:], second[:2], strict=True))
-    scorer.score(texts[:1], max_depth=3)
-    assert asked == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from draftsmith.distill.canary import CanaryDesk
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.traffic import ServedText, stitch
 from draftsmith.distill.trial import MOST_LEVELS, PATIENCE, Trial
@@ -167,6 +168,24 @@ def test_a_version_that_no_server_drafts_with_is_given_up() -> None:
         assert trial.verdict(config) is None
         trial.observe(served(request(True, number)), live="1", canary="2", drop=config.drop)
     assert "in 0 of 20 requests" in trial.verdict(config).reason
+
+
+def test_a_trial_waits_while_servers_draft_for_nobody() -> None:
+    """As at k = 0. Once they draft, and never with it, it is given up as any other."""
+    config, share = GateConfig(canary_requests=4), 0.25
+    desk = CanaryDesk(None, config)  # type: ignore[arg-type]
+    desk.trial = trial = Trial(2, share)
+    silences = []
+    for number in range(1000):
+        desk.observe(served(f"r{number}", 0, version="", drafted=0), "1")
+        silences.append(desk.notices_silence())
+        assert trial.verdict(config) is None
+    assert trial.missed > PATIENCE * config.canary_requests and trial.elsewhere == 0
+    assert silences.count(True) == 1 and silences.index(True) < 50
+    for number in range(1000, 1400):
+        desk.observe(served(f"r{number}", 2), "1")
+        assert not desk.notices_silence()
+    assert "in 0 of" in trial.verdict(config).reason
 
 
 def test_classes_that_clients_invent_are_bounded() -> None:

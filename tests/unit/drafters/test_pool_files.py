@@ -104,10 +104,12 @@ def test_buckets_share_tokens_evenly_and_a_vector_has_length_one() -> None:
 
 
 def test_leftovers_of_a_kill_are_swept(tmp_path: Path) -> None:
-    leftover = tmp_path / f".{CANARY}.0123abcd.tmp"
-    leftover.write_text("{")
+    for name in (CANARY, "status.json"):
+        (tmp_path / f".{name}.0123abcd.tmp").write_text("{")
+    (tmp_path / ".v000003.00000000.old").mkdir()
+    (tmp_path / ".by-hand.tmp").write_text("of somebody else")
     versions.publish(tmp_path, lambda folder: None, family="fake", target={}, parent=None, data_range={}, gate={})
-    assert not leftover.exists()
+    assert {path.name for path in tmp_path.glob(".*")} == {".by-hand.tmp"}
 
 
 def test_they_import_no_torch() -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+from draftsmith.drafters.draft_pool import DraftPool, write_pool
 from draftsmith.drafters.versions import publish, record_decision, rollback
 from draftsmith.serve.dashboard_learning import DECISIONS_SHOWN, VERSIONS_SHOWN, Learning
 
@@ -53,6 +54,26 @@ def test_new_decisions_are_seen_and_alarms_are_those_an_operator_looks_at(tmp_pa
         record_decision(tmp_path, {"decision": decision})
         assert learning.read()["decisions"][-1]["decision"] == decision
     assert [one["decision"] for one in learning.read()["alarms"]] == ["refuse", "rolled back", "drift"]
+
+
+def test_decisions_about_a_class_are_told_with_its_name_in_their_turn(tmp_path: Path) -> None:
+    learning = Learning(str(tmp_path))
+    pool = tmp_path / "pool"
+    write_pool(tmp_path, DraftPool({"code": "c01"}, {"prose": "c02"}))
+    record_decision(tmp_path, {"decision": "new class", "class": "code"})
+    record_decision(pool / "c01", {"decision": "rolled back"})
+    record_decision(tmp_path, {"decision": "hold"})
+    for _ in range(2):
+        record_decision(pool / "c02", {"decision": "accept"})
+        told = learning.read()
+    names = [(one["decision"], one.get("class")) for one in told["decisions"]]
+    assert names == [("new class", "code"), ("rolled back", "code"), ("hold", None), ("accept", "prose"), ("accept", "prose")]
+    assert [one["class"] for one in told["alarms"]] == ["code"]
+    for number in range(DECISIONS_SHOWN):
+        record_decision(pool / "c01", {"decision": "hold", "number": number})
+    assert [one["number"] for one in learning.read()["decisions"]] == list(range(DECISIONS_SHOWN))
+    write_pool(tmp_path, DraftPool())
+    assert len(learning.read()["decisions"]) == 2, "a class that lost its draft has told all it had to"
 
 
 def test_damage_is_left_out_and_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ DATA: dict[str, Any] = {
          "gate": {"alpha_live": 0.5, "alpha_candidate": 0.52, "gain": 0.02, "p_value": 0.001, "requests": 48}},
     ],
     "decisions": [
-        {"time_s": 1.0, "decision": "accept", "reason": "a gain with evidence", "gain": 0.02, "version": 2},
+        {"time_s": 1.0, "decision": "accept", "reason": "a gain with evidence", "gain": 0.02, "version": 2, "class": "code"},
         {"time_s": 2.0, "decision": "refuse", "reason": "weights that are not finite", "version": None},
     ],
     "alarms": [{"time_s": 2.0, "decision": "refuse", "reason": "weights that are not finite", "version": None}],
@@ -52,7 +52,7 @@ def test_everything_that_matters_is_on_the_screen() -> None:
     for wanted in (
         "tiny", "eagle3 version 2", "up 17 min", "3 running, 1 waiting, cache 25 % full", "120.0 while there is work",
         "x1.50 against 80.0 without drafts", "1.75", "0.50 -", "(no class)", "code", "2 live", "0.5000 -> 0.5200", "0.0200",
-        "running: 4 updates, 9 texts", "1.0 MiB in 2 shards", "refuse: weights that are not finite", "accept version 2",
+        "running: 4 updates, 9 texts", "1.0 MiB in 2 shards", "refuse: weights that are not finite", "accept version 2 of code",
         "live                                2       60   75 %   1.75  0.50 -", "code/1       20   25 %", "-  learns: 9 requests",
     ):  # fmt: skip
         assert wanted in shown, wanted
