@@ -73,7 +73,8 @@ def test_score_of_the_served_draft_predicts_its_acceptance(
 def test_texts_are_scored_once_however_many_windows_ask(
     monkeypatch: pytest.MonkeyPatch, target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
 ) -> None:
-    """The gate's window and the watch's take turns, as a learner's cycles do: 26 are asked for, 10 scored; memory of the latest window alone scores 16."""
+    """The gate's window and the watch's take turns, as a learner's cycles do: of 26 texts that are asked for 10 are scored; who
+    remembers the latest window alone scores 16."""
     texts = texts_of(serving(target, bigram(288), prompts(10), traffic()))
     counts: list[int] = []
 
