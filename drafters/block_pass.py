@@ -22,8 +22,8 @@ LONG = 512
 
 class BlockPass:
     """An `AttentionContext`. `context`: of every layer, keys and values [B, kv_heads, L, D] of the context; None where the first
-    slot of each block is the context of those after it. Blocks stand at the columns from `first` on. Where a row holds several
-    texts, a block sees its own only."""
+    slot of each block is the context of those after it. Blocks stand at the columns from `first` on; where they are the context,
+    the columns before have that slot alone. Where a row holds several texts, a block sees its own only."""
 
     def __init__(
         self,
@@ -49,21 +49,31 @@ class BlockPass:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of (L - first) * S slots, block after block."""
+        """Of (L - first) * S slots, block after block, behind the slots that stand alone."""
         if sliding_window is not None or softcap is not None or sinks is not None:
             raise ValueError("a block drafter with a sliding window, soft cap or sinks cannot be trained; use plain attention")
         # Under autocast the rotated queries and keys come wider than the values.
-        blocks = (states.to(value.dtype).unflatten(2, (-1, self.slots)) for states in (query * scaling, key, value))
-        query, key, value = blocks
-        pair = (key[:, :, :, 0], value[:, :, :, 0]) if self.context is None else self.context[layer]
-        context_key, context_value = (states.to(value.dtype) for states in pair)
-        length, outputs = self.first + query.shape[2], []
-        for begin, end in chunks(self.first, length, CHUNK):
-            chunk = (states[:, :, begin - self.first : end - self.first] for states in (query, key, value))
+        own = [states.to(value.dtype) for states in (query * scaling, key, value)]
+        if self.context is not None:
+            return self._blocks(own, [states.to(value.dtype) for states in self.context[layer]], self.first, self.slots)
+        first = self.first
+        context = [torch.cat([states[:, :, :first], states[:, :, first :: self.slots]], dim=2) for states in own[1:]]
+        blocks = self._blocks([states[:, :, first:] for states in own], context, first, self.slots)
+        if first == 0:
+            return blocks
+        return torch.cat([self._blocks([states[:, :, :first] for states in own], context, 0, 1), blocks], dim=1)
+
+    def _blocks(self, own: list[torch.Tensor], context: list[torch.Tensor], first: int, slots: int) -> torch.Tensor:
+        """Queries, keys and values [B, ., C * slots, D] of C blocks from the column `first` on."""
+        own = [states.unflatten(2, (-1, slots)) for states in own]
+        length, outputs = first + own[0].shape[2], []
+        for begin, end in chunks(first, length, CHUNK):
             sight = self.sights.of(begin, end)
-            context = (states[:, :, sight.first : end - 1] for states in (context_key, context_value))
-            inputs = (*chunk, *context, begin, sight, self.causal)
-            outputs.append(_attend(*inputs) if length <= LONG else checkpoint(_attend, *inputs, use_reentrant=False))
+            chunk = (states[:, :, begin - first : end - first] for states in own)
+            seen = (states[:, :, sight.first : end - 1] for states in context)
+            inputs = (*chunk, *seen, begin, sight, self.causal)
+            is_long = context[0].shape[2] > LONG
+            outputs.append(checkpoint(_attend, *inputs, use_reentrant=False) if is_long else _attend(*inputs))
         return torch.cat(outputs, dim=2).flatten(2, 3).transpose(1, 2)
 
 

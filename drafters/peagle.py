@@ -58,19 +58,24 @@ class Peagle(Eagle3):
         ids, (rows, length), slots = batch.input_ids, batch.input_ids.shape, batch.num_steps
         places = batch.positions
         following = torch.roll(ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
-        tokens = torch.full((rows, length, slots), self.mask_token, device=ids.device)
-        tokens[:, :, 0] = following
-        hidden = self.fuse(self.mask_hidden).expand(rows, length, slots, -1).clone()
-        hidden[:, :, 0] = self.fuse(batch.taps)
-        positions = (places[..., None] + torch.arange(slots, device=ids.device)).flatten(1)
+        # Masks of blocks before this column draft nothing that counts; their first slots are context.
+        first = max(0, batch.first - 1 - slots)
+        tokens = torch.full((rows, length - first, slots), self.mask_token, device=ids.device)
+        tokens[:, :, 0] = following[:, first:]
+        tokens = torch.cat([following[:, :first], tokens.flatten(1)], dim=1)
+        fused = self.fuse(batch.taps)
+        hidden = self.fuse(self.mask_hidden).expand(rows, length - first, slots, -1).clone()
+        hidden[:, :, 0] = fused[:, first:]
+        hidden = torch.cat([fused[:, :first], hidden.flatten(1, 2)], dim=1)
+        positions = (places[:, first:, None] + torch.arange(slots, device=ids.device)).flatten(1)
+        positions = torch.cat([places[:, :first], positions], dim=1)
         # Masks of one block are no context of another.
-        context = BlockPass(None, slots=slots, causal=True, segments=batch.segments)
-        step = self.step(self.embed(tokens).flatten(1, 2), hidden.flatten(1, 2), positions, context)
-        states = step.head_input.unflatten(1, (length, slots))
+        context = BlockPass(None, slots=slots, causal=True, segments=batch.segments, first=first)
+        states = self.step(self.embed(tokens), hidden, positions, context).head_input[:, first:].unflatten(1, (-1, slots))
         has_next = batch.has_next  # column t reads the token at t + 1
         for depth in range(slots):
             # The block that drafts the token at t + 2 at this depth stands at t - depth.
-            drafted = nn.functional.pad(states[:, :, depth], (0, 0, depth, 0))[:, :length]
+            drafted = nn.functional.pad(states[:, :, depth], (0, 0, first + depth, 0))[:, :length]
             yield UnrolledStep(hidden=drafted, valid=has_next & (places >= depth), offset=2)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.eagle3 import Eagle3
-from draftsmith.drafters.interface import DraftInputs, GrowsTrees, Proposal
+from draftsmith.drafters.interface import DraftInputs, GrowsTrees, Proposal, UnrollBatch
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.peagle import Peagle
 from draftsmith.drafters.target import Target
@@ -46,6 +46,25 @@ def propose(drafter: Peagle, target: Target, text: list[int], k: int) -> Proposa
         pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float64), block_tables=torch.arange(8)[None], histories=[text],
     )  # fmt: skip
     return drafter.propose(inputs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("segments", [None, [0] * 30 + [1] * 40])
+def test_masks_stand_where_they_draft_what_counts_and_nowhere_else(segments, drafter, target, monkeypatch):
+    ids = torch.randint(3, 288, (1, 70), generator=torch.Generator().manual_seed(1))
+    numbers = None if segments is None else torch.tensor([segments])
+    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps, segments=numbers)
+    read, step = [], drafter.step
+    monkeypatch.setattr(drafter, "step", lambda embeds, *rest: (read.append(embeds.shape[1]), step(embeds, *rest))[1])
+    found = []
+    for first in (0, 40):
+        batch = UnrollBatch(
+            input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=K, segments=numbers, first=first
+        )
+        found.append([one.hidden[:, 38:] for one in drafter.unroll(batch)])  # they predict the tokens from 40 on
+    assert read == [70 * K, 35 + 35 * K]
+    for whole, part in zip(*found, strict=True):
+        torch.testing.assert_close(whole, part)
 
 
 @torch.no_grad()
