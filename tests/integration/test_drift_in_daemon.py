@@ -42,7 +42,8 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
 ) -> None:
     path = tiny_target("llama")
     target = Target.load(path)
-    checkpoint.save(FAMILIES["mtp"].create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
+    draft = FAMILIES["mtp"].create(MtpOptions(), target, seed=0)
+    checkpoint.save(draft, tmp_path / "draft", target)
     config = DistillConfig(
         target=path, draft=str(tmp_path / "draft"), buffer=str(tmp_path / "buffer"), versions=str(tmp_path / "versions"),
         learn=LearnConfig(fresh=4, steps=1), drift=DriftConfig(patience=3),
@@ -82,3 +83,10 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     assert again.counters == daemon.counters and again.counters.drift_alarms == again.counters.orphans == 1
     assert again.shared.ledger == daemon.shared.ledger
     assert str(again.shared.drift.kept()) == str(daemon.shared.drift.kept())
+
+    versions.publish(
+        config.versions, lambda folder: checkpoint.save(draft, folder, target), family="mtp",
+        target=checkpoint.identity(target), parent=1, data_range={}, gate={},
+    )  # fmt: skip
+    again.throttle.look_up()
+    assert again.publisher.version == again.status.values["version"] == 2, "chosen while an update rests"
