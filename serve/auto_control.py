@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from draftsmith.serve.control import MAX_AUTO_K, RoundPlan, RoundResult, Wish
 from draftsmith.serve.latency import LatencyTable, bucket_of, nearest
-from draftsmith.serve.lateness import Lateness
 from draftsmith.serve.marginal import MarginalCost
 from draftsmith.serve.survival import Survival
 
@@ -48,7 +47,6 @@ class _Trial:
     rate: float  # tokens a second at the k it departs from
     expected_s: float  # what it was reckoned to lose
     lost_s: float = 0.0
-    has_begun: bool = False
 
 
 @dataclass(slots=True)
@@ -63,7 +61,6 @@ class _Bucket:
     cost: MarginalCost = field(default_factory=MarginalCost)
     least_survival: float = 0.0  # a draft less likely to be kept brings fewer tokens than its time is worth
     mix_error: float = 1.0  # by what factor rounds of a mix took longer than was reckoned
-    lateness: Lateness = field(default_factory=Lateness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +82,7 @@ class AutoControl:
         self.start = start
         self.latency, self.survival = LatencyTable(), Survival()
         self._buckets: dict[int, _Bucket] = {}
+        self._catch_up_s = self._drafting_s = 0.0  # fading sums: reading text late, and rounds that drafted
         # One account for all buckets: a load that passes through many would pay for little but the first trials of each.
         self._spent_s = 0.0
         self._lost_s = 0.0  # what trials cost beyond what the same tokens would have taken at the bucket's k
@@ -109,18 +107,17 @@ class AutoControl:
         for offer, times in Counter(result.offers).items():
             self.survival.add(*offer, times)
         plan = result.plan if isinstance(result.plan, _Plan) else _Plan([], bucket_of(result.num_tokens))
-        bucket = self._bucket(plan.number)
+        number, bucket = plan.number, self._bucket(plan.number)
         self._spent_s += result.seconds
-        # That the draft is behind when a trial begins is the trial's doing and not the load's.
-        if plan.trial is None or plan.trial.has_begun:
-            is_late = result.k > 0 and result.catching_up
-            late = result.seconds / self.latency.seconds(plan.number, result.k) - 1.0 if is_late else 0.0
-            bucket.lateness.add(result.k > 0, max(0.0, late))
+        if result.k > 0:
+            late_s = max(0.0, result.seconds - self.latency.seconds(number, result.k)) if result.catching_up else 0.0
+            self._catch_up_s = 0.995 * self._catch_up_s + late_s
+            self._drafting_s = 0.995 * self._drafting_s + result.seconds
         if not result.catching_up:
             self._measure(plan, bucket, result)
             if result.k > 0:
                 # A stall of the machine is not the price of a draft.
-                bucket.cost.add(result.num_drafted, min(result.seconds, 2.0 * self.latency.seconds(plan.number, result.k)))
+                bucket.cost.add(result.num_drafted, min(result.seconds, 2.0 * self.latency.seconds(number, result.k)))
         if plan.trial is not None and plan.trial is bucket.trial:
             self._account(bucket, plan.trial, result)
 
@@ -147,10 +144,9 @@ class AutoControl:
         lost_s = max(0.0, result.seconds - tokens / trial.rate)
         self._lost_s += lost_s
         trial.lost_s += lost_s
-        trial.has_begun = True
         # A round that also catches up measures nothing, nor does one whose rows may not draft so deep, but a trial must end even
         # where every round is like that.
-        trial.rounds_left -= 0.5 if result.catching_up or result.k != trial.k else 1.0
+        trial.rounds_left -= 0.25 if result.catching_up or result.k != trial.k else 1.0
         if trial.rounds_left <= 0:
             self._surprise_s += 0.3 * (max(0.0, trial.lost_s - trial.expected_s) - self._surprise_s)
             bucket.trial, bucket.due = None, 0
@@ -160,7 +156,13 @@ class AutoControl:
         tokens = float(load.num_rows)
         for wish, count in load.rows.items():
             tokens += count * sum(self.survival.chances(wish.request_class, min(k, wish.most)))
-        return tokens / (self.latency.seconds(number, k) * (self._bucket(number).lateness.factor if k > 0 else 1.0))
+        return tokens / (self.latency.seconds(number, k) * (self._lateness() if k > 0 else 1.0))
+
+    def _lateness(self) -> float:
+        """By what factor reading text late has stretched the time of rounds that draft."""
+        if self._drafting_s == 0:
+            return 1.0
+        return self._drafting_s / max(self._drafting_s - self._catch_up_s, 0.1 * self._drafting_s)
 
     def _decide(self, number: int, bucket: _Bucket, load: _Load) -> None:
         now = bucket.k = min(bucket.k, load.deepest)

@@ -250,6 +250,33 @@ def test_catching_up_is_charged_to_drafting() -> None:
     assert usual() == 0
 
 
+@pytest.mark.parametrize(("late_rounds", "answer"), [(10, 20), (10, 40), (30, 40), (60, 40), (30, 80)])
+def test_prompts_that_the_draft_reads_late_are_part_of_the_price(late_rounds: int, answer: int) -> None:
+    """One stream: the first round that drafts of each request reads its prompt. Long answers pay for it, short ones never do."""
+    ms = (4.0, 4.8, 5.4, 6.0)
+
+    def rate(control: Control | None, fixed: int = 0) -> float:
+        chance, tokens, taken_ms = random.Random(0), 0, 0.0
+        for number in range(400):
+            left, is_behind = answer, True
+            while left > 0:
+                plan = None if control is None else control.choose([Wish("", 3)], 1)
+                k = fixed if plan is None else max(plan.ks)
+                is_late, is_behind = k > 0 and is_behind, is_behind and k == 0
+                took_ms = ms[k] + (4.0 * late_rounds if is_late else 0.0)
+                kept = next((depth for depth in range(k) if chance.random() > 0.7), k)
+                if control is not None:
+                    offers = [Offer("", k, kept)] if k else []
+                    control.observe(RoundResult(plan, 1, 1, k, took_ms / 1e3, is_late, offers, k))
+                left -= 1 + kept
+                if number >= 100:
+                    tokens, taken_ms = tokens + 1 + kept, taken_ms + took_ms
+        return tokens / taken_ms
+
+    best = max(rate(None, k) for k in range(4))
+    assert rate(AutoControl()) >= 0.97 * best
+
+
 def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round() -> None:
     """Rounds with a new prompt cost little more for drafts, as such; but the draft reads first what eight answers left it. That
     it was never late while one stream drafted is no comfort. Times are those of a small model on two cores."""
