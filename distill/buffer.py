@@ -232,12 +232,13 @@ class BufferReader:
             records += found
             self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
             done += 1
-        self._mark()
+        self.mark()
         kept = [record for record in records if not marks.is_forgotten(record.request, answers)]
         return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers)
 
-    def _mark(self) -> None:
-        """Tells the writers how far it is. A reader of a buffer that it may not write to is one that they do not wait for."""
+    def mark(self) -> None:
+        """Tells the writers how far it is, and that it is there. They do not wait for a reader that may not write to the
+        buffer."""
         now_s = time.monotonic()
         if now_s - self._marked_s < marks.LOOK_S:
             return

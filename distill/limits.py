@@ -113,4 +113,5 @@ def check_numbers(config: Any, prefix: str = "") -> None:
         if type(value) in LIMITS:
             check_numbers(value, f"{name}.")
         elif value is not None and field.name in limits and not limits[field.name].hold(value):
-            raise UserError(f"{name} is {value}; it must be {limits[field.name]}")
+            finite = " and finite" if value == math.inf else ""
+            raise UserError(f"{name} is {value}; it must be {limits[field.name]}{finite}")

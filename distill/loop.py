@@ -19,7 +19,7 @@ from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.place import load_target
 from draftsmith.distill.pool import ClassPool
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.state import Counters, StateFolder
+from draftsmith.distill.state import LEARNER, Counters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.distill.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
@@ -37,7 +37,8 @@ class Daemon:
         """`channel` leads to other processes that share the work of an update."""
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
-        for folder in (self.root, pool_root(self.root)):
+        classes = pool_root(self.root)
+        for folder in (self.root, self.root / LEARNER, classes, *classes.glob("*/")):
             sweep(folder)
         self.target_files = signature(config.target, "*.safetensors")
         self.is_outdated = False  # the servers run weights that have come into the target's folder since
@@ -152,6 +153,7 @@ class Daemon:
         """Between the steps of an update that rests for long: at what somebody chose meanwhile; and shows that it is there."""
         for one in self.lineages.values():
             one.follow()
+        self.reader.mark()
         self.show()
 
     def forget(self, answers: frozenset[str]) -> None:

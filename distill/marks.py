@@ -13,7 +13,7 @@ PROGRESS = re.compile(r"reader-[0-9a-z]+\.json")
 FORGOTTEN = re.compile(r"forgotten-(?P<answer>[0-9a-f]{16})")
 # Between two looks of a writer at them, between two that a reader leaves.
 LOOK_S = 2.0
-# A reader that has left no mark for so long is taken as gone: an update of a learner takes less.
+# A reader that has left no mark for so long is taken as gone; a learner leaves some while it rests, too.
 GONE_S = 600.0
 
 

@@ -28,7 +28,7 @@ from draftsmith.train.objective import Unrollable
 # Rows of full-vocabulary logits held at once.
 CHUNK = 512
 # Texts whose scores a draft keeps: several windows ask for them, of which some texts are the same.
-MOST_KNOWN = 512
+MOST_KNOWN = 4096
 # Mean total variation of a text between logged and own p: a server in another precision differs by less, another target by more.
 MAX_DISAGREEMENT = 0.1
 

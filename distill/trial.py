@@ -98,8 +98,8 @@ class Trial:
         return (self.drafted + self.missed) * often
 
     def is_unseen(self, config: GateConfig) -> bool:
-        """Servers draft for nobody: the trial waits, without evidence."""
-        return self.missed >= config.canary_requests and self.others.count > 0 and self.drafted + self.elsewhere == 0
+        """Servers draft for next to nobody: the trial waits, without evidence."""
+        return self.missed >= config.canary_requests and self.others.count > 0 and self.drafted == 0 and self.awaited < 1
 
     def verdict(self, config: GateConfig) -> Verdict | None:
         """None while it goes on."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftsmith.distill import marks
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
 from draftsmith.distill.drift import BASELINE
 from draftsmith.distill.folder import Folder
@@ -78,7 +79,11 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     daemon.open.add([replace(served(0, 1, "code").records[0], round=1)])  # its beginning never comes
     daemon.finish()
     daemon.save()
+    leftovers = [Path(config.versions) / part / ".state-3.0123abcd.tmp" for part in ("", "learner", "pool", "pool/c01")]
+    for leftover in leftovers:
+        leftover.mkdir(parents=True)
     again = Daemon(config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event()))
+    assert not any(leftover.exists() for leftover in leftovers)
     again.cycle()
     assert again.counters == daemon.counters and again.counters.drift_alarms == again.counters.orphans == 1
     assert again.shared.ledger == daemon.shared.ledger
@@ -88,5 +93,9 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
         config.versions, lambda folder: checkpoint.save(draft, folder, target), family="mtp",
         target=checkpoint.identity(target), parent=1, data_range={}, gate={},
     )  # fmt: skip
+    for mark in Path(config.buffer).glob("reader-*.json"):
+        mark.unlink()
+    monkeypatch.setattr(marks, "LOOK_S", 0.0)
     again.throttle.look_up()
+    assert list(Path(config.buffer).glob("reader-*.json")), "servers would take a learner that rests as gone"
     assert again.publisher.version == again.status.values["version"] == 2, "chosen while an update rests"

@@ -47,6 +47,7 @@ def test_ends_belong_to_an_interval_as_they_are_written() -> None:
         ({"gate": {"drop": -0.1}}, "gate.drop is -0.1"),
         ({"gate": {"floor": 1.5}}, "gate.floor is 1.5; it must be at least 0 and at most 1"),
         ({"drift": {"false_alarms": 0}}, "drift.false_alarms is 0.0; it must be above 0"),
+        ({"learn": {"lr": math.inf}}, "learn.lr is inf; it must be above 0 and finite"),
         ({"learn": {"lora": {"rank": 0}}}, "learn.lora.rank is 0"),
         ({"poll_s": math.nan}, "poll_s is nan"),
         ({"threads": 0}, "threads is 0"),
