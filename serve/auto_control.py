@@ -46,6 +46,7 @@ class _Trial:
     rounds_left: float
     rate: float  # tokens a second at the k it departs from
     expected_s: float  # what it was reckoned to lose
+    sunk_s: float  # of each round, whatever k
     lost_s: float = 0.0
 
 
@@ -141,7 +142,7 @@ class AutoControl:
 
     def _account(self, bucket: _Bucket, trial: _Trial, result: RoundResult) -> None:
         tokens = result.num_rows + sum(offer.accepted for offer in result.offers)
-        lost_s = max(0.0, result.seconds - tokens / trial.rate)
+        lost_s = max(0.0, result.seconds - trial.sunk_s - tokens / trial.rate)
         self._lost_s += lost_s
         trial.lost_s += lost_s
         # A round that also catches up measures nothing, nor does one whose rows may not draft so deep, but a trial must end even
@@ -152,11 +153,20 @@ class AutoControl:
             bucket.trial, bucket.due = None, 0
 
     def _rate(self, number: int, load: _Load, k: int) -> float:
-        """Tokens a second expected of the round at depth `k`."""
+        """Tokens a second expected of the round at depth `k`, as if it read no prompts: what drafts bring must be worth as much
+        as in the rounds that come after, and beside a prompt's time a draft's looks small."""
         tokens = float(load.num_rows)
         for wish, count in load.rows.items():
             tokens += count * sum(self.survival.chances(wish.request_class, min(k, wish.most)))
-        return tokens / (self.latency.seconds(number, k) * (self._lateness() if k > 0 else 1.0))
+        return tokens / (self.latency.seconds(number, k) * (self._lateness() if k > 0 else 1.0) - self._sunk_s(number, load))
+
+    def _sunk_s(self, number: int, load: _Load) -> float:
+        """Of a round, for reading prompts."""
+        alone = bucket_of(load.num_rows)
+        if alone >= number:
+            return 0.0
+        whole_s = self.latency.seconds(number, 0)
+        return max(0.0, whole_s - min(self.latency.seconds(alone, 0), whole_s))
 
     def _lateness(self) -> float:
         """By what factor reading text late has stretched the time of rounds that draft."""
@@ -178,14 +188,14 @@ class AutoControl:
             bucket.k = best
         bucket.least_survival = min(MOST_SURVIVAL, rates[bucket.k] * bucket.cost.seconds)
         bucket.mix = self._mix_of(number, bucket, load, rates)
-        self._consider_trial(number, bucket, rates)
+        self._consider_trial(number, bucket, rates, self._sunk_s(number, load))
 
     def _known_k(self, number: int, otherwise: int) -> int:
         """The k of the bucket most like it whose k is measured."""
         near = nearest(number, [other for other, bucket in self._buckets.items() if self.latency.measured(other, bucket.k)])
         return otherwise if near is None else self._buckets[near].k
 
-    def _consider_trial(self, number: int, bucket: _Bucket, rates: list[float]) -> None:
+    def _consider_trial(self, number: int, bucket: _Bucket, rates: list[float], sunk_s: float) -> None:
         """k = 0, the neighbours, and the best of those that draft take turns; who loses is asked again later and later."""
         now = bucket.k
         others = {0, now - 1, now, now + 1, max(range(1, len(rates)), key=rates.__getitem__)}
@@ -198,7 +208,7 @@ class AutoControl:
             # The first round of a kind is not believed, and what it takes is a guess.
             known = self.latency.measured(number, k)
             num_rounds, doubt = (TRIAL_ROUNDS, 1.0) if known else (TRIAL_ROUNDS + 1, 1.3)
-            loss_s = num_rounds * max(0.0, doubt * self.latency.seconds(number, k) * (1.0 - rates[k] / rates[now]))
+            loss_s = num_rounds * max(0.0, (doubt * self.latency.seconds(number, k) - sunk_s) * (1.0 - rates[k] / rates[now]))
             allowed_s = TRIAL_SHARE * self._spent_s + FIRST_TRIALS * self.latency.seconds(number, now)
             # What rounds without drafts take is the measure of all others: it is not left to a guess for want of credit.
             is_measure = k == 0 and not known
@@ -207,7 +217,7 @@ class AutoControl:
             if now == 0:
                 # Only trials draft now, so what earlier ones saw is old.
                 self.survival.doubt(0.5)
-            bucket.trial = _Trial(k, num_rounds, rates[now], loss_s)
+            bucket.trial = _Trial(k, num_rounds, rates[now], loss_s, sunk_s)
             bucket.tried[k], bucket.pauses[k] = bucket.rounds, min(2 * pause, LONGEST_PAUSE)
             return
 

@@ -250,6 +250,25 @@ def test_catching_up_is_charged_to_drafting() -> None:
     assert usual() == 0
 
 
+@pytest.mark.parametrize(("draft_ms", "pays"), [(3.9, False), (1.2, True)])
+def test_a_prompt_in_a_round_makes_drafts_no_cheaper(draft_ms: float, pays: bool) -> None:
+    """Beside 4 ms for a prompt a draft of 3.9 ms is a small part of the round, and still brings fewer tokens than that time would
+    bring in the rounds after it."""
+    control, chance = AutoControl(), random.Random(0)
+    drafting = []
+    for number in range(3000):
+        num_tokens = 24 if number % 6 == 0 else 8
+        plan = control.choose([Wish("", 1)] * 8, num_tokens)
+        k = max(plan.ks)
+        kept = [int(k > 0 and chance.random() < 0.63) for _ in range(8)]
+        ms = 4.7 + 4.3 * (num_tokens == 24) + k * draft_ms
+        offers = [Offer("", k, one) for one in kept] if k else []
+        control.observe(RoundResult(plan, num_tokens, 8, k, ms / 1e3, False, offers))
+        if number >= 600 and num_tokens == 24:
+            drafting.append(k)
+    assert sum(drafting) / len(drafting) > 0.9 if pays else sum(drafting) / len(drafting) < 0.1
+
+
 @pytest.mark.parametrize(("late_rounds", "answer"), [(10, 20), (10, 40), (30, 40), (60, 40), (30, 80)])
 def test_prompts_that_the_draft_reads_late_are_part_of_the_price(late_rounds: int, answer: int) -> None:
     """One stream: the first round that drafts of each request reads its prompt. Long answers pay for it, short ones never do."""
