@@ -135,6 +135,7 @@ def test_what_the_page_reads_is_in_the_data(server: Any) -> None:
             "length",
             "decision",
             "reason",
+            "class",
         }
         foreign |= {"gain", "requests", "p_value", "tau", "alpha"}
         assert read and read - foreign <= set(told), name

@@ -106,7 +106,9 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(kind: str, target: Target, 
     def engine_of(folder: Path) -> Engine:
         drafter = checkpoint.load(folder, target)
         if kind == "text first":
-            drafter = TextFirst(drafter, Suffix(SuffixOptions(max_spec_offset=1.0)), share=0.3)
+            # What others said would be there to copy together and not alone.
+            text = Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
+            drafter = TextFirst(drafter, text, share=0.3)
         return Engine(target, drafter, config)
 
     def ask(engine: Engine, number: int, seed: int) -> Request:
