@@ -158,7 +158,9 @@ class AutoControl:
         tokens = float(load.num_rows)
         for wish, count in load.rows.items():
             tokens += count * sum(self.survival.chances(wish.request_class, min(k, wish.most)))
-        return tokens / (self.latency.seconds(number, k) * (self._lateness() if k > 0 else 1.0) - self._sunk_s(number, load))
+        seconds = self.latency.seconds(number, k) * (self._lateness() if k > 0 else 1.0)
+        # Measurements of two k may contradict each other by more than a round without prompts takes.
+        return tokens / max(seconds - self._sunk_s(number, load), 0.1 * seconds)
 
     def _sunk_s(self, number: int, load: _Load) -> float:
         """Of a round, for reading prompts."""
@@ -229,12 +231,13 @@ class AutoControl:
         round_s = [self.latency.seconds(number, k) for k in range(load.deepest + 1)]
         costs_s = [max(0.0, high_s - low_s) / load.num_rows for low_s, high_s in pairwise(round_s)]
         chances = {name: self.survival.chances(name, load.deepest) for name in rows}
+        sunk_s = self._sunk_s(number, load)
         mix = _Mix({}, rates[bucket.k], 0.0)
         for _ in range(3):
             shares = {name: _worthwhile(chances[name], costs_s, mix.rate) for name in rows}
             tokens = load.num_rows + sum(count * sum(chances[name][: shares[name]]) for name, count in rows.items())
             seconds = round_s[0] + sum(count * sum(costs_s[: shares[name]]) for name, count in rows.items())
-            mix = _Mix(shares, tokens / seconds, seconds)
+            mix = _Mix(shares, tokens / (seconds - sunk_s), seconds)
         return mix if mix.rate > (1.0 + GAIN_WANTED) * bucket.mix_error * max(rates) else None
 
 

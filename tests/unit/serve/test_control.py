@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.serve.auto_control import AutoControl
+from draftsmith.serve.auto_control import AutoControl, _Load
 from draftsmith.serve.control import (
     Control,
     FixedControl,
@@ -248,6 +249,16 @@ def test_catching_up_is_charged_to_drafting() -> None:
     for _ in range(60):
         control.observe(RoundResult(None, 1, 1, 3, 9.0, True, []))
     assert usual() == 0
+
+
+def test_a_stall_measured_as_a_prompt_leaves_every_rate_positive() -> None:
+    """k = 0 seemed to take longer than k = 3, by more than a round without a prompt takes."""
+    control = AutoControl()
+    for number, k, seconds in ((8, 0, 0.005), (24, 0, 0.03), (24, 3, 0.015)):
+        control.latency.add(number, k, seconds)
+        control.latency.add(number, k, seconds)
+    load = _Load(Counter([Wish("", 3)] * 8), 8, 3)
+    assert all(control._rate(24, load, k) > 0 for k in range(4))
 
 
 @pytest.mark.parametrize(("draft_ms", "pays"), [(3.9, False), (1.2, True)])
