@@ -53,14 +53,64 @@ find_python() {
     return 1
 }
 
-# install_torch PYTHON: the version in constraints.txt. Where no CUDA device answers and TORCH_CPU_INDEX holds the address of a
-# package index with PyTorch's CPU builds, from there: without it, pip's default on Linux x86-64 is the CUDA build, which also runs
-# without a device but is several GB.
+# The version that constraints.txt pins.
+torch_version() { sed -n 's/^torch==//p' constraints.txt; }
+
+# uv_command PYTHON: the path of uv, which knows where PyTorch keeps its CPU builds; installed beside the environment where missing.
+uv_command() {
+    command -v uv && return
+    [ -x .venv/uv/bin/uv ] || "$1" -m pip install --quiet --target .venv/uv uv >/dev/null 2>&1 || return 1
+    echo .venv/uv/bin/uv
+}
+
+# pip_takes_cpu_build PYTHON: whether a CPU build of that version lies where pip looks. Only names are read: a dry run would fetch
+# the whole build from an index that holds no metadata.
+pip_takes_cpu_build() {
+    "$1" -m pip index versions torch 2>/dev/null | grep -Eq "[ ,]$(torch_version)\+cpu(,|$)"
+}
+
+# uv_reaches_cpu_build PYTHON: an answer within 20 s, from a network that may swallow every packet.
+uv_reaches_cpu_build() {
+    local uv
+    uv=$(uv_command "$1") || return 1
+    UV_HTTP_TIMEOUT=5 UV_HTTP_RETRIES=0 timeout 20 "$uv" pip install --python "$1" --torch-backend cpu --no-deps --dry-run \
+        "torch==$(torch_version)" >/dev/null 2>&1
+}
+
+# torch_source PYTHON: where torch comes from. `pip`: what pip takes by itself, which is right with a CUDA device and off Linux;
+# `index`: TORCH_CPU_INDEX; `uv`: PyTorch's own CPU builds. With no CPU build in reach, one line on stderr tells what will be fetched.
+torch_source() {
+    if nvidia-smi >/dev/null 2>&1 || [ "$(uname -s)" != Linux ]; then
+        echo pip
+    elif [ -n "${TORCH_CPU_INDEX:-}" ]; then
+        echo index
+    elif pip_takes_cpu_build "$1"; then
+        echo pip
+    elif uv_reaches_cpu_build "$1"; then
+        echo uv
+    else
+        echo "environment: no CUDA device, and no CPU build of torch $(torch_version) in reach: its CUDA build is installed, which runs" \
+            "here too (2.7 GB to fetch, 4.6 GB on disk); to avoid that, stop and set TORCH_CPU_INDEX to an index of CPU builds" >&2
+        echo pip
+    fi
+}
+
+# install_torch PYTHON SOURCE: torch alone; what it requires comes with the project, from the ordinary index.
 install_torch() {
-    local index=()
-    if ! nvidia-smi >/dev/null 2>&1 && [ -n "${TORCH_CPU_INDEX:-}" ]; then index=(--index-url "$TORCH_CPU_INDEX"); fi
-    # What torch itself requires comes with the project, from the ordinary index.
-    "$1" -m pip install --no-deps --progress-bar off -c constraints.txt ${index[@]+"${index[@]}"} torch
+    local torch uv
+    torch="torch==$(torch_version)"
+    case $2 in
+        uv)
+            uv=$(uv_command "$1") && "$uv" pip install --python "$1" --torch-backend cpu --no-deps "$torch"
+            ;;
+        index) "$1" -m pip install --no-deps --progress-bar off --index-url "$TORCH_CPU_INDEX" "$torch" ;;
+        *) "$1" -m pip install --no-deps --progress-bar off "$torch" ;;
+    esac
+}
+
+# has_torch PYTHON: any build of the pinned version.
+has_torch() {
+    [ "$("$1" -c 'from importlib.metadata import version; print(version("torch").split("+")[0])' 2>/dev/null)" = "$(torch_version)" ]
 }
 
 install_project() {
@@ -78,7 +128,10 @@ make_environment() {
     stamp=$(cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
     if [ "$(cat .venv/requirements.stamp 2>/dev/null)" != "$stamp" ]; then
         : >.venv/install.log
-        with_clock "environment: installing torch" 60 .venv/install.log install_torch .venv/bin/python || return 1
+        if ! has_torch .venv/bin/python; then
+            with_clock "environment: installing torch" 60 .venv/install.log \
+                install_torch .venv/bin/python "$(torch_source .venv/bin/python)" || return 1
+        fi
         with_clock "environment: installing draftsmith and its other requirements" 150 .venv/install.log \
             install_project .venv/bin/python || return 1
         echo "$stamp" >.venv/requirements.stamp

@@ -1,0 +1,149 @@
+"""Where `scripts/environment.sh` takes torch from: pip, uv, nvidia-smi and uname are stand-ins that log how they are called."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("bash", "sed", "grep", "cat", "cksum", "tr", "sleep", "mkdir", "cp", "chmod", "dirname")
+LISTED = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1, {}2.13.0, 2.12.1"
+NO_MATCH = "12.13.0+cpu, 2.13.0+cpu.other, 2.13.0+cu130, "
+PYTHON = """
+case "$*" in
+    "-m pip index versions torch") echo "$LISTED" ;;
+    *"--target .venv/uv uv") [ -e "$BIN/uv-to-install" ] && mkdir -p .venv/uv/bin && cp "$BIN/uv-to-install" .venv/uv/bin/uv ;;
+    -c*) echo "${INSTALLED_TORCH:-none}" ;;
+esac
+"""
+
+
+class Machine:
+    """A folder as PATH and a working directory; every call of a stand-in is a line of `log`."""
+
+    def __init__(self, folder: Path):
+        self.bin, self.log, self.work = folder / "bin", folder / "log", folder / "work"
+        for path in (self.bin, self.work / ".venv" / "bin"):
+            path.mkdir(parents=True)
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool) or tool)
+        for name in ("constraints.txt", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.work)
+        self.log.touch()
+        self.environment = {"PATH": str(self.bin), "BIN": str(self.bin), "LISTED": LISTED.format(NO_MATCH)}
+        self.stand_in("python", PYTHON)
+        self.stand_in("nvidia-smi", "exit 1")
+        self.stand_in("uname", "echo Linux")
+        self.stand_in("timeout", 'limit_s=$1; shift; "$@"')
+
+    def stand_in(self, name: str, body: str) -> Path:
+        path = self.bin / name
+        path.write_text(f'#!{shutil.which("bash")}\necho "{name} $*" >>"{self.log}"\n{body}\n')
+        path.chmod(0o755)
+        return path
+
+    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+        command = [str(self.bin / "bash"), "-c", f"source {ROOT}/scripts/environment.sh; {script}"]
+        return subprocess.run(command, cwd=self.work, env=self.environment, text=True, capture_output=True, timeout=60)
+
+    def choose(self) -> tuple[str, str, list[str]]:
+        """The source, what stderr says, and the calls that installing from there makes."""
+        done = self.run("torch_source python")
+        assert done.returncode == 0
+        self.log.write_text("")
+        source = done.stdout.strip()
+        self.run(f"install_torch python {source}")
+        return source, done.stderr, self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+BY_PIP = ["python -m pip install --no-deps --progress-bar off torch==2.13.0"]
+
+
+def is_warning(text: str) -> bool:
+    return text.count("\n") == 1 and "2.7 GB" in text and "TORCH_CPU_INDEX" in text
+
+
+def test_a_cuda_machine_gets_what_pip_takes_and_nothing_else_is_asked(machine: Machine) -> None:
+    machine.stand_in("nvidia-smi", "exit 0")
+    machine.environment["TORCH_CPU_INDEX"] = "https://cpu.example/simple"
+    done = machine.run("torch_source python")
+    assert (done.stdout.strip(), done.stderr, machine.log.read_text()) == ("pip", "", "nvidia-smi \n")
+    assert machine.choose() == ("pip", "", BY_PIP)
+
+
+def test_off_linux_pip_has_no_cuda_build(machine: Machine) -> None:
+    machine.stand_in("uname", "echo Darwin")
+    assert machine.choose() == ("pip", "", BY_PIP)
+
+
+def test_the_index_that_was_named_is_taken_without_asking_others(machine: Machine) -> None:
+    machine.environment["TORCH_CPU_INDEX"] = "https://cpu.example/simple"
+    machine.stand_in("uv", "exit 0")
+    source, said, calls = machine.choose()
+    assert (source, said) == ("index", "")
+    assert calls == ["python -m pip install --no-deps --progress-bar off --index-url https://cpu.example/simple torch==2.13.0"]
+
+
+def test_a_cpu_build_where_pip_looks_is_left_to_pip(machine: Machine) -> None:
+    machine.environment["LISTED"] = LISTED.format("2.13.0+cpu, ")
+    machine.stand_in("uv", "exit 0")
+    assert machine.choose() == ("pip", "", BY_PIP)
+
+
+def test_uv_installs_the_cpu_build_where_it_reaches_one(machine: Machine) -> None:
+    machine.stand_in("uv", "exit 0")
+    source, said, calls = machine.choose()
+    assert (source, said) == ("uv", "")
+    assert calls == ["uv pip install --python python --torch-backend cpu --no-deps torch==2.13.0"]
+
+
+def test_uv_is_installed_where_it_is_missing(machine: Machine) -> None:
+    machine.stand_in("uv-to-install", "exit 0")
+    source, said, calls = machine.choose()
+    assert (source, said) == ("uv", "")
+    assert calls == ["uv-to-install pip install --python python --torch-backend cpu --no-deps torch==2.13.0"]
+
+
+def test_where_uv_does_not_reach_one_line_comes_before_gigabytes(machine: Machine) -> None:
+    machine.stand_in("uv", "exit 2")
+    source, said, calls = machine.choose()
+    assert source == "pip" and is_warning(said) and calls == BY_PIP
+
+
+def test_without_uv_one_line_comes_before_gigabytes(machine: Machine) -> None:
+    source, said, calls = machine.choose()
+    assert source == "pip" and is_warning(said) and calls == BY_PIP
+
+
+def test_a_network_that_swallows_packets_costs_no_more_than_its_limit(machine: Machine) -> None:
+    machine.stand_in("uv", "exit 0")
+    machine.stand_in("timeout", 'echo "limit $1 retries $UV_HTTP_RETRIES" >>"$BIN/limits"; exit 124')
+    source, said, _ = machine.choose()
+    assert source == "pip" and is_warning(said)
+    assert (machine.bin / "limits").read_text() == "limit 20 retries 0\n"
+
+
+@pytest.mark.parametrize(("installed", "fetched"), [("2.13.0", False), ("2.12.0", True), ("none", True)])
+def test_the_line_comes_before_torch_is_installed_and_only_then(machine: Machine, installed: str, fetched: bool) -> None:
+    machine.environment["INSTALLED_TORCH"] = installed
+    (machine.work / ".venv" / "bin" / "python").symlink_to(machine.bin / "python")
+    (machine.work / ".venv" / "bin" / "activate").touch()
+    done = machine.run("make_environment 2>&1")
+    assert done.returncode == 0, done.stdout
+    assert ("2.7 GB" in done.stdout) is fetched
+    if fetched:
+        assert done.stdout.index("2.7 GB") < done.stdout.index("installing torch")
+    calls = machine.log.read_text()
+    assert (BY_PIP[0] in calls) is fetched
+    assert "pip install --progress-bar off -c constraints.txt -e .[dev]" in calls
+    machine.log.write_text("")
+    assert machine.run("make_environment").returncode == 0
+    assert "pip" not in machine.log.read_text()
