@@ -49,13 +49,23 @@ def test_top_p_of_a_large_vocabulary_is_transformers(spread: float, top_p: float
         assert torch.equal(processed[index : index + 1], warped(logits[index : index + 1], 1.0, 0, top_p, 0.0))
 
 
-def test_top_p_ends_within_a_tie() -> None:
-    """Which of equal tokens stay is a matter of order; how many is not."""
-    logits = torch.randn(4, 2000, generator=torch.Generator().manual_seed(5)).mul(8).round()
-    processed = process(logits, SamplingRows.of([1.0] * 4, top_p=[0.6, 0.7, 0.8, 0.9]))
-    for index, top_p in enumerate((0.6, 0.7, 0.8, 0.9)):
-        theirs = warped(logits[index : index + 1], 1.0, 0, top_p, 0.0)
+@pytest.mark.parametrize(
+    "above, tied, size", [(3, 8, 40), (3, 8, 2000), (60, 50, 2000), (filters.HEAD - 4, 8, 2000), (0, 900, 2000)]
+)
+def test_top_p_ends_within_a_tie(above: int, tied: int, size: int) -> None:
+    """Which of equal tokens stay is a matter of order; how many is not. Sets smaller and larger than the head, and at its end."""
+    generator = torch.Generator().manual_seed(5)
+    levels = torch.tensor([3.0] * above + [2.0] * tied + [-2.0] * (size - above - tied))
+    logits = torch.stack([levels[torch.randperm(size, generator=generator)] for _ in range(4)])
+    probs = levels.softmax(-1)
+    shares = [0.2, 0.45, 0.7, 0.8]  # of the tied tokens, that the set is to keep
+    top_p = [float(probs[:above].sum() + share * probs[above : above + tied].sum()) for share in shares]
+    processed = process(logits, SamplingRows.of([1.0] * 4, top_p=top_p))
+    for index in range(4):
+        theirs = warped(logits[index : index + 1], 1.0, 0, top_p[index], 0.0)
         assert torch.equal(processed[index].sort().values, theirs[0].sort().values)
+        kept = int((processed[index] > -math.inf).sum())
+        assert above < kept < above + tied, "the set must end within the tie"
 
 
 def test_filters_are_sequential() -> None:

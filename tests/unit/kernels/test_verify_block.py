@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels.randomness import Purpose, round_seeds, sample
+from draftsmith.kernels.randomness import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify import Verdict, log_law, residual_law, verify_chain, verify_chain_torch
 from draftsmith.kernels.verify_block import block_law, verify_block, verify_block_torch
@@ -188,6 +188,56 @@ def test_triton_decides_as_the_reference(size: int, device: torch.device, poison
     # The seeds are such that no draw lies within rounding of its threshold.
     assert torch.equal(ours.accepted, reference.accepted) and torch.equal(ours.tokens, reference.tokens)
     assert (reference.accepted > 1).any() and (reference.accepted < arguments[2]).any()
+
+
+class Plain(NamedTuple):
+    tokens: list[int]
+    stands: list[bool]  # of each test
+    by_chain: int  # the last token, had it been drawn from a chain's residual, max(p - q, 0)
+
+
+def read_plainly(p: torch.Tensor, q: torch.Tensor, drafts: list[int], seed: int, position: int) -> Plain:
+    """One row as the module's first lines put it; p [k + 1, V] and q [k, V] are probabilities."""
+    reach, reaches, stands = 1.0, [1.0], []
+    for depth, token in enumerate(drafts, start=1):
+        reach = min(reach * float(p[depth - 1, token] / q[depth - 1, token]), 1.0)
+        reaches.append(reach)
+        chance = reach
+        if depth < len(drafts):
+            mass = float((reach * p[depth] - q[depth]).clamp(min=0).sum())
+            chance = mass / (mass + 1 - reach) if mass > 0 else 0.0
+        stands.append(float(uniform(ids(seed), ids(position), Purpose.ACCEPT, ids(depth - 1))) < chance)
+    kept = max((depth for depth, stood in enumerate(stands, start=1) if stood), default=0)
+    rest, chains = p[kept], p[kept]
+    if kept < len(drafts):
+        rest, chains = ((scale * p[kept] - q[kept]).clamp(min=0) for scale in (reaches[kept], 1.0))
+    purpose = Purpose.BONUS if kept == len(drafts) else Purpose.RESIDUAL
+    last, by_chain = (int(sample(law.log()[None], ids(seed), ids(position + kept), purpose)) for law in (rest, chains))
+    return Plain([*drafts[:kept], last], stands, by_chain)
+
+
+def test_blocks_are_read_as_their_definition(verify: Verify) -> None:
+    """Blocks of four, of which some stand after tests in their middle have failed and some end with reach below 1."""
+    depth, size, rows = 4, 6, 600
+    generator = torch.Generator().manual_seed(30)
+    p = torch.randn(rows, depth + 1, size, generator=generator)
+    q = 0.5 * p[:, :depth] + torch.randn(rows, depth, size, generator=generator)
+    seeds, positions = torch.arange(rows) * 17, torch.arange(rows)
+    noise = round_seeds(seeds, positions)
+    drafts = torch.stack([sample(q[:, i], noise, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
+    laws = p.double().softmax(-1), q.double().softmax(-1)
+    plain = [
+        read_plainly(*(law[row] for law in laws), drafts[row].tolist(), int(seeds[row]), int(positions[row]))
+        for row in range(rows)
+    ]
+    middles = [row for row, (tokens, stood, _) in enumerate(plain) if len(tokens) > 2 and not all(stood[: len(tokens) - 1])]
+    scaled = [row for row, (tokens, _, by_chain) in enumerate(plain) if tokens[-1] != by_chain]
+    chosen = torch.tensor([*middles[:6], *scaled[:6], *range(4)])
+    assert len(chosen) == 16
+    full = torch.full((16,), depth)
+    verdict = verify(p[chosen].flatten(0, 1), drafts[chosen], full, q[chosen], seeds[chosen], positions[chosen])
+    expected = [plain[row].tokens + [-1] * (depth + 1 - len(plain[row].tokens)) for row in chosen.tolist()]
+    assert verdict.tokens.tolist() == expected
 
 
 def test_one_draft_or_deterministic_ones_are_a_chain(verify: Verify) -> None:

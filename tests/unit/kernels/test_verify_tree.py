@@ -243,6 +243,44 @@ def test_triton_decides_as_the_reference(size: int, told: str, device: torch.dev
     assert (reference.accepted > 0).any() and (reference.accepted < tree.lengths.to(device)).any()
 
 
+FULL = (-1, -1, 0, 0, 1, 1, 2, 3, 4, 5)  # two children under the root and under each of these, one under each of those
+
+
+def full_trees(seed: int, rows: int, size: int) -> tuple[object, ...]:
+    """Trees of the shape `FULL`, in which every child has children; later siblings are often the ones that stand."""
+    p, _, q, q_rows, seeds, positions = random_trees(seed, rows, len(FULL), size)
+    generator = torch.Generator().manual_seed(seed + 1)
+    p = torch.randn(rows, len(FULL) + 1, size, generator=generator)
+    # One token too likely: it is drafted first and rejected; of what is left draft and target think much the same.
+    peaks = torch.randint(size, (*p.shape[:2], 1), generator=generator)
+    q = (p + 0.5 * torch.randn(p.shape, generator=generator)).scatter_add(-1, peaks, torch.full(peaks.shape, 3.0)).flatten(0, 1)
+    tokens = torch.full((rows, len(FULL)), -7)
+    for slot in range(len(FULL) + 1):
+        children = [node for node, parent in enumerate(FULL) if parent + 1 == slot]
+        laws, noise = q[q_rows[:, slot]], seeds + slot
+        drawn = sample_without_replacement(laws, noise, positions, Purpose.DRAFT, len(children))
+        tokens[:, children] = drawn
+    parents = torch.tensor(FULL).expand(rows, -1)
+    tree = DraftTree(tokens, parents, torch.full((rows,), len(FULL)))
+    return p.flatten(0, 1), tree, q, q_rows, seeds, positions
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_triton_descends_after_rejected_siblings(told: bool, device: torch.device, poisoned_empty: None) -> None:
+    """What is left of p at a node is forgotten below its later child, whose own children are judged by p anew."""
+    p, tree, q, q_rows, seeds, positions = full_trees(50, 300, 9)
+    laws = (q, q_rows) if told else (None, None)
+    whole = verify_tree_torch(p, tree, *laws, seeds, positions)
+    later = whole.nodes[:, 0] == 1  # the root's second child stands, its first one does not
+    rows = torch.cat([(later & (whole.accepted == accepted)).nonzero()[:5, 0] for accepted in (1, 2, 3)])
+    assert len(rows) >= 10 and (whole.nodes[rows, 1] == 5).any(), "a later child of a later child"
+    p = p.view(300, len(FULL) + 1, -1)[rows].flatten(0, 1)
+    laws = (q.to(device), q_rows[rows].to(device)) if told else (None, None)
+    tree = DraftTree(*(tensor[rows].to(device) for tensor in tree))
+    ours = triton_small_blocks(p.to(device), tree, *laws, seeds[rows].to(device), positions[rows].to(device))
+    same(TreeVerdict(*(tensor.cpu() for tensor in ours)), TreeVerdict(*(tensor[rows] for tensor in whole)))
+
+
 def test_a_chain_is_verified_as_a_chain(verify: Verify) -> None:
     generator = torch.Generator().manual_seed(30)
     lengths = torch.randint(0, 4, (8,), generator=generator)
