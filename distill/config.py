@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from draftsmith.config import option
 from draftsmith.drafters.options import LoraOptions
+from draftsmith.drafters.pair import TRUST_HELP
 from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
 from draftsmith.train.config import WEIGHTS
 
@@ -48,6 +49,7 @@ class GenerateConfig:
     shard: int = option(512, "answers a file")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    trust_remote_code: bool = option(False, TRUST_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ class DistillConfig:
     )
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    trust_remote_code: bool = option(False, TRUST_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,13 @@ class Worker:
 
     def __init__(self, config: DistillConfig):
         self.config = config
-        self.own = OwnGradients(load_target(config.target, dtype=config.dtype, device=config.device), config.learn)
+        target = load_target(
+            config.target,
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.own = OwnGradients(target, config.learn)
         self.parts: dict[int, ZeroPart] = {}
 
     def new_drafter(self) -> torch.nn.Module:

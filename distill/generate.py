@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill import prompts as prompt_source
 from draftsmith.distill.answers import AnswerFolder
@@ -21,7 +21,7 @@ from draftsmith.distill.prompts import Prompt
 from draftsmith.distill.server_writer import ServerWriter
 from draftsmith.distill.store import check_cost, layout_of, store_taps
 from draftsmith.distill.writers import GivenWriter, TargetWriter, Writer, seed_of
-from draftsmith.drafters.causal_lm import load_tokenizer
+from draftsmith.drafters.pretrained import load_config, load_tokenizer
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_record
 from draftsmith.errors import UserError
@@ -78,15 +78,18 @@ def run(config: GenerateConfig) -> int:
 
 def open_reference(config: GenerateConfig) -> Reference:
     if config.url is None or config.top_logprobs or config.store_taps:
-        target = load_target(config.target, dtype=config.dtype, device=config.device)
+        target = load_target(
+            config.target,
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+        )
         # Nobody has checked that a server runs the same weights.
         revision = target.revision if config.url is None else None
         return Reference(target.tokenizer(), target.max_positions, target.eos_token_ids, revision, target)
-    try:
-        limit = AutoConfig.from_pretrained(config.target).get_text_config().max_position_embeddings
-    except (OSError, ValueError) as error:
-        raise UserError(f"target {config.target!r} has no readable config.json ({error}); check the path or Hub id") from error
-    return Reference(load_tokenizer(config.target), limit, (), None, None)
+    trust = config.trust_remote_code
+    limit = load_config(config.target, trust_remote_code=trust).get_text_config().max_position_embeddings
+    return Reference(load_tokenizer(config.target, trust_remote_code=trust), limit, (), None, None)
 
 
 def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, dict[str, Any]]:

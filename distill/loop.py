@@ -42,7 +42,9 @@ class Daemon:
             sweep(folder)
         self.target_files = signature(config.target, "*.safetensors")
         self.is_outdated = False  # the servers run weights that have come into the target's folder since
-        self.target = load_target(config.target, dtype=config.dtype, device=config.device)
+        self.target = load_target(
+            config.target, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+        )
         self.counters, self.open = Counters(), OpenRequests()
         optimizer = optimizers(config, OwnGradients(self.target, config.learn), channel)
         site = Site(config, self.target, optimizer, throttle, self.counters, status.event, self.save, lambda: self.reader.cursor)

@@ -26,10 +26,10 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def load_target(path: str, *, dtype: str, device: str) -> Target:
+def load_target(path: str, *, dtype: str, device: str, trust_remote_code: bool) -> Target:
     """`auto` is the checkpoint's own precision, but float32 on a CPU, where half precision is slow or inexact."""
     # Commands show one progress line, their own.
     transformers_logging.disable_progress_bar()
     place = device_of(device)
     auto = torch.float32 if place.type == "cpu" else "auto"
-    return Target.load(path, dtype=DTYPES.get(dtype, auto), device=place)
+    return Target.load(path, dtype=DTYPES.get(dtype, auto), device=place, trust_remote_code=trust_remote_code)

@@ -8,22 +8,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.distributed import DistributedConfig
+from transformers import PreTrainedModel
 
-from draftsmith.drafters.attention import AttentionContext, register
+from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.packed_pass import PackedPass
 from draftsmith.drafters.probe import Probe, check_model
 from draftsmith.drafters.recorded import RecordedLm, record_lm
 from draftsmith.drafters.segments import positions_of
 from draftsmith.drafters.taps import FINAL, captured, check_taps, decoder_layers
-from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPool
 
 
@@ -36,7 +32,7 @@ class States:
 
 
 class CausalLM:
-    """`model` must have been loaded with our attention (`load_model`); its behaviour is checked by a probe here.
+    """`model` must have been loaded with our attention (`pretrained.load_model`); its behaviour is checked by a probe here.
 
     Raises `UserError` for a model that does not honour the attention interface, whose keys and values could then not be
     kept in our pool.
@@ -213,36 +209,3 @@ def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
 def whole(weight: torch.Tensor) -> torch.Tensor:
     """A weight that transformers has sharded over processes, put together again on each; any other as it is."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
-def load_model(
-    path: str | Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", shards: int = 1
-) -> PreTrainedModel:
-    """A causal LM in evaluation mode with our attention."""
-    plan = {"distributed_config": DistributedConfig(tp_size=shards)} if shards > 1 else {}
-    try:
-        model, told = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=register(), output_loading_info=True, **plan
-        )
-    except KeyError as error:
-        # Families that choose among their own attention classes by name (Falcon) do not know ours.
-        raise UserError(
-            f"model {str(path)!r} cannot be served: it knows no attention named {error}; use another model"
-        ) from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id") from error
-    if missing := sorted(told["missing_keys"]):
-        # transformers would go on with random numbers in their place.
-        raise UserError(f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; restore its files")
-    return model.to(device).eval()
-
-
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer can be loaded from {str(path)!r} ({_first_line(error)}); add its files") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

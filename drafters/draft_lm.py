@@ -10,16 +10,17 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftsmith.drafters.attention import AttentionContext, register
-from draftsmith.drafters.causal_lm import CausalLM, load_model, load_tokenizer
+from draftsmith.drafters.causal_lm import CausalLM
 from draftsmith.drafters.chain import CatchUp, HeadStep, draft_chain
 from draftsmith.drafters.chain_graphs import Capturable, ChainGraphs
 from draftsmith.drafters.drawing import Drawing
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.lora import add_adapters, merged_state
 from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.pretrained import load_config, load_model, load_tokenizer
 from draftsmith.drafters.pruned import pruned_target
 from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.recorded import Recordable
@@ -59,7 +60,8 @@ class DraftLm(nn.Module, Recordable, Capturable):
                 return cls(new_model(options, target), "new draft")
             if options.target_layers is not None:
                 raise UserError("options 'draft_lm.init' and 'draft_lm.target_layers' both say where to start; give one of them")
-            model = load_model(options.init, dtype=torch.float32, device=target.device)
+            trust = target.trust_remote_code
+            model = load_model(options.init, trust_remote_code=trust, dtype=torch.float32, device=target.device)
             check_tokenizer(options.init, target)
             match_vocabulary(model, target)
             if options.lora is not None:
@@ -76,7 +78,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
         read_config(folder)
         read_weights(folder)  # for what it refuses; transformers then does the mapping of names
         check_tokenizer(folder, target)
-        model = load_model(folder, device=target.device)
+        model = load_model(folder, trust_remote_code=target.trust_remote_code, device=target.device)
         match_vocabulary(model, target)
         return cls(model, str(folder))
 
@@ -183,9 +185,9 @@ def check_tokenizer(name: str | Path, target: Target) -> None:
     folder = Path(name)
     has_files = (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
     if has_files or not folder.is_dir():
-        check_same_ids(load_tokenizer(name), target.tokenizer())
+        check_same_ids(load_tokenizer(name, trust_remote_code=target.trust_remote_code), target.tokenizer())
         return
-    size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    size = load_config(folder, trust_remote_code=target.trust_remote_code).get_text_config().vocab_size
     if size != target.vocab_size:
         raise UserError(
             f"draft {str(name)!r} has {size} token ids and {target.name!r} has {target.vocab_size}; "

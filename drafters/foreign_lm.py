@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.drafters.attention import AttentionContext
-from draftsmith.drafters.causal_lm import load_model, load_tokenizer
 from draftsmith.drafters.chain import CatchUp, HeadStep
 from draftsmith.drafters.draft_lm import DraftLm
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
+from draftsmith.drafters.pretrained import load_model, load_tokenizer
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import SharedTokens, shared_tokens
 from draftsmith.drafters.weights import read_weights
@@ -45,9 +45,11 @@ class ForeignLm(DraftLm):
     @classmethod
     def load(cls, folder: Path, target: Target) -> ForeignLm:
         read_weights(Path(folder))  # for what it refuses
-        model = load_model(folder, device=target.device)
+        trust = target.trust_remote_code
+        model = load_model(folder, trust_remote_code=trust, device=target.device)
         size = model.get_output_embeddings().weight.shape[0]
-        shared = shared_tokens(load_tokenizer(folder), target.tokenizer(), draft_size=size, target_size=target.vocab_size)
+        own = load_tokenizer(folder, trust_remote_code=trust)
+        shared = shared_tokens(own, target.tokenizer(), draft_size=size, target_size=target.vocab_size)
         if len(shared.target_ids) == 0:
             raise UserError(f"draft {str(folder)!r} shares no token with {target.name!r}; use another draft")
         return cls(model, str(folder), shared)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from draftsmith.config import option
 from draftsmith.errors import UserError
 
+TRUST_HELP = "run Python code that a model's folder brings (auto_map); off, a model that needs it is refused"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -19,6 +20,7 @@ class Pair:
     heterogeneous_vocab: bool = option(
         False, "the draft is an LM with another tokenizer: it drafts the tokens that both have, losslessly"
     )
+    trust_remote_code: bool = option(False, TRUST_HELP)
 
 
 def check_draft_options(pair: Pair, *, other_draft: bool = False) -> None:

@@ -6,10 +6,11 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.drafters.attention import register
 from draftsmith.drafters.causal_lm import whole
+from draftsmith.drafters.pretrained import build_model
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 
@@ -22,7 +23,12 @@ def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
         raise UserError(
             f"option 'draft_lm.target_layers' is {chosen}; give ascending layers between 0 and {target.num_layers - 1}"
         )
-    model = AutoModelForCausalLM.from_config(pruned_config(target, chosen), attn_implementation=register(), dtype=torch.float32)
+    model = build_model(
+        pruned_config(target, chosen),
+        trust_remote_code=target.trust_remote_code,
+        attn_implementation=register(),
+        dtype=torch.float32,
+    )
     model.load_state_dict(pruned_state(target, chosen))
     model.generation_config = copy.deepcopy(target.model.generation_config)
     return model.to(target.device).eval()

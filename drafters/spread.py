@@ -17,18 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.causal_lm import load_model
+from draftsmith.drafters.pretrained import load_model
 from draftsmith.drafters.taps import decoder_layers
 
 
-def load_spread(path: str, *, dtype: torch.dtype, device: torch.device, shares: int) -> PreTrainedModel:
+def load_spread(
+    path: str, *, dtype: torch.dtype, device: torch.device, shares: int, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """`shares` neighbouring processes hold one copy. The processes of a machine load one after another: its memory must hold the
     whole model once, its devices never."""
     mesh = share_mesh(device, shares)
     turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for turn in range(turns):
         if turn == int(os.environ.get("LOCAL_RANK", "0")):
-            model = spread(load_model(path, dtype=dtype), mesh).to(device)
+            model = load_model(path, trust_remote_code=trust_remote_code, dtype=dtype)
+            model = spread(model, mesh).to(device)
         dist.barrier()
     return model
 

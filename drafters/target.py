@@ -13,7 +13,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.drafters.answer import Sampling, answer_chunks
 from draftsmith.drafters.attention import AttentionContext
-from draftsmith.drafters.causal_lm import CausalLM, load_model, load_tokenizer, whole
+from draftsmith.drafters.causal_lm import CausalLM, whole
+from draftsmith.drafters.pretrained import load_model, load_tokenizer
 from draftsmith.drafters.taps import FINAL
 
 if TYPE_CHECKING:
@@ -29,10 +30,14 @@ class TargetOutput:
 
 
 class Target(CausalLM):
-    """A frozen causal LM with taps. No method records gradients."""
+    """A frozen causal LM with taps. No method records gradients.
 
-    def __init__(self, model: PreTrainedModel, name: str):
+    `trust_remote_code` says whether code that a model's folder brings may be run: this target's, and that of drafts for it.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, *, trust_remote_code: bool = False):
         super().__init__(model, name)
+        self.trust_remote_code = trust_remote_code
         model.requires_grad_(False)
         # `generate` would fill in what it finds there: penalties and filters that are no part of the target's law.
         model.generation_config = GenerationConfig()
@@ -41,15 +46,22 @@ class Target(CausalLM):
 
     @classmethod
     def load(
-        cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", *, shards: int = 1
+        cls,
+        path: str | Path,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        *,
+        shards: int = 1,
+        trust_remote_code: bool = False,
     ) -> Self:
         """A local folder or Hub id; `dtype` "auto" is the checkpoint's own. With `shards` above 1 every process of the group
         calls this and holds its share of the weights, by the model's own tensor-parallel plan."""
-        return cls(load_model(path, dtype=dtype, device=device, shards=shards), str(path))
+        model = load_model(path, trust_remote_code=trust_remote_code, dtype=dtype, device=device, shards=shards)
+        return cls(model, str(path), trust_remote_code=trust_remote_code)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.name)
+            self._tokenizer = load_tokenizer(self.name, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
     @torch.no_grad()

@@ -16,13 +16,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 
+def load(path: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype=torch.float32).eval()
+
+
 class Generator:
     def __init__(self, target: str, draft: str):
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target, padding_side="left")
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            target, trust_remote_code=False, padding_side="left"
+        )
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        self.assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32).eval() if draft else None
+        self.target = load(target)
+        self.assistant = load(draft) if draft else None
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """All prompts once, `streams` in a batch; assisted generation and prompt lookup exist for one at a time only."""

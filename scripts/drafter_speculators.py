@@ -85,7 +85,10 @@ def main() -> None:
     d2t, t2d, draft_vocab_size = parse_vocab_mappings(args)
     draft = build_draft_model(args, SpeculatorModel.registry["eagle3"], t2d, d2t, draft_vocab_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = AutoModelForCausalLM.from_pretrained(job["target"], dtype=getattr(torch, args.hidden_states_dtype)).to(device).eval()
+    target = AutoModelForCausalLM.from_pretrained(
+        job["target"], trust_remote_code=False, dtype=getattr(torch, args.hidden_states_dtype)
+    )
+    target = target.to(device).eval()
     loader = make_loader(job, args, draft, LiveStates(target, list(draft.target_layer_ids)))
     trainer = make_trainer(args, draft, loader, device)
     counts = train(trainer, job["budget_s"])

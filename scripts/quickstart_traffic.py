@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from transformers import AutoTokenizer
 
 from draftsmith.corpus import CORPORA, held_out
+from draftsmith.drafters.pretrained import load_tokenizer
 from draftsmith.files import read_json, write_json, write_text
 from draftsmith.progress import Progress
 
@@ -59,7 +59,7 @@ def serve_shift(shift: Shift, command: list[str]) -> None:
 
 def traffic(shift: Shift) -> list[list[int]]:
     """Prompts as token ids. Code comes from held-out files; all of the prose is new to the draft."""
-    tokenizer = AutoTokenizer.from_pretrained(shift.target)
+    tokenizer = load_tokenizer(shift.target, trust_remote_code=False)
     generator = random.Random(7)
     code = [document.text for document in CORPORA["stdlib:code"]() if held_out(document)]
     prose = [document.text for document in CORPORA["stdlib:prose"]()]
@@ -69,7 +69,7 @@ def traffic(shift: Shift) -> list[list[int]]:
 
 def write_bench_prompts(target: Path, path: Path, count: int = 8) -> None:
     """Held-out code, as text."""
-    tokenizer, generator = AutoTokenizer.from_pretrained(target), random.Random(11)
+    tokenizer, generator = load_tokenizer(target, trust_remote_code=False), random.Random(11)
     texts = [document.text for document in CORPORA["stdlib:code"]() if held_out(document)]
     prompts = [tokenizer.decode(cut(tokenizer, generator.choice(texts), 48, generator)) for _ in range(count)]
     write_text(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

@@ -41,6 +41,7 @@ class Engine:
         draft: a draft checkpoint, a drafter made elsewhere (`Ngram()`, say), or None for no speculation.
         draft_revision, draft_dtype, heterogeneous_vocab: of a draft checkpoint, as the flags of `draftsmith serve`.
         config: what `draftsmith serve` takes as flags.
+        trust_remote_code: run Python code that a model's folder brings (`auto_map`); off, a model that needs it is refused.
         dtype: the weights' type; "auto" is the checkpoint's own, float32 on a CPU.
         device: torch's name of it; by default the first CUDA device, else the CPU.
     """
@@ -54,6 +55,7 @@ class Engine:
         draft_dtype: str = "auto",
         heterogeneous_vocab: bool = False,
         config: EngineConfig | None = None,
+        trust_remote_code: bool = False,
         dtype: str = "auto",
         device: str | None = None,
     ):
@@ -67,7 +69,7 @@ class Engine:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if dtype == "auto" and device == "cpu":
             dtype = "float32"
-        loaded = Target.load(target, dtype=dtype, device=device)
+        loaded = Target.load(target, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         drafter = load_draft(pair, loaded) if isinstance(draft, (str, Path)) else draft
         self._tokenizer = loaded.tokenizer()
         version = "" if drafter is None else "0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.drafters.pair import TRUST_HELP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class AuditConfig:
     target: str | None = option(
         None, "take the law from this model, run here; default: from the server's own logprobs of the first token after a prompt"
     )
+    trust_remote_code: bool = option(False, TRUST_HELP)
     prompt: str = option("The", "text that the audited contexts begin with")
     contexts: int = option(4, "contexts, each continued many times")
     samples: int = option(4000, "sampled continuations in all")

@@ -110,7 +110,7 @@ def told_by_server(config: AuditConfig, client: AuditClient) -> LawSource:
 
 def told_by_target(config: AuditConfig) -> LawSource:
     """A model run here, in float32."""
-    target = Target.load(config.target, dtype=torch.float32, device=config.device)
+    target = Target.load(config.target, dtype=torch.float32, device=config.device, trust_remote_code=config.trust_remote_code)
 
     def law(text: Text) -> CoarseLaw:
         ids = torch.tensor([text], device=config.device)

@@ -59,7 +59,8 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
         return run_sharded(config, make_sink)
     listener = bind(config.host, config.port)
     device = device_of(config)
-    lead(config, Target.load(config.target, dtype=dtype_of(config, device), device=device), listener, make_sink)
+    target = Target.load(config.target, dtype=dtype_of(config, device), device=device, trust_remote_code=config.trust_remote_code)
+    lead(config, target, listener, make_sink)
     return 0
 
 
@@ -69,7 +70,13 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
     place = join(config.tensor_parallel, device)
     kind = LeadingTarget if place.rank == LEADER else Target
     listener = bind(config.host, config.port) if place.rank == LEADER else None
-    target = kind.load(config.target, dtype=dtype_of(config, device), device=place.device, shards=place.size)
+    target = kind.load(
+        config.target,
+        dtype=dtype_of(config, device),
+        device=place.device,
+        shards=place.size,
+        trust_remote_code=config.trust_remote_code,
+    )
     channel = Channel()
     if listener is None:
         follow(target, channel)

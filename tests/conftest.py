@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,3 +197,67 @@ class Records(list[Any]):
 @pytest.fixture
 def records() -> Records:
     return Records()
+
+
+OWN_CLASSES = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Path({ran!r}).write_text(__name__)
+{then}
+
+class OwnConfig(LlamaConfig):
+    model_type = {model_type!r}
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+class OwnCode:
+    """Model folders with Python code of their own, and a terminal with `y` typed ahead for a question about it."""
+
+    def __init__(self, folder: Path, like: str):
+        self.folder, self.like, self.terminal = folder, like, io.StringIO("y\n" * 8)
+
+    @property
+    def was_asked(self) -> bool:
+        return self.terminal.tell() > 0
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the code of the folder made last was run."""
+        return (self.folder / "ran").exists()
+
+    def make(self, model_type: str = "own_lm", *, then: str = "") -> Path:
+        """A copy of a Llama's folder whose model and tokenizer have classes of their own; `model_type` "llama", which
+        transformers knows, makes them needless. `then` is what the code goes on with when it is run."""
+        path = self.folder / "own"
+        shutil.copytree(self.like, path)
+        code = OWN_CLASSES.format(ran=str(self.folder / "ran"), then=then, model_type=model_type)
+        (path / "own_code.py").write_text(code)
+        models = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+        merge_json(path / "config.json", {"model_type": model_type, "auto_map": models})
+        known = "PreTrainedTokenizerFast" if model_type == "llama" else "OwnTokenizer"
+        tokenizers = {"AutoTokenizer": [None, "own_code.OwnTokenizer"]}
+        merge_json(path / "tokenizer_config.json", {"tokenizer_class": known, "auto_map": tokenizers})
+        return path
+
+
+def merge_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> OwnCode:
+    made = OwnCode(tmp_path, tiny_target("llama"))
+    monkeypatch.setattr(sys, "stdin", made.terminal)
+    # Code that is let in is copied into a cache of the test's own.
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return made

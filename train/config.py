@@ -17,6 +17,7 @@ from draftsmith.drafters.options import (
     MtpOptions,
     PeagleOptions,
 )
+from draftsmith.drafters.pair import TRUST_HELP
 from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
 
 WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
@@ -132,6 +133,7 @@ class TrainConfig(FamilyShapes):
     eval_prompts: int = option(32, "held-out prompts decoded by an evaluation; with 0 none is made and the last draft is kept")
     eval_tokens: int = option(64, "tokens written to each of them, at T=0 and at T=1")
     report_to: tuple[str, ...] = option((), "trackers beside metrics.jsonl, as transformers names them: tensorboard, wandb, ...")
+    trust_remote_code: bool = option(False, TRUST_HELP)
 
     optim: OptimConfig = option(help="optimizer and schedule", factory=OptimConfig)
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
@@ -155,3 +157,4 @@ class EvalConfig:
     max_length: int = option(2048, "longer sequences are cut to this many tokens")
     out: str | None = option(None, "write the figures to this JSON file")
     store: bool = option(False, "write the figures into the draft's draftsmith.json, from where `export` takes them")
+    trust_remote_code: bool = option(False, TRUST_HELP)

@@ -43,7 +43,14 @@ def show_data(config: DoctorConfig, findings: list[Finding]) -> None:
         return
     from draftsmith.train.checkup.data import shown
 
-    text = shown(config.data, config.target, count=config.show, max_length=config.max_length, in_colour=sys.stdout.isatty())
+    text = shown(
+        config.data,
+        config.target,
+        count=config.show,
+        max_length=config.max_length,
+        in_colour=sys.stdout.isatty(),
+        trust_remote_code=config.trust_remote_code,
+    )
     print(f"{text}\n")
 
 

@@ -30,7 +30,8 @@ def run(config: EvalConfig) -> int:
     quiet()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Exact figures want the arithmetic the target is served with; on a CPU that is float32.
-    target = Target.load(config.target, dtype="auto" if device.type == "cuda" else torch.float32, device=device)
+    dtype = "auto" if device.type == "cuda" else torch.float32
+    target = Target.load(config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
     drafter = checkpoint.load(config.draft, target)
     corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
     check_tokenizer(corpus.provenance, target, config.data)

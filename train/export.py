@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
+from draftsmith.drafters.pretrained import load_tokenizer
 from draftsmith.drafters.registry import family_of
 from draftsmith.drafters.vocabulary import tokenizer_difference
 from draftsmith.drafters.weights import read_config
@@ -51,13 +51,14 @@ def open_source(config: ExportConfig) -> Source:
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
     target = locate(target_name, "target", weights=config.prove or metadata["family"] in NEED_TARGET_WEIGHTS)
-    check_tokenizer(metadata, target, target_name)
+    check_tokenizer(metadata, target, target_name, trust_remote_code=config.trust_remote_code)
     return Source(
         draft=draft,
         family=metadata["family"],
         config=read_config(draft),
         metadata=metadata,
         target=target,
+        trust_remote_code=config.trust_remote_code,
         target_name=target_name,
         target_config=read_json(target / "config.json", "target config"),
         num_speculative_tokens=config.speculative_tokens,
@@ -80,9 +81,11 @@ def recorded_target(metadata: dict[str, Any], draft: Path) -> str:
     return name
 
 
-def check_tokenizer(metadata: dict[str, Any], target: Path, target_name: str) -> None:
+def check_tokenizer(metadata: dict[str, Any], target: Path, target_name: str, *, trust_remote_code: bool) -> None:
     made_for = metadata["target"]
-    if "tokenizer_hash" in made_for and (difference := tokenizer_difference(made_for, load_tokenizer(target))):
+    if "tokenizer_hash" not in made_for:
+        return
+    if difference := tokenizer_difference(made_for, load_tokenizer(target, trust_remote_code=trust_remote_code)):
         raise UserError(
             f"the draft was made for another tokenizer than that of {target_name!r} ({difference}); give its own target"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.drafters.pair import TRUST_HELP
 from draftsmith.train.config import FamilyShapes
 
 
@@ -22,4 +23,5 @@ class PlanConfig(FamilyShapes):
     answers: int = option(50000, "answers to train on, where no data is given")
     tokens: int = option(512, "tokens of an answer, where no data is given")
     epochs: float = option(1.0, "passes over the data")
+    trust_remote_code: bool = option(False, TRUST_HELP)
     json: bool = option(False, "print JSON instead of a table")

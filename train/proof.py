@@ -55,7 +55,7 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     """Raises a `UserError` for an export that its engine would not load, or load as another draft than the checkpoint's."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "auto" if device.type == "cuda" else torch.float32
-    target = Target.load(source.target, dtype=dtype, device=device)
+    target = Target.load(source.target, dtype=dtype, device=device, trust_remote_code=source.trust_remote_code)
     prompts = prompts_for(target)
     trained = ready(source, source.draft, target)
     k = source.num_speculative_tokens
@@ -64,7 +64,7 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     if isinstance(read, Understood) and read.target is not None:
         # The trained pair is let go first, lest two targets be held.
         del trained
-        target = Target.load(read.target, dtype=dtype, device=device)
+        target = Target.load(read.target, dtype=dtype, device=device, trust_remote_code=source.trust_remote_code)
     exported = as_read(source, read, target)
     found = [play(exported, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES]
     limit = FLOAT32_LIMIT if target.dtype == torch.float32 else HALF_LIMIT

@@ -60,10 +60,17 @@ def train(config: TrainConfig) -> None:
 
 
 def load_target(config: TrainConfig, place: Place) -> Target:
+    trust = config.trust_remote_code
     if config.target_shares == 1:
-        return Target.load(config.target, dtype=place.target_dtype, device=place.device)
-    model = load_spread(config.target, dtype=place.target_dtype, device=place.device, shares=config.target_shares)
-    return Target(model, config.target)
+        return Target.load(config.target, dtype=place.target_dtype, device=place.device, trust_remote_code=trust)
+    model = load_spread(
+        config.target,
+        dtype=place.target_dtype,
+        device=place.device,
+        shares=config.target_shares,
+        trust_remote_code=trust,
+    )
+    return Target(model, config.target, trust_remote_code=trust)
 
 
 def new_teacher(config: TrainConfig, target: Target, corpus: Corpus, drafter: TrainedDrafter) -> Teacher:

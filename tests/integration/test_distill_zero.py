@@ -41,7 +41,7 @@ def updated(learner, count):
     return broken, *kept(learner)
 
 def main(channel):
-    target = load_target(config.target, dtype="auto", device="cpu")
+    target = load_target(config.target, dtype="auto", device="cpu", trust_remote_code=False)
     parts = optimizers(config, OwnGradients(target, config.learn), channel)
     live = lambda: checkpoint.load(config.draft, target, dtype=torch.float32)
     learner = lambda optimizer: Learner(live(), target, config.learn, seed=0, optimizer=optimizer)

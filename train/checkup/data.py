@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.drafters.block_shape import unused_token
-from draftsmith.drafters.causal_lm import load_tokenizer
+from draftsmith.drafters.pretrained import load_tokenizer
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_difference
 from draftsmith.errors import UserError
@@ -169,9 +169,10 @@ def rendered(rows: list[Row], tokenizer: Any) -> str:
     return ("... " if begin else "") + ascii(text)[1:-1] + (" ..." if end < len(row.input_ids) else "")
 
 
-def shown(folder: str, target: str, *, count: int, max_length: int, in_colour: bool) -> str:
+def shown(folder: str, target: str, *, count: int, max_length: int, in_colour: bool, trust_remote_code: bool = False) -> str:
     """The first texts of the data as training reads them, whole."""
-    sample, tokenizer = read_sample(folder, count, spread=False), load_tokenizer(target)
+    sample = read_sample(folder, count, spread=False)
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     parts = []
     for at, row in enumerate(sample.rows, start=1):
         ids, mask = row.input_ids[:max_length], row.loss_mask[:max_length]

@@ -22,7 +22,7 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
     """Every check that still makes sense after the ones before it."""
     assert config.target is not None
     try:
-        target = Target.load(config.target, device=find_place("auto").device)
+        target = Target.load(config.target, device=find_place("auto").device, trust_remote_code=config.trust_remote_code)
     except UserError as error:
         return [refused("target.loads", error)]
     findings = check_target(target)

@@ -18,7 +18,7 @@ def write_portable(source: Source, out: Path) -> None:
             raise UserError(
                 f"the draft was made for a target with {key} {config.get(key)}, {source.target_name!r} has {target[key]}"
             )
-    if scales_its_embeddings(source.target_config):
+    if scales_its_embeddings(source):
         raise UserError(
             f"{source.target_name!r} scales its token embeddings, which engines do not do for a draft that shares them"
         )

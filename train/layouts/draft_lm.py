@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from draftsmith.drafters.causal_lm import load_tokenizer
+from draftsmith.drafters.pretrained import load_tokenizer
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
@@ -32,5 +32,7 @@ def check(source: Source) -> None:
             "draft with the target's vocabulary"
         )
     if any((source.draft / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        check_same_ids(load_tokenizer(source.draft), load_tokenizer(source.target))
+        trust = source.trust_remote_code
+        own, target = (load_tokenizer(folder, trust_remote_code=trust) for folder in (source.draft, source.target))
+        check_same_ids(own, target)
     read_weights(source.draft)  # refuses damaged and non-finite ones

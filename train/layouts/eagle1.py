@@ -38,7 +38,7 @@ def checked(source: Source) -> dict[str, torch.Tensor]:
             raise UserError(
                 f"the draft was made for a target with {key} {config.get(key)}, {source.target_name!r} has {target[key]}"
             )
-    if "embed_tokens.weight" not in tensors and scales_its_embeddings(source.target_config):
+    if "embed_tokens.weight" not in tensors and scales_its_embeddings(source):
         raise UserError(
             f"{source.target_name!r} scales its token embeddings, which engines do not do for a draft that shares them; "
             "save the draft with embeddings of its own"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.drafters.pretrained import build_model, load_config
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.layouts.source import Source, tensor_shapes, text_config
@@ -184,18 +184,19 @@ def check_target(source: Source) -> None:
     for key, own in (("vocab_size", config["vocab_size"]), ("hidden_size", config["target_hidden_size"])):
         if own != target[key]:
             raise UserError(f"the draft was made for a target with {key} {own}, {source.target_name!r} has {target[key]}")
-    if "embed_tokens.weight" not in tensor_shapes(source.draft) and scales_its_embeddings(source.target_config):
+    if "embed_tokens.weight" not in tensor_shapes(source.draft) and scales_its_embeddings(source):
         raise UserError(
             f"{source.target_name!r} scales its token embeddings, which engines do not do for a draft that shares them; "
             "save the draft with embeddings of its own"
         )
 
 
-def scales_its_embeddings(target_config: dict[str, Any]) -> bool:
-    """Whether the embedding module is more than a table, found by building the model without weights."""
-    config = AutoConfig.for_model(**target_config)
+def scales_its_embeddings(source: Source) -> bool:
+    """Whether the target's embedding module is more than a table, found by building the model without weights."""
+    trust = source.trust_remote_code
+    config = load_config(source.target, trust_remote_code=trust)
     with torch.device("meta"):
-        embedding = AutoModelForCausalLM.from_config(config).get_input_embeddings()
+        embedding = build_model(config, trust_remote_code=trust).get_input_embeddings()
     return type(embedding) is not torch.nn.Embedding
 
 

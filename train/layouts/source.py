@@ -20,6 +20,7 @@ class Source:
     config: dict[str, Any]  # the draft's config.json
     metadata: dict[str, Any]  # the draft's draftsmith.json
     target: Path  # the target's folder
+    trust_remote_code: bool  # whether code that either folder brings may be run
     target_name: str  # as the user would type it: a Hub id or a path
     target_config: dict[str, Any]  # the target's config.json
     num_speculative_tokens: int

@@ -30,7 +30,8 @@ GENERATE_ROWS = 16  # answers written at once while data is generated
 def make_plan(config: PlanConfig) -> Plan:
     load = os.getloadavg()[0]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = Target.load(config.target, dtype="auto" if device.type == "cuda" else torch.float32, device=device)
+    dtype = "auto" if device.type == "cuda" else torch.float32
+    target = Target.load(config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
     corpus = None if config.data is None else corpus_of(config, target)
     counts = None if corpus is None else corpus.token_counts(target.vocab_size)
     records = {name: read_metadata(locate(name, weights=False)) for name in config.draft}

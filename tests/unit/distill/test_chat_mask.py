@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.distill import prompts
 from draftsmith.distill.chat_mask import masked_chat
 from draftsmith.distill.config import GenerateConfig
-from draftsmith.drafters.causal_lm import load_tokenizer
+from draftsmith.drafters.pretrained import load_tokenizer
 from draftsmith.errors import UserError
 
 HEAD = "{% for message in messages %}"
@@ -44,7 +44,7 @@ TURNS = [
 
 @pytest.fixture
 def tokenizer(tiny_target) -> PreTrainedTokenizerBase:
-    return load_tokenizer(tiny_target("llama"))
+    return load_tokenizer(tiny_target("llama"), trust_remote_code=False)
 
 
 def written(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
@@ -81,7 +81,7 @@ WORDS = st.lists(st.sampled_from(["the", "draft", " ", "\n", "<user>", "e", "\u0
 @given(contents=st.lists(WORDS.map("".join).filter(str.strip), min_size=2, max_size=6))
 def test_masked_tokens_are_those_that_a_server_would_have_added(tiny_target, contents):
     """In front of each answer stand the tokens of the prompt that a server would have read, but for one on both sides."""
-    tokenizer = load_tokenizer(tiny_target("llama"))
+    tokenizer = load_tokenizer(tiny_target("llama"), trust_remote_code=False)
     tokenizer.chat_template = CLOSED
     messages = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(contents)]
     masked = masked_chat(messages, tokenizer, (0,), where="row 1")

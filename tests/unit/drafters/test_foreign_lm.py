@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.causal_lm import load_tokenizer
 from draftsmith.drafters.eagle3 import Eagle3
 from draftsmith.drafters.foreign_lm import ForeignLm
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch
 from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.pretrained import load_tokenizer
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.vocabulary import shared_tokens
 from draftsmith.errors import UserError
@@ -62,7 +62,7 @@ def drafter(foreign, target) -> ForeignLm:
 
 
 def test_shared_tokens_have_one_text(foreign, target):
-    ours, theirs = target.tokenizer(), load_tokenizer(foreign)
+    ours, theirs = target.tokenizer(), load_tokenizer(foreign, trust_remote_code=False)
     shared = shared_tokens(theirs, ours, draft_size=len(theirs), target_size=target.vocab_size)
     pairs = list(zip(shared.target_ids.tolist(), shared.draft_ids.tolist(), strict=True))
     assert len(pairs) == len(set(shared.draft_ids.tolist())) > 100
@@ -79,7 +79,7 @@ def test_another_tokenizer_is_refused_with_the_difference_shown(foreign, target)
     with pytest.raises(UserError) as caught:
         checkpoint.load(foreign, target)
     message = str(caught.value)
-    ours, theirs = target.tokenizer(), load_tokenizer(foreign)
+    ours, theirs = target.tokenizer(), load_tokenizer(foreign, trust_remote_code=False)
     assert f"{len(ours)} tokens and the draft's {len(theirs)}" in message
     for index in range(3):
         assert f"{ours.convert_ids_to_tokens(index)!r} is {index} and " in message

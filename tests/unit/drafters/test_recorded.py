@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import recorded as recorded_module
 from draftsmith.drafters.capture import NUM_TOKENS, capture
-from draftsmith.drafters.causal_lm import load_model
+from draftsmith.drafters.pretrained import load_model
 from draftsmith.drafters.recorded import Mismatch, compare
 from draftsmith.drafters.replay import Replay
 from draftsmith.drafters.target import FINAL, Target
@@ -102,7 +102,7 @@ def test_a_recording_that_is_wrong_is_not_used(tiny_target, monkeypatch, caplog)
 def test_a_model_that_decides_by_value_is_run_as_it_is(tiny_target, monkeypatch, caplog):
     """Rotary frequencies that grow with the longest position are such a decision."""
     folder = tiny_target("llama")
-    model = load_model(folder)
+    model = load_model(folder, trust_remote_code=False)
     config = model.config
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     growing = AutoModelForCausalLM.from_config(config).eval()

@@ -161,6 +161,7 @@ def test_an_answer_that_ends_with_an_error_says_which() -> None:
 
 def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
     told = {"target": "t", "draft": "d", "draft_revision": "v1", "draft_dtype": "bfloat16", "heterogeneous_vocab": True}
+    told |= {"trust_remote_code": True}
     told |= {"ngram": True, "prompt_lookup_min": 1, "prompt_lookup_max": 3, "suffix": True, "fallback": "suffix"}
     told |= {"suffix_share": 0.5, "suffix_max_tree_depth": 12, "suffix_max_cached_requests": 0, "suffix_max_cached_tokens": 100}
     told |= {"suffix_max_spec_factor": 2.0, "suffix_max_spec_offset": -1.0, "suffix_min_token_prob": 0.3}
