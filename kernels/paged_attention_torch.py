@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from draftsmith.kernels.masked_values import all_finite, spoil, spoiled_rows, without_spoiled
+
 if TYPE_CHECKING:
     from draftsmith.kernels.paged_attention import TreeLayout
 
@@ -130,6 +132,8 @@ class GatheredContext:
                 out = part.attention(q, k, v, scaling)
             else:
                 out = reference_attention(q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks)
+            if part.visible is not None and not all_finite(out):
+                out = _unspoiled(out, q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -180,6 +184,24 @@ class GatheredContext:
             # Padding reads slot 0. What an earlier owner left in a row's own blocks could be NaN, and 0 * NaN is NaN.
             slots = torch.where(context <= places[:, -1], slots, 0)
         return slots.flatten()
+
+
+def _unspoiled(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`out` with its rows that are not finite computed again, so that what is not finite reaches only queries that see it."""
+    rows = spoiled_rows(out)
+    q, k, v, mask = query[rows], key[rows], value[rows], visible[rows]
+    again = reference_attention(q, k, without_spoiled(v), mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    return out.index_copy(0, rows, spoil(again, v, mask).to(out.dtype))
 
 
 def _tree_sight(

@@ -103,9 +103,11 @@ def _attend(
     position = tl.load(positions + tokens, mask=real, other=_FAR)
     place = tl.load(places + tokens, mask=real, other=-1)
     context = tl.max(place, axis=0) + 1
+    nearest = tl.min(tl.where(real, place, _FAR), axis=0)  # before it all queries see everything
     lowest = tl.zeros((), tl.int64)
     if HAS_WINDOW:
         lowest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
+        nearest = lowest
     bits = tl.zeros((QUERIES,), tl.int64)
     root = tl.zeros((QUERIES,), tl.int64)
     nearest_root = tl.zeros((), tl.int64)
@@ -114,6 +116,7 @@ def _attend(
         # A token without a tree sees all places up to its own, as if its tree began beyond them.
         root = tl.where(bits == -1, _FAR, tl.load(first + tokens, mask=real, other=_FAR))
         nearest_root = tl.min(root, axis=0)
+        nearest = tl.minimum(nearest, nearest_root)
 
     key_dims, value_dims = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
     places_of_query = tokens * query_token_stride + heads * query_head_stride
@@ -167,6 +170,13 @@ def _attend(
             mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
             other=0.0,
         )
+        if begin_key + KEYS > nearest:
+            # Behind a drafted token the target may overflow, and 0 * NaN is NaN: only queries that see it may notice.
+            finite = tl.abs(v) < float("inf")
+            v = tl.where(finite, v, 0.0)
+            spoiled = tl.min(finite.to(tl.int32), axis=1) == 0
+            noticed = tl.max((seen & spoiled[None, :]).to(tl.int32), axis=1)
+            gathered = tl.where((noticed > 0)[:, None], float("nan"), gathered)
         gathered = gathered * decay[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
         top = new_top

@@ -96,6 +96,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     impl: str = "torch"
     num_splits: int | None = None
+    spoiled: tuple[int, ...] = ()  # tokens of every row's part of the pass whose keys and values are not finite
 
 
 def run_rows(rows: list[Row], options: dict, case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,6 +128,9 @@ def run_rows(rows: list[Row], options: dict, case: Case, device: torch.device) -
         keys, values = (torch.randn(size, case.kv_heads, dim, generator=generator).to(device, case.dtype) for dim in dims)
         slots = pool.slots_of(tables, index, torch.arange(row.begin, device=device))
         pool.keys[1][slots], pool.values[1][slots] = keys[: row.begin], values[: row.begin]
+        for token in case.spoiled:
+            if token < len(row.places):
+                keys[row.begin + token], values[row.begin + token, :, 1] = torch.nan, (-1) ** token * torch.inf
         whole.append((keys, values))
     counts = [len(row.places) for row in rows]
     query = torch.randn(1, sum(counts), case.heads, case.key_dim, generator=generator).to(device, case.dtype).transpose(1, 2)
@@ -192,6 +196,19 @@ def test_the_kernel_equals_the_reference(index: int, rows: list[Row], half: int,
     case, options = VARIANTS[2 * half + index % 2]
     found, expected = run_rows(rows, options, case, device)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spoiled", [(1,), (2, 3), (5,)])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("rows", [*ROWS, *PLAIN])
+def test_what_is_not_finite_reaches_only_those_who_see_it(
+    rows: list[Row], impl: str, spoiled: tuple[int, ...], device: torch.device
+) -> None:
+    """A target that overflows behind one drafted token gives the other positions what it would have given without it."""
+    variants = [{}, *(options for _, options in VARIANTS)]
+    options = variants[(len(rows) + spoiled[0]) % len(variants)]
+    found, expected = run_rows(rows, options, Case(6, 2, impl=impl, spoiled=spoiled), device)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (20, 1)])
