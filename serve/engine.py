@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +15,7 @@ from draftsmith.drafters.recorded import Recordable, record_forwards
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.auto_control import AutoControl
+from draftsmith.serve.blame import is_own
 from draftsmith.serve.blocks import BlockManager
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control import Control, FixedControl, Offer, RoundResult, ScheduledControl, parse_schedule
@@ -32,12 +35,27 @@ from draftsmith.serve.record import Sink
 from draftsmith.serve.recorder import Recorder, RoundLaws
 from draftsmith.serve.request import Completion, FinishReason, OnUpdate, Request, SamplingParams
 from draftsmith.serve.routing import LIVE
-from draftsmith.serve.runner import BlockTables, PassOutput, make_runner
+from draftsmith.serve.runner import BlockTables, PassOutput, make_runner, prompt_positions
 from draftsmith.serve.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.stats import EngineStats
 from draftsmith.serve.swap import Swap
 from draftsmith.serve.tree_control import TreeControl
 from draftsmith.serve.trees import move_kept, straighten, wanted_tree
+
+log = logging.getLogger(__name__)
+
+
+class _Share(NamedTuple):
+    """What a round made of one row."""
+
+    row: Row
+    index: int
+    chain: list[int]  # drafted tokens
+    emitted: list[int]  # accepted drafts and the token after them; empty for a piece of a prompt
+    logits: torch.Tensor  # [len(chain) + 1, V] raw; [0, V] for a piece of a prompt
+    prompt_logits: torch.Tensor  # [n, V], behind the row's `prompt_positions`
+    drafts: Drafts | None
+    laws: RoundLaws | None
 
 
 class Engine:
@@ -121,10 +139,11 @@ class Engine:
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         if not request.finished:
-            self.emission.flush()
+            self._emit()
+        if not request.finished:
             self._finish(request, reason)
             self.emission.add(request, Outcome([], reason), [])
-            self.emission.flush()
+            self._emit()
 
     def set_k(self, request: Request, k: int) -> None:
         """Another draft length for a request from its next round on; 0 stops drafting it."""
@@ -194,7 +213,7 @@ class Engine:
             schedule = self.scheduler.schedule()
             rows = schedule.rows
             if not rows:
-                self.emission.flush()
+                self._emit()
                 return False
             self._note_admissions(rows)
             reading = sum(row.request.num_tokens - row.request.draft_cached for row in schedule.drafting)
@@ -252,37 +271,71 @@ class Engine:
         emitted: list[list[int]],
     ) -> None:
         now_s = time.monotonic()
-        add_prompt_logprobs(schedule.rows, output)
         laws = self._round_laws(schedule.drafting, drafts, output)
-        begin = 0
+        begin = prompt_begin = 0
         for index, row in enumerate(schedule.rows):
-            chain = chains[index]
-            accepted = len(emitted[index]) - 1 if row.samples else 0
-            self._advance(row, index, len(chain), accepted, drafts, output)
-            if not row.samples:
-                self._remember(row.request)
-                continue
-            logits = output.logits[begin : begin + len(chain) + 1]
-            begin += len(chain) + 1
-            given = outcome(row.request, emitted[index], self.target.eos_token_ids)
-            committed, reason = given.committed, given.finish_reason
-            self._extend(row.request, committed, now_s)
-            self._remember(row.request)
-            version = self._drafted_by(row.request, index, drafts)
-            self._count(row.request, index, drafts, accepted, len(committed), version)
-            if self.onlooker is not None:
-                self.onlooker(row.request, chain, accepted, committed)
-            if laws is not None and version is not None and chain and committed and self.recorder.wants(row.request):
-                self.recorder.round(row, chain, accepted, committed, emitted[index][-1], laws, index, version)
-            if reason is FinishReason.ERROR:
-                row.request.error = complaint(row.request, sound=not bool(logits[accepted].isnan().any()))
-            if reason is not None:
-                self._finish(row.request, reason)
-            alternatives = row.request.params.logprobs
-            logprobs = [] if alternatives is None else token_logprobs(logits, committed, alternatives)
-            self.emission.add(row.request, given, logprobs)
-        if not (self.overlaps and self.scheduler.busy):
+            end = begin + (len(chains[index]) + 1 if row.samples else 0)
+            prompt_end = prompt_begin + len(prompt_positions(row))
+            logits, prompt_logits = output.logits[begin:end], output.prompt_logits[prompt_begin:prompt_end]
+            begin, prompt_begin = end, prompt_end
+            tokens = emitted[index] if row.samples else []
+            try:
+                share = _Share(row, index, chains[index], tokens, logits, prompt_logits, drafts, laws)
+                self._commit_row(share, output, now_s)
+            except Exception as error:
+                self._fail(row.request, error)
+        if self.overlaps and self.scheduler.busy:
+            self._end_failed()
+        else:
+            self._emit()
+
+    def _commit_row(self, share: _Share, output: PassOutput, now_s: float) -> None:
+        row, chain, logits, drafts = share.row, share.chain, share.logits, share.drafts
+        request, accepted = row.request, max(len(share.emitted) - 1, 0)
+        add_prompt_logprobs(row, share.prompt_logits)
+        self._advance(row, share.index, len(chain), accepted, drafts, output)
+        if not row.samples:
+            self._remember(request)
+            return
+        given = outcome(request, share.emitted, self.target.eos_token_ids)
+        committed, reason = given.committed, given.finish_reason
+        self._extend(request, committed, now_s)
+        self._remember(request)
+        version = self._drafted_by(request, share.index, drafts)
+        self._count(request, share.index, drafts, accepted, len(committed), version)
+        if self.onlooker is not None:
+            self.onlooker(request, chain, accepted, committed)
+        if reason is FinishReason.ERROR:
+            request.error = complaint(request, sound=not bool(logits[accepted].isnan().any()))
+        elif share.laws is not None and version is not None and chain and committed and self.recorder.wants(request):
+            self.recorder.round(row, chain, accepted, committed, share.emitted[-1], share.laws, share.index, version)
+        alternatives = request.params.logprobs
+        logprobs = [] if alternatives is None else token_logprobs(logits, committed, alternatives)
+        if reason is not None:
+            self._finish(request, reason)
+        self.emission.add(request, given, logprobs)
+
+    def _emit(self) -> None:
+        self.emission.flush()
+        self._end_failed()
+
+    def _end_failed(self) -> None:
+        """Ends the requests whose text could not be made."""
+        while failed := self.emission.take_failed():
+            for request, error in failed:
+                self._fail(request, error)
             self.emission.flush()
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Ends one request for what only it can have met; anything else is raised again."""
+        if not is_own(error):
+            raise error
+        log.error("request %s failed and is ended; the others go on", request.id, exc_info=error)
+        if request.finished:
+            request.finish_reason = FinishReason.ERROR
+        else:
+            self._finish(request, FinishReason.ERROR)
+        self.emission.add(request, Outcome([], FinishReason.ERROR), [])
 
     def _observe(
         self,

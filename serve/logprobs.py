@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from draftsmith.serve.request import TokenLogprob
-from draftsmith.serve.runner import PassOutput, prompt_positions
+from draftsmith.serve.runner import prompt_positions
 from draftsmith.serve.scheduler import Row
 
 
@@ -20,15 +18,11 @@ def token_logprobs(logits: torch.Tensor, tokens: list[int], alternatives: int) -
     return [TokenLogprob(*parts) for parts in zip(tokens, emitted, tops)]
 
 
-def add_prompt_logprobs(rows: Sequence[Row], output: PassOutput) -> None:
-    """Gives every request that wants its prompt judged what this pass tells of it."""
-    begin = 0
-    for row in rows:
-        request, positions = row.request, prompt_positions(row)
-        alternatives = request.params.prompt_logprobs
-        if alternatives is None or not positions:
-            continue
-        logits = output.prompt_logits[begin : begin + len(positions)]
-        begin += len(positions)
-        tokens = request.tokens[positions.start + 1 : positions.stop + 1]
-        request.prompt_logprobs += token_logprobs(logits, tokens, alternatives)
+def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
+    """What a pass tells of the row's prompt; `logits` [n, V] are those behind the row's `prompt_positions`."""
+    request, positions = row.request, prompt_positions(row)
+    alternatives = request.params.prompt_logprobs
+    if alternatives is None or not positions:
+        return
+    tokens = request.tokens[positions.start + 1 : positions.stop + 1]
+    request.prompt_logprobs += token_logprobs(logits, tokens, alternatives)

@@ -40,8 +40,9 @@ class EngineDead(UserError):
 class EngineLoop:
     """Rounds run while there is work; between two rounds the inbox is emptied. Callbacks run on the engine's thread.
 
-    What a failure ends: a callback its own request, an action the request it is about, a round the requests in it, and
-    `MOST_FAILURES` rounds in a row, or whatever else escapes, the engine: all requests are told, and no more are taken.
+    What a failure ends: a callback, or what the engine can lay to one request (`blame.py`), that request; an action the
+    request it is about; any other failure of a round the requests in it; and `MOST_FAILURES` of these in a row, or
+    whatever else escapes, the engine: all requests are told, and no more are taken.
     """
 
     def __init__(self, engine: Engine):

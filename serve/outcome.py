@@ -16,10 +16,15 @@ class Outcome(NamedTuple):
 
 
 def outcome(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> Outcome:
-    """Does not change the request but for its text stream, and that only where a stop string may end the answer."""
-    committed, reason, silent = _trim(request, emitted, eos_token_ids)
-    if committed[-1] < 0:
-        return Outcome([], FinishReason.ERROR)
+    """What is kept of `emitted`. A last token of -1, where none could be decided, ends the request with an error unless the
+    tokens before it end it first.
+
+    Changes nothing of the request but its text stream, and that only where a stop string may end the answer.
+    """
+    failed = emitted[-1] < 0
+    committed, reason, silent = _trim(request, emitted[:-1] if failed else emitted, eos_token_ids)
+    if failed and reason is None:
+        reason = FinishReason.ERROR
     stream, count = request.text_stream, len(committed) - silent
     if stream is None:
         return Outcome(committed, reason)

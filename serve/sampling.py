@@ -48,7 +48,7 @@ class Adjustments:
             Site(row, state, prefix)
             for row, (owner, prefix) in enumerate(zip(owners, prefixes, strict=True))
             # Behind the end of an answer nobody reads the law.
-            if (state := self.states[owner]) is not None and state.ends.isdisjoint(prefix)
+            if (state := self.states[owner]) is not None and not state.error and state.ends.isdisjoint(prefix)
         ]
         logits = logits.clone()
         add_biases(logits, sites)
@@ -58,6 +58,10 @@ class Adjustments:
         if run_processors(logits, sites):
             # What a processor gave back to a forbidden token is taken again.
             restrict(logits, sites)
+        # Without a law its request ends.
+        failed = [row for row, owner in enumerate(owners) if (state := self.states[owner]) is not None and state.error]
+        if failed:
+            logits[torch.tensor(failed, device=logits.device)] = -torch.inf
         return logits
 
 

@@ -7,7 +7,6 @@ must not depend on what it was called with before.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +14,6 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.serve.request import LogitsProcessor
 from draftsmith.serve.sampling_state import LawState, Site
-
-log = logging.getLogger(__name__)
 
 
 def check_processors(
@@ -45,13 +42,8 @@ def run_processors(logits: torch.Tensor, sites: Sequence[Site]) -> bool:
     """Row by row in place, with the exact text before each; False when there are none."""
     own = [site for site in sites if site.state.params.logits_processors]
     for site in own:
-        try:
+        with site.state.owning("a logits processor"):
             logits[site.row] = _processed(logits[site.row], site.state, site.prefix)
-        except Exception as error:
-            # A failure is its request's, not that of the others in the round: without a law the request ends.
-            site.state.error = f"a logits processor raised {type(error).__name__}: {error}"
-            log.warning("%s; its request ends", site.state.error)
-            logits[site.row] = -torch.inf
     return bool(own)
 
 

@@ -36,9 +36,10 @@ def restrict(logits: torch.Tensor, sites: Sequence[Site]) -> None:
     for state in {id(site.state): site.state for site in sites}.values():
         if state.matcher is not None:
             own = [site for site in sites if site.state is state]
-            allowed = torch.from_numpy(state.matcher.masks([site.prefix for site in own])).to(logits.device)
             rows = _rows(own, logits.device)
-            logits[rows] = logits[rows].masked_fill(~allowed, -math.inf)
+            with state.owning("the grammar"):
+                allowed = torch.from_numpy(state.matcher.masks([site.prefix for site in own])).to(logits.device)
+                logits[rows] = logits[rows].masked_fill(~allowed, -math.inf)
 
 
 def _rows(sites: Sequence[Site], device: torch.device) -> torch.Tensor:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
+from draftsmith.serve.blame import is_own, sentence
 from draftsmith.serve.grammar_matcher import GrammarMatcher
 from draftsmith.serve.request import SamplingParams
 from draftsmith.serve.sampling_counts import TokenCounts
+
+log = logging.getLogger(__name__)
 
 
 class LawState:
@@ -27,7 +32,7 @@ class LawState:
     ):
         self.params, self.num_prompt, self.matcher = params, num_prompt, matcher
         self.tokens: list[int] = []  # the request's own list: its prompt and what is committed
-        self.error = ""  # what a processor of the request raised
+        self.error = ""  # what its processors or its grammar raised: no position has a token from then on
         # What ends the answer: until `min_tokens` it is banned, and nobody reads a law behind it.
         self.ends = frozenset(params.stop_token_ids if params.ignore_eos else [*eos_token_ids, *params.stop_token_ids])
         self.bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64, device=device)
@@ -46,7 +51,22 @@ class LawState:
                 self._longer.setdefault(word[-2], []).append(word)
         self._matched = num_prompt
 
+    @contextmanager
+    def owning(self, what: str) -> Iterator[None]:
+        """What fails within is the request's, not that of the others in the round."""
+        try:
+            yield
+        except Exception as error:
+            if not is_own(error):
+                raise
+            self.error = sentence(what, error)
+            log.warning("%s; its request ends", self.error)
+
     def follow(self, tokens: list[int]) -> None:
+        with self.owning("what the request asks of its text"):
+            self._follow(tokens)
+
+    def _follow(self, tokens: list[int]) -> None:
         self.tokens = tokens
         if self.counts is not None:
             self.counts.follow(tokens)
