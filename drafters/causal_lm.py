@@ -18,6 +18,7 @@ from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.packed_pass import PackedPass
 from draftsmith.drafters.probe import Probe, check_model
 from draftsmith.drafters.recorded import RecordedLm, record_lm
+from draftsmith.drafters.rotary import rope_limit
 from draftsmith.drafters.segments import positions_of
 from draftsmith.drafters.taps import FINAL, captured, check_taps, decoder_layers
 from draftsmith.kernels.paged_attention import PagedPool
@@ -42,6 +43,7 @@ class CausalLM:
         self.model = model
         self.name = name
         self.config = model.config.get_text_config()
+        self.rope_limit = rope_limit(self.config)
         self.layers = decoder_layers(model.base_model, self.config.num_hidden_layers)
         self.eos_token_ids = end_of_text_ids(model)
         self._head = _head_alone(model)
@@ -97,7 +99,14 @@ class CausalLM:
 
     @property
     def max_positions(self) -> int:
-        return self.config.max_position_embeddings
+        """The longest text, in tokens, whose states depend on that text alone."""
+        longest = self.config.max_position_embeddings
+        return longest if self.rope_limit is None else min(longest, self.rope_limit.positions)
+
+    def check_length(self, length: int, what: str) -> None:
+        """Raises `UserError` where texts of `length` tokens, by the option or argument `what`, would depend on their batch."""
+        if self.rope_limit is not None:
+            self.rope_limit.check(length, self.name, what)
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, dtype: torch.dtype | None = None

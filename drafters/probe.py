@@ -1,4 +1,5 @@
-"""What a causal LM is asked when it is loaded: are its keys and values ours to keep, and is its head where we think it is?"""
+"""What a causal LM is asked when it is loaded: are its keys and values ours to keep, is its head where we think it is, and does
+a text's state depend on that text alone?"""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from draftsmith.drafters.packed_pass import PackedPass
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPass, PagedPool
 from draftsmith.kernels.paged_attention_torch import reference_attention
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from draftsmith.drafters.causal_lm import CausalLM
 
 NUM_TOKENS, FIRST_CHUNK = 12, 4
+SHORT_TOKENS = 9  # of the text beside the long one
 # Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes near these.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
@@ -58,7 +61,8 @@ class Recorder:
 
 @torch.no_grad()
 def check_model(lm: CausalLM) -> Probe:
-    """Compares three ways to the same logits: the model's own forward, body then head, and the paged pool in two chunks."""
+    """Compares three ways to the same logits (the model's own forward, body then head, and the paged pool in two chunks), and
+    two texts together with each alone."""
     upper = lm.model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(upper, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).to(lm.device)
     try:
@@ -81,7 +85,40 @@ def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
     layers = [recorder.shapes[layer] for layer in range(lm.num_layers)]
     paged = torch.cat([lm.head(chunk) for chunk in _paged_chunks(lm, layers, ids, positions)], dim=1)
     _compare(lm, paged, expected, "its paged forward differs from its own, so some attention escapes the interface")
+    _check_neighbours(lm, ids, positions)
+    _check_padding(lm, ids)
     return Probe(final.shape[-1], expected.shape[-1], layers)
+
+
+def _check_neighbours(lm: CausalLM, ids: torch.Tensor, positions: torch.Tensor) -> None:
+    """A short text at the first positions and a longer one at the last that are served, [1, T] in one pass and each alone.
+
+    The short one runs again afterwards, for what a module keeps of the passes before.
+    """
+    far = positions + max(lm.max_positions - NUM_TOKENS, 0)
+    short, long = (ids[:, :SHORT_TOKENS], positions[:SHORT_TOKENS]), (ids.flip(1), far)
+    alone = [_packed(lm, short), _packed(lm, long)]
+    together = _packed(lm, short, long).split([SHORT_TOKENS, NUM_TOKENS], dim=1)
+    reason = "a text's logits depend on which others share its pass, so no batch gives what it gives alone"
+    for actual, expected in zip((*together, _packed(lm, short)), (*alone, alone[0]), strict=True):
+        _compare(lm, actual, expected, reason)
+
+
+def _packed(lm: CausalLM, *texts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """[1, T, V] logits of one pass over (ids [1, n], positions [n]) of several texts in a row."""
+    ids = torch.cat([text for text, _ in texts], dim=1)
+    positions = torch.cat([places for _, places in texts])[None]
+    numbers = [number for number, (text, _) in enumerate(texts) for _ in range(text.shape[1])]
+    context = PackedPass(torch.tensor([numbers]))
+    return lm.head(lm.paged(ids, positions, context).final)
+
+
+def _check_padding(lm: CausalLM, ids: torch.Tensor) -> None:
+    """The same of rows [2, L], the first padded on the right, as training has them."""
+    rows = torch.cat([ids, ids.flip(1)])
+    padded = lm.head(lm.full(rows).final[:1, :SHORT_TOKENS])
+    alone = lm.head(lm.full(ids[:, :SHORT_TOKENS]).final)
+    _compare(lm, padded, alone, "a text's logits depend on the other rows of its batch")
 
 
 def _paged_chunks(lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from draftsmith.drafters.answer import Sampling, answer_chunks
 from draftsmith.drafters.attention import AttentionContext
 from draftsmith.drafters.causal_lm import CausalLM, whole
 from draftsmith.drafters.pretrained import load_model, load_tokenizer
+from draftsmith.drafters.segments import positions_of
 from draftsmith.drafters.taps import FINAL
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ class Target(CausalLM):
         `segments` as in `drafters/segments.py`."""
         if (attention_mask.diff(dim=1) > 0).any():
             raise ValueError("attention_mask is padded on the left; pad texts on the right")
+        if self.rope_limit is not None:
+            longest = input_ids.shape[1] if segments is None else int(positions_of(segments).max()) + 1
+            self.check_length(longest, "the longest text of the batch, in tokens,")
         states = self.full(input_ids, taps, segments)
         return states.taps, states.final
 
@@ -115,6 +119,9 @@ class Target(CausalLM):
         `seeds` gives every prompt its own random stream (default: its index), so that an answer does not depend on which
         others share its batch.
         """
+        if prompts:
+            longest = max(len(prompt) for prompt in prompts)
+            self.check_length(longest + max_new_tokens, "the longest prompt and its answer, in tokens,")
         chunks = answer_chunks(
             self.model,
             prompts,

@@ -58,7 +58,8 @@ def check(config: BenchConfig) -> None:
         raise UserError(f"burstiness is {config.burstiness}; it must be above 0")
     check_draft_options(config)
     if config.target is None:
-        of_started = [*pair_options(config), *([] if config.synthetic_acceptance is None else ["synthetic_acceptance"])]
+        more = ("synthetic_acceptance", "max_length")
+        of_started = [*pair_options(config), *(name for name in more if vars(config)[name] is not None)]
         if of_started:
             raise UserError(f"{of_started[0]} is for a server started here; give target in place of url")
     goal_of(config.goodput)
@@ -129,6 +130,8 @@ def server_arguments(config: BenchConfig) -> list[str]:
         arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     if config.synthetic_acceptance is not None:
         arguments += ["--synthetic-acceptance", *(str(rate) for rate in config.synthetic_acceptance)]
+    if config.max_length is not None:
+        arguments += ["--max-length", str(config.max_length)]
     if config.api_key is not None:
         arguments += ["--api-key", config.api_key]
     return arguments

@@ -26,6 +26,9 @@ class BenchConfig(ServedPair):
         factory=lambda: ["off", "on"],
         help="off and on switch speculation per request (a draftsmith server); plain leaves it to the server",
     )
+    max_length: int | None = option(
+        None, "most tokens of prompt and answer together in the started server; default: the target's"
+    )
     concurrency: int = option(1, "closed loop: requests in flight; the next starts when one ends")
     request_rate: float | None = option(None, "open loop: requests a second, whatever the server does; default: closed loop")
     burstiness: float = option(1.0, "of the open loop's gaps: 1 is Poisson, less comes in bursts, more is steadier")

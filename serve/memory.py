@@ -30,9 +30,7 @@ class BlockPlan(NamedTuple):
 def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineConfig) -> BlockPlan:
     """`num_blocks` if given; else enough for a full batch of full contexts, target's and draft's, within `memory_gib`."""
     check_engine(config)
-    if config.max_length is not None and not 2 <= config.max_length <= target.max_positions:
-        raise UserError(f"max_length is {config.max_length}; this target allows 2 to {target.max_positions}")
-    max_length = config.max_length or target.max_positions
+    max_length = served_length(target, config)
     num_blocks, each = config.num_blocks, block_bytes(target, drafter, config.block_size)
     if num_blocks is None:
         wanted = config.max_batch * -(-max_length // config.block_size) + 1
@@ -42,6 +40,22 @@ def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineCo
         given = f"num_blocks is {num_blocks}" if config.memory_gib is None else f"memory_gib is {config.memory_gib:g}"
         raise UserError(f"{given}, too little for two blocks of keys and values; give more")
     return BlockPlan(num_blocks, min(max_length, (num_blocks - 1) * config.block_size), each)
+
+
+def served_length(target: Target, config: EngineConfig) -> int:
+    """Most tokens of prompt and answer. A target that is right for a part of its own length only must be given that part."""
+    longest = target.config.max_position_embeddings
+    if config.max_length is None and target.max_positions < longest:
+        raise UserError(
+            f"{target.rope_limit.reason(target.name)}, so it cannot be served up to its {longest}; "
+            f"give --max-length {target.max_positions} (max_length in Python), or use another target"
+        )
+    if config.max_length is None:
+        return longest
+    target.check_length(config.max_length, "max_length")
+    if not 2 <= config.max_length <= longest:
+        raise UserError(f"max_length is {config.max_length}; this target allows 2 to {longest}")
+    return config.max_length
 
 
 def block_bytes(target: Target, drafter: ServingDrafter | None, block_size: int) -> int:

@@ -32,6 +32,7 @@ def run(config: EvalConfig) -> int:
     # Exact figures want the arithmetic the target is served with; on a CPU that is float32.
     dtype = "auto" if device.type == "cuda" else torch.float32
     target = Target.load(config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
     corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
     check_tokenizer(corpus.provenance, target, config.data)

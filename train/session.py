@@ -99,6 +99,7 @@ def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
 
 
 def load_corpus(config: TrainConfig, target: Target) -> Corpus:
+    target.check_length(config.max_length, "option 'max_length'")
     corpus = read_corpus(
         config.data,
         max_length=config.max_length,

@@ -48,9 +48,10 @@ def check_law(rows: list[Row], temperature: float | None, target: Target, draft:
 
 
 def judge(rows: list[Row], target: Target, draft: TrainedDrafter | None) -> Iterator[Judged]:
+    length = min(MAX_LENGTH, target.max_positions)
     for row in rows:
-        ids = torch.tensor([row.input_ids[:MAX_LENGTH]], device=target.device)
-        positions = torch.tensor(row.loss_mask[:MAX_LENGTH], device=target.device)[1:].nonzero()[:, 0] + 1
+        ids = torch.tensor([row.input_ids[:length]], device=target.device)
+        positions = torch.tensor(row.loss_mask[:length], device=target.device)[1:].nonzero()[:, 0] + 1
         if len(positions):
             yield judge_row(ids, positions, target, draft)
 

@@ -16,6 +16,7 @@ def check_target(target: Target) -> list[Finding]:
         ok("target.loads", f"{type(target.model).__name__}, {shape}, {str(target.dtype).removeprefix('torch.')}"),
         ok("target.attention", "keys and values can be kept in a paged pool; logits agree with the model's own forward"),
         check_finite(target),
+        *check_rope(target),
         *check_tokenizer(target),
         check_end(target),
     ]
@@ -33,6 +34,15 @@ def check_finite(target: Target) -> Finding:
     return fail(
         "target.finite", "logits hold NaN or infinite values", "load the target in float32 or bfloat16, or fetch it again"
     )
+
+
+def check_rope(target: Target) -> list[Finding]:
+    """Nothing is said of frequencies that never change."""
+    longest, limit = target.config.max_position_embeddings, target.rope_limit
+    if limit is None or limit.positions >= longest:
+        return []
+    what = f"served and trained for up to {limit.positions} of its {longest} positions: {limit.reason(target.name)}"
+    return [warn("target.rope", what, f"give --max-length {limit.positions}, or use another target")]
 
 
 def check_tokenizer(target: Target) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters import probe
+from draftsmith.drafters.attention import register
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPass
@@ -39,6 +41,14 @@ LINEAR = {
     "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_head": 4, "n_layer": 4}, "its code fails"),
@@ -78,6 +88,60 @@ def test_served_in_place(model_type, tmp_path):
     torch.testing.assert_close(torch.cat(pieces), expected, atol=5e-5, rtol=1e-4)
     hidden = target.states(ids, torch.ones_like(ids), ())[1]
     torch.testing.assert_close(target.head(hidden)[0], expected, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_ropes_that_never_change_are_served_to_their_end(rope, tmp_path):
+    save_tiny("llama", {"rope_parameters": {"rope_theta": 1e4, **ROPES[rope]}}, tmp_path)
+    target = Target.load(tmp_path)
+    assert target.rope_limit is None and target.max_positions == SHAPE["max_position_embeddings"]
+
+
+class Sways(torch.nn.Module):
+    """An innocent name, and a layer's output that depends on `trait` of the whole pass."""
+
+    def __init__(self, layer: torch.nn.Module, trait: Callable[[torch.Tensor, torch.Tensor], float]):
+        super().__init__()
+        self.layer, self.trait = layer, trait
+
+    def forward(self, hidden: torch.Tensor, *inputs: Any, **named: Any) -> Any:
+        places = named.get("position_ids")
+        places = torch.arange(hidden.shape[1]) if places is None else places
+        output = self.layer(hidden, *inputs, **named)
+        return output * (1 + 0.1 * self.trait(hidden, places))
+
+
+TRAITS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], float], str]] = {
+    "the longest position": (lambda hidden, places: float(places.max() > 64), "share its pass"),
+    "the number of tokens": (lambda hidden, places: float(hidden.shape[1] > 12), "share its pass"),
+    "the mean of all tokens": (lambda hidden, places: float(hidden.mean()) * 10, "."),
+    "the number of rows": (lambda hidden, places: float(hidden.shape[0] > 1), "other rows of its batch"),
+}
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+def test_a_module_that_looks_at_the_whole_batch_is_refused(trait, tiny_target):
+    model = AutoModelForCausalLM.from_pretrained(tiny_target("llama"), attn_implementation=register())
+    Target(model, "sound")
+    sways, reason = TRAITS[trait]
+    model.model.layers[1] = Sways(model.model.layers[1], sways)
+    with pytest.raises(UserError, match=f"cannot be served: .*{reason}") as caught:
+        Target(model, "unsound")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_keeps_something_of_earlier_passes_is_refused(tiny_target):
+    """A cache of frequencies that grows and never shrinks: each pass by itself is sound."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_target("llama"), attn_implementation=register())
+    longest = [0]
+
+    def grown(hidden: torch.Tensor, places: torch.Tensor) -> float:
+        longest[0] = max(longest[0], int(places.max()))
+        return float(longest[0] > 64)
+
+    model.model.layers[1] = Sways(model.model.layers[1], grown)
+    with pytest.raises(UserError, match="share its pass"):
+        Target(model, "unsound")
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

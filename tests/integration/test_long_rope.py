@@ -1,0 +1,203 @@
+"""LongRoPE and dynamic RoPE, whose frequencies follow the longest position of a pass: refused where a text would depend on its
+batch, on chunks of its prompt or on drafts, and the same in all of these where they are served."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftsmith.drafters import causal_lm, probe
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.pretrained import load_tokenizer
+from draftsmith.drafters.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.bench import check as check_bench
+from draftsmith.serve.bench import server_arguments
+from draftsmith.serve.bench_config import BenchConfig
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.request import SamplingParams
+from draftsmith.train.checkup.target import check_target
+from draftsmith.train.config import EvalConfig, TrainConfig
+from draftsmith.train.evaluate import run as evaluate
+from draftsmith.train.session import load_corpus
+
+ORIGINAL, LONGEST, VOCAB_SIZE = 32, 256, 288
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 2.0],
+    "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+TARGETS: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "model_type": "phi3", "max_position_embeddings": LONGEST, "rope_parameters": LONG_ROPE,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "dynamic": {
+        "model_type": "llama", "max_position_embeddings": ORIGINAL,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    },
+}  # fmt: skip
+# The largest gap of the two best logits that rounding in another batch shape could turn round.
+NOISE = 1e-4
+
+
+class Junk(Ngram):
+    """Drafts of all the tokens that it may draft, of which the target hardly ever keeps one."""
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        width = int(inputs.num_draft.max())
+        rows = [[(7 * len(history) + place) % VOCAB_SIZE for place in range(width)] for history in inputs.histories]
+        return Proposal(tokens=torch.tensor(rows).view(len(rows), width), lengths=inputs.num_draft.clone(), logits=None)
+
+
+@pytest.fixture
+def load(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[[str], Target]:
+    def get(name: str) -> Target:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, **TARGETS[name]}))
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                torch.nn.init.normal_(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)
+        model.save_pretrained(tmp_path / name)
+        load_tokenizer(tiny_target("llama"), trust_remote_code=False).save_pretrained(tmp_path / name)
+        return Target.load(tmp_path / name, dtype=torch.float32)
+
+    return get
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target is served as if its rotary embedding were an ordinary one."""
+    monkeypatch.setattr(causal_lm, "rope_limit", lambda config: None)
+    monkeypatch.setattr(probe, "_check_neighbours", lambda lm, ids, positions: None)
+
+
+def prompts(*sizes: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB_SIZE, (size,), generator=generator).tolist() for size in sizes]
+
+
+def answers(target: Target, texts: list[list[int]], count: int, drafter: Any = None, **options: Any) -> list[list[int]]:
+    config = EngineConfig(**{"k": 8, "prefix_cache": False, "compile": "off", **options})
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    return [completion.tokens for completion in Engine(target, drafter, config).generate(texts, params)]
+
+
+def ways(target: Target, texts: list[list[int]], count: int, **options: Any) -> Iterator[tuple[str, list[list[int]]]]:
+    """The same greedy answers by every way that a request may take through the engine."""
+    yield "alone", [answers(target, [text], count, **options)[0] for text in texts]
+    yield "together", answers(target, texts, count, **options)
+    yield "in chunks", answers(target, texts, count, **options, max_round_tokens=5)
+    yield "with drafts", answers(target, texts, count, Junk(), **options)
+    yield "alone with drafts", [answers(target, [text], count, Junk(), **options)[0] for text in texts]
+
+
+def differ(target: Target, prompt: list[int], answer: list[int], expected: list[int]) -> bool:
+    """Whether they part at a token that was no tie within rounding."""
+    for at, (token, right) in enumerate(zip(answer, expected, strict=True)):
+        if token != right:
+            ids = torch.tensor([prompt + expected[:at]])
+            best = target.head(target.states(ids, torch.ones_like(ids), ())[1][0, -1]).topk(2).values
+            return float(best[0] - best[1]) > NOISE
+    return False
+
+
+@pytest.mark.parametrize("compile", ["off", "auto"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_same_text_every_way_up_to_the_original_length(name, compile, load):
+    target, texts = load(name), prompts(3, 20, 24, 11)
+    expected = [target.answer([text], max_new_tokens=8, ignore_eos=True)[0] for text in texts]
+    for way, found in ways(target, texts, 8, compile=compile, max_length=ORIGINAL):
+        for text, answer, right in zip(texts, found, expected, strict=True):
+            assert not differ(target, text, answer, right), f"{way}: {answer} in place of {right}"
+
+
+def test_nothing_beyond_the_original_length_is_served(load):
+    target = load("longrope")
+    assert target.max_positions == ORIGINAL
+    with pytest.raises(UserError, match=r"'longrope'.*longest one.*give --max-length 32"):
+        Engine(target, None, EngineConfig())
+    with pytest.raises(UserError, match=r"max_length is 33: .*'longrope'.*make it at most 32"):
+        Engine(target, None, EngineConfig(max_length=ORIGINAL + 1))
+    engine = Engine(target, None, EngineConfig(max_length=ORIGINAL))
+    with pytest.raises(UserError, match="context 32"):
+        engine.generate(prompts(ORIGINAL), SamplingParams(max_tokens=1))
+
+
+def test_dynamic_rope_is_served_up_to_the_length_of_its_configuration(load):
+    """Beyond, transformers would follow the longest position of the pass; up to it, it does not."""
+    target = load("dynamic")
+    assert Engine(target, None, EngineConfig()).max_length == target.max_positions == ORIGINAL
+    with pytest.raises(UserError, match=r"max_length is 33: .*'dynamic'"):
+        Engine(target, None, EngineConfig(max_length=ORIGINAL + 1))
+
+
+def test_batches_of_training_and_of_answers_stay_below_the_original_length(load):
+    target = load("longrope")
+    ids = torch.zeros(2, ORIGINAL + 1, dtype=torch.int64)
+    for segments in (None, torch.zeros_like(ids)):
+        with pytest.raises(UserError, match="longest text of the batch, in tokens, is 33"):
+            target.states(ids, torch.ones_like(ids), (), segments)
+    packed = (torch.arange(ORIGINAL + 1) > 8).long().expand(2, -1)
+    target.states(ids, torch.ones_like(ids), (), packed)
+    with pytest.raises(UserError, match="the longest prompt and its answer, in tokens, is 33"):
+        target.answer(prompts(3, ORIGINAL - 7), max_new_tokens=8)
+    target.answer(prompts(3, ORIGINAL - 8), max_new_tokens=8)
+
+
+def test_commands_that_read_texts_are_held_to_the_original_length(load):
+    target = load("longrope")
+    told = {"target": target.name, "data": "no such data", "max_length": ORIGINAL + 1}
+    with pytest.raises(UserError, match=r"option 'max_length' is 33: .*'longrope'"):
+        load_corpus(TrainConfig(family="eagle3", out="no such draft", **told), target)
+    with pytest.raises(UserError, match=r"option 'max_length' is 33: .*'longrope'"):
+        evaluate(EvalConfig(draft="no such draft", **told))
+    (finding,) = (finding for finding in check_target(target) if finding.check == "target.rope")
+    assert finding.status == "warn" and "up to 32 of its 256 positions" in finding.what
+    assert not [finding for finding in check_target(load("dynamic")) if finding.check == "target.rope"]
+    arguments = server_arguments(BenchConfig(target=target.name, max_length=ORIGINAL))
+    assert arguments[arguments.index("--max-length") + 1] == str(ORIGINAL)
+    with pytest.raises(UserError, match="max_length is for a server started here"):
+        check_bench(BenchConfig(url="x", max_length=ORIGINAL))
+
+
+def test_control_served_unchecked_texts_depend_on_all_of_it(unchecked, load):
+    """Beside a longer text, cut into chunks, and drafted over the switch: each is seen by the comparison of these tests."""
+    target = load("longrope")
+    short, long = prompts(8, 60)
+    alone = answers(target, [short], 20)[0]
+    beside = answers(target, [short, long], 20)[0]
+    assert differ(target, short, beside, alone)
+    whole, in_chunks = answers(target, [long], 8)[0], answers(target, [long], 8, max_round_tokens=16)[0]
+    assert differ(target, long, in_chunks, whole)
+    crossing = prompts(*[20] * 12)
+    plain = answers(target, crossing, 16)
+    drafted = answers(target, crossing, 16, Junk())
+    num_changed = sum(differ(target, *texts) for texts in zip(crossing, drafted, plain, strict=True))
+    assert num_changed >= 6
+
+
+def test_control_dynamic_rope_beyond_its_length_depends_on_the_batch(unchecked, load):
+    target = load("dynamic")
+    target.config = copy.copy(target.config)  # for the engine; the rotary module keeps its own
+    target.config.max_position_embeddings = LONGEST
+    short, long = prompts(8, 60)
+    alone, beside = answers(target, [short], 20)[0], answers(target, [short, long], 20)[0]
+    assert differ(target, short, beside, alone)
+
+
+def test_the_probe_alone_refuses_it_under_any_name(load, monkeypatch):
+    monkeypatch.setattr(causal_lm, "rope_limit", lambda config: None)
+    with pytest.raises(UserError, match="depend on which others share its pass"):
+        load("longrope")
