@@ -66,14 +66,17 @@ uv_command() {
 # pip_takes_cpu_build PYTHON: whether a CPU build of that version lies where pip looks. Only names are read: a dry run would fetch
 # the whole build from an index that holds no metadata.
 pip_takes_cpu_build() {
-    "$1" -m pip index versions torch 2>/dev/null | grep -Eq "[ ,]$(torch_version)\+cpu(,|$)"
+    local versions
+    # Not piped into `grep -q`, which ends early: under pipefail pip's broken pipe would count as a no.
+    versions=$("$1" -m pip index versions torch 2>/dev/null)
+    grep -Eq "[ ,]$(torch_version)\+cpu(,|$)" <<<"$versions"
 }
 
-# uv_reaches_cpu_build PYTHON: an answer within 20 s, from a network that may swallow every packet.
+# uv_reaches_cpu_build PYTHON: an answer within 20 s, from a network that may swallow every packet. An installed torch is no answer.
 uv_reaches_cpu_build() {
     local uv
     uv=$(uv_command "$1") || return 1
-    UV_HTTP_TIMEOUT=5 UV_HTTP_RETRIES=0 timeout 20 "$uv" pip install --python "$1" --torch-backend cpu --no-deps --dry-run \
+    UV_HTTP_TIMEOUT=5 UV_HTTP_RETRIES=0 timeout 20 "$uv" pip install --python "$1" --torch-backend cpu --no-deps --reinstall --dry-run \
         "torch==$(torch_version)" >/dev/null 2>&1
 }
 

@@ -14,7 +14,7 @@ LISTED = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1, {}2.13.0, 2.12.1"
 NO_MATCH = "12.13.0+cpu, 2.13.0+cpu.other, 2.13.0+cu130, "
 PYTHON = """
 case "$*" in
-    "-m pip index versions torch") echo "$LISTED" ;;
+    "-m pip index versions torch") echo "$LISTED"; sleep 0.1; echo "  INSTALLED: 2.12.1" ;;
     *"--target .venv/uv uv") [ -e "$BIN/uv-to-install" ] && mkdir -p .venv/uv/bin && cp "$BIN/uv-to-install" .venv/uv/bin/uv ;;
     -c*) echo "${INSTALLED_TORCH:-none}" ;;
 esac
@@ -46,7 +46,7 @@ class Machine:
         return path
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        command = [str(self.bin / "bash"), "-c", f"source {ROOT}/scripts/environment.sh; {script}"]
+        command = [str(self.bin / "bash"), "-c", f"set -uo pipefail; source {ROOT}/scripts/environment.sh; {script}"]
         return subprocess.run(command, cwd=self.work, env=self.environment, text=True, capture_output=True, timeout=60)
 
     def choose(self) -> tuple[str, str, list[str]]:
@@ -103,6 +103,14 @@ def test_uv_installs_the_cpu_build_where_it_reaches_one(machine: Machine) -> Non
     source, said, calls = machine.choose()
     assert (source, said) == ("uv", "")
     assert calls == ["uv pip install --python python --torch-backend cpu --no-deps torch==2.13.0"]
+
+
+def test_uv_is_asked_for_a_build_to_fetch_not_for_an_installed_one(machine: Machine) -> None:
+    machine.stand_in("uv", "exit 0")
+    machine.run("torch_source python")
+    asked = [line for line in machine.log.read_text().splitlines() if line.startswith("uv ")]
+    assert len(asked) == 1
+    assert "--reinstall --dry-run torch==2.13.0" in asked[0]
 
 
 def test_uv_is_installed_where_it_is_missing(machine: Machine) -> None:
