@@ -123,6 +123,11 @@ install_project() {
 # make_environment: creates or repairs .venv, activates it. A second call with unchanged requirements costs nothing.
 make_environment() {
     local python stamp
+    if [ -f src/draftsmith/kernels ]; then
+        echo "src/draftsmith/kernels is a text file in place of a symbolic link, so this checkout has no code; clone again with" \
+            "'git clone -c core.symlinks=true' where symbolic links are allowed" >&2
+        return 1
+    fi
     if [ ! -x .venv/bin/python ]; then
         python=$(find_python) || return 1
         echo "environment: making .venv with $("$python" --version)"

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+
+# Triton reads it when it is imported, as transformers does with torch 2.11, and any test may.
+os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "0") if torch.cuda.is_available() else "1"
+
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-# Triton reads it when it is imported, which no import above does and any test may.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 VOCAB_SIZE = 288
 SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|mask|>"]

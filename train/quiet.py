@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import warnings
@@ -11,12 +12,15 @@ def quiet() -> None:
     """Errors only. Call it before accelerate is imported, which imports DeepSpeed."""
     quiet_deepspeed()
 
-    import datasets
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    # A part of the extra `train`, which commands that read no data do without.
+    if importlib.util.find_spec("datasets") is not None:
+        import datasets
+
+        datasets.disable_progress_bars()
 
 
 def quiet_deepspeed() -> None:

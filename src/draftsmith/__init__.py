@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.links import check_links
 from draftsmith.version import __version__
+
+check_links(Path(__file__).parent)
 
 if TYPE_CHECKING:
     from draftsmith.serve.api import Engine

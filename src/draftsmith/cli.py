@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from draftsmith import config as configuration
 from draftsmith.errors import UserError
+from draftsmith.extras import check_extra, extra_of, missing
 from draftsmith.version import __version__
 
 
@@ -21,6 +22,7 @@ class Command(NamedTuple):
     config: str
     run: str
     summary: str
+    extra: str | None = None  # it does not begin without
 
 
 COMMANDS = {
@@ -28,26 +30,31 @@ COMMANDS = {
         "draftsmith.distill.config:GenerateConfig",
         "draftsmith.distill.generate:run",
         "let the target answer prompts; a dataset to train on",
+        "train",
     ),
     "train": Command(
         "draftsmith.train.config:TrainConfig",
         "draftsmith.train.run:run",
         "train a drafter of any family by distillation",
+        "train",
     ),
     "eval": Command(
         "draftsmith.train.config:EvalConfig",
         "draftsmith.train.evaluate:run",
         "alpha_i and tau of a draft, with confidence intervals",
+        "train",
     ),
     "serve": Command(
         "draftsmith.serve.config:ServeConfig",
         "draftsmith.serve_command:run",
         "an OpenAI-compatible server with lossless speculation",
+        "serve",
     ),
     "distill": Command(
         "draftsmith.distill.config:DistillConfig",
         "draftsmith.distill.daemon:run",
         "the online daemon: learn from served traffic, publish gated versions",
+        "train",
     ),
     "forget": Command(
         "draftsmith.distill.config:ForgetConfig",
@@ -63,11 +70,13 @@ COMMANDS = {
         "draftsmith.serve.bench_config:BenchConfig",
         "draftsmith.serve.bench:run",
         "tok/s, TTFT, TPOT and tau, speculation off against on",
+        "serve",
     ),
     "audit": Command(
         "draftsmith.serve.audit_config:AuditConfig",
         "draftsmith.serve.audit:run",
         "is it lossless? statistics with negative controls",
+        "serve",
     ),
     "doctor": Command(
         "draftsmith.train.doctor_config:DoctorConfig",
@@ -83,6 +92,7 @@ COMMANDS = {
         "draftsmith.serve.top_config:TopConfig",
         "draftsmith.serve.top:run",
         "a running server in the terminal: tau, alpha, speed, versions, the learner",
+        "serve",
     ),
 }
 
@@ -129,7 +139,14 @@ def _dispatch(argv: list[str]) -> int:
     parser = parser_for(name, cls)
     arguments = parse(parser, argv[1:])
     config = configuration.build(cls, collect(cls, arguments))
-    return int(load(COMMANDS[name].run)(config) or 0)
+    check_extra(name, COMMANDS[name].extra)
+    try:
+        return int(load(COMMANDS[name].run)(config) or 0)
+    except ModuleNotFoundError as error:
+        extra = extra_of(error.name)
+        if extra is None:
+            raise
+        raise missing(name, str(error.name).split(".")[0], extra) from error
 
 
 def overview() -> str:
