@@ -40,7 +40,7 @@ class DraftInputs:
     )  # [T - B, taps * hidden]: positions starts[b] .. n_b - 1 of each row; None when the drafter wants none
     num_draft: torch.Tensor  # [B] int64, on the host, k of each row, 0 <= k; rows with 0 only catch up
     sampling: SamplingRows  # the law the request asked for, row by row
-    seeds: torch.Tensor  # [B] int64; draws use (seed, absolute position of the drawn token, Purpose.DRAFT)
+    seeds: torch.Tensor  # [B] int64, of this round alone; draws use (seed, position of the drawn token, Purpose.DRAFT)
     pool: PagedPool | None  # this drafter's own keys and values; block ids are shared with the target's pool
     block_tables: torch.Tensor  # [B, max_blocks] int64
     histories: list[list[int]]  # all committed tokens of each row (prompt included), for drafters that match text

@@ -75,10 +75,14 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, numb
 def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Seeds [B] int64 to draft one round with, whose first drafted token is at `positions` [B].
 
-    A round that is verified as a block looks at its last draft before it decides on its first one. What it rejects has then
-    been looked at, and the next round, which drafts the same positions again, must not see the same noise: with the request's
-    own seed its drafts would be biased by what is already decided. Rounds start at different positions, so that these
-    seeds differ from round to round. A chain or a tree is decided from the front and needs no such care.
+    The next round drafts the positions again that this one rejects, and must not draw the same noise there, whatever the rule of
+    verification: what was rejected has been looked at. A block looks at its last draft before it decides on its first one.
+    Behind a chain or a tree it is choices between rounds that look: a draft that failed behind a token rests, another one drafts
+    in its place, k or the least survival follows how much was drafted. With the request's own seed such a choice would depend
+    on the very draw that it lets happen or not, which biases the output (tests/integration/test_fresh_noise.py).
+
+    A position at which a round began to draft is decided before another round drafts, so that rounds start at different
+    positions and these seeds differ from round to round.
     """
     return stream_keys(seeds, positions, Purpose.ROUND)
 

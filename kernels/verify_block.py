@@ -6,9 +6,9 @@ h_i = m_i / (m_i + 1 - r_i), or h_k = r_k after the last one. It stops at the la
 a draw from max(r_i p - q, 0), or from p after the last draft. Sun et al. 2025 (arXiv:2403.10444), Algorithm 2.
 
 The output law is the target's and the expected number of kept tokens is at least a chain's. Unlike a chain's, what stands at
-the first draft depends on the last one: the next round must not draft with noise that this one has looked at, see
-`randomness.round_seeds`. Without draft laws (deterministic drafts) the chance to keep i tokens is p(x_1) ... p(x_i) either
-way, so that the chain does it.
+the first draft depends on the last one, so that the next round must not draft with the noise of this one even where nothing
+between the two looks at it, see `randomness.round_seeds`. Without draft laws (deterministic drafts) the chance to keep i tokens
+is p(x_1) ... p(x_i) either way, so that the chain does it.
 
 Legend: B requests, K draft positions, V vocabulary, R = sum(lengths + 1) rows of target logits.
 """

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.kernels.randomness import round_seeds
 from draftsmith.kernels.verify_block import verify_block
 from draftsmith.serve.audit_process import Chains, Procedure, Trees
 from draftsmith.serve.audit_world import Law
@@ -39,10 +38,10 @@ def end_by_guess(lengths: torch.Tensor, drafts: torch.Tensor, q_logits: torch.Te
 
 PROCEDURES: dict[str, Procedure] = {
     "chain": Chains(),
-    "block": Chains(verify=verify_block, draft_seeds=round_seeds),
+    "block": Chains(verify=verify_block),
     "tree": Trees(),
     "chain, ended by a guess": Chains(truncate=end_by_guess),
-    "block, ended by a guess": Chains(verify=verify_block, draft_seeds=round_seeds, truncate=end_by_guess),
+    "block, ended by a guess": Chains(verify=verify_block, truncate=end_by_guess),
 }
 
 

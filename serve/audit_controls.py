@@ -37,8 +37,8 @@ def controls() -> dict[str, Control]:
         # Logits of real models lie tens away from 0 (GPT-2's near -100), where bfloat16 keeps one binary digit after the point.
         "q told in bfloat16": Control(PLAIN, Chains(told=lambda q_logits: q_logits.bfloat16().float()), offset=-100.0),
         "q told of the draft before the swap": Control(PLAIN, Chains(told_version=lambda versions: (versions + 1) % VERSIONS)),
-        "draft and residual share a stream": Control(narrow, Chains(draw=_draw_from_residual_stream)),
-        "draft and accept share a uniform": Control(PLAIN, Chains(draw=_draw_by_accept_uniform)),
+        "draft and residual share a stream": Control(narrow, Chains(draw=_draw_from_residual_stream, draft_seeds=_own_seeds)),
+        "draft and accept share a uniform": Control(PLAIN, Chains(draw=_draw_by_accept_uniform, draft_seeds=_own_seeds)),
         "truncation that looks at the drafted token": Control(PLAIN, Chains(truncate=_keep_likely_drafts)),
         "residual dropped": Control(PLAIN, Chains(verify=_without_residual)),
         "bonus off by one": Control(PLAIN, Chains(verify=_bonus_off_by_one)),
@@ -46,7 +46,7 @@ def controls() -> dict[str, Control]:
             UNFILTERED_DRAFT, Chains(verify=chain_by(Rules(uniform=_half_uniform, accept=accepts_equal)))
         ),
         "penalties without the drafted prefix": Control(blind, Chains()),
-        "block, next round drafts with noise looked at": Control(narrow, Chains(verify=verify_block)),
+        "block, next round drafts with noise looked at": Control(narrow, Chains(verify=verify_block, draft_seeds=_own_seeds)),
         "tree, siblings without replacement judged as with": Control(PLAIN, Trees(verify=tree_by(Rules(reject=_keep_q)))),
         "tree, siblings with replacement judged as without": Control(
             PLAIN, Trees(draw=_draw_with_replacement, verify=tree_by(Rules(passes_over_repeats=False)))
@@ -69,6 +69,11 @@ def tree_by(rules: Rules) -> Callable[..., TreeVerdict]:
         return verify_tree_by(rules, p_logits, tree, *arguments)
 
     return verify
+
+
+def _own_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The request's, for every round."""
+    return seeds
 
 
 def _draw_from_residual_stream(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from draftsmith.kernels.randomness import Purpose, sample, sample_without_replacement
+from draftsmith.kernels.randomness import Purpose, round_seeds, sample, sample_without_replacement
 from draftsmith.kernels.trees import DraftTree
 from draftsmith.kernels.verify import Verdict, verify_chain
 from draftsmith.kernels.verify_tree import TreeVerdict, verify_tree
@@ -53,7 +53,7 @@ class Chains:
     """The defaults are the product's chains; each negative control replaces one of them."""
 
     draw: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = draw_draft
-    draft_seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda seeds, positions: seeds
+    draft_seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = round_seeds
     told: Callable[[torch.Tensor], torch.Tensor] = lambda q_logits: q_logits  # the draft law as verification is told it
     told_version: Callable[[torch.Tensor], torch.Tensor] = lambda versions: versions
     truncate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = lambda lengths, drafts, q_logits: lengths
@@ -91,7 +91,7 @@ class Trees:
         return len(TREE)
 
     def run(self, world: World, round: Round, *, deterministic: bool, impl: str) -> TreeVerdict:
-        count = len(round.contexts)
+        count, seeds = len(round.contexts), round_seeds(round.seeds, round.positions)
         contexts, depths = [round.contexts], [0]
         tokens = torch.full((count, len(TREE)), -1, dtype=torch.int64, device=round.contexts.device)
         q_rows = torch.full((count, len(TREE) + 1), -1, dtype=torch.int64, device=round.contexts.device)
@@ -106,7 +106,7 @@ class Trees:
                 if deterministic:
                     tokens[:, children] = q_logits.topk(len(children), dim=-1).indices
                 else:
-                    tokens[:, children] = self.draw(q_logits, round.seeds, round.positions + depths[slot], len(children))
+                    tokens[:, children] = self.draw(q_logits, seeds, round.positions + depths[slot], len(children))
         parents = torch.tensor(TREE, device=tokens.device).expand_as(tokens)
         slots = torch.arange(len(TREE) + 1, device=tokens.device)
         seen = slots <= round.lengths[:, None]

@@ -23,24 +23,23 @@ from draftsmith.serve.trees import greedy_path
 
 
 class ChainRule(NamedTuple):
-    """How a chain is judged, and the seeds to draft it with: what a round has looked at and thrown away is noise no more."""
+    """How a chain is judged."""
 
     verify: Callable[..., Verdict]
-    draft_seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (seeds, positions) -> seeds
     argmax: bool = True  # greedy rows come to keeping drafts while they are the argmax
 
 
 CHAIN_RULES = {
-    "chain": ChainRule(verify_chain, lambda seeds, positions: seeds),
-    "block": ChainRule(verify_block, round_seeds),
-    "typical": ChainRule(verify_typical, lambda seeds, positions: seeds),  # lossy
+    "chain": ChainRule(verify_chain),
+    "block": ChainRule(verify_block),
+    "typical": ChainRule(verify_typical),  # lossy
 }
 
 
 def chain_rule(verification: str, synthetic_acceptance: Sequence[float] | None) -> ChainRule:
     if synthetic_acceptance is None:
         return CHAIN_RULES[verification]
-    return ChainRule(partial(verify_synthetic, rates=synthetic_acceptance), lambda seeds, positions: seeds, argmax=False)
+    return ChainRule(partial(verify_synthetic, rates=synthetic_acceptance), argmax=False)
 
 
 class Streams:
@@ -60,7 +59,8 @@ class Streams:
         return self._laws(self.params, [p.temperature for p in self.params])
 
     def draft_seeds(self, num_rows: int) -> torch.Tensor:
-        return self.rule.draft_seeds(self.seeds[:num_rows], self.positions[:num_rows])
+        """[num_rows] int64 of the first rows, which draft; no two rounds of a request have the same one."""
+        return round_seeds(self.seeds[:num_rows], self.positions[:num_rows])
 
     def draft_laws(self, num_rows: int, temperatures: Sequence[float] | None = None) -> SamplingRows:
         """Of the first rows, which draft; at their requests' temperatures or the given ones."""

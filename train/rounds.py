@@ -18,6 +18,7 @@ from draftsmith.drafters.target import Target, TargetOutput
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.kernels.filters import SamplingRows, process
 from draftsmith.kernels.paged_attention import PagedPass
+from draftsmith.kernels.randomness import round_seeds
 from draftsmith.kernels.verify import verify_chain
 
 BLOCK_SIZE = 16
@@ -149,6 +150,8 @@ class _Batch:
         # The target adds a token of its own, so the last one is never drafted.
         room = [min(self.k, self.limits[index] - len(self.rows[index].tokens) - 1) for index in active]
         taps = [row.taps for row in rows if row.taps is not None]
+        seeds = torch.tensor([row.seed for row in rows], device=self.device)
+        positions = torch.tensor([len(row.tokens) for row in rows], device=self.device)
         inputs = DraftInputs(
             tokens=torch.tensor([token for tokens in unread for token in tokens], device=self.device),
             starts=torch.tensor([row.draft_cached for row in rows]),
@@ -156,7 +159,7 @@ class _Batch:
             taps=torch.cat(taps) if taps else None,
             num_draft=torch.tensor(room),
             sampling=SamplingRows.of([self.temperature] * len(rows), device=self.device),
-            seeds=torch.tensor([row.seed for row in rows], device=self.device),
+            seeds=round_seeds(seeds, positions),
             pool=self.draft_pool,
             block_tables=self.tables[active],
             histories=[row.tokens for row in rows],
