@@ -204,6 +204,7 @@ class Reading:
     damaged: int
     # Answers whose records may be kept nowhere any more; `marks.is_forgotten` tells by a record's request.
     forgotten: frozenset[str] = frozenset()
+    seeded: int = 0  # records left out because the draws behind them can be repeated; see `RoundRecord.seeded`
 
 
 class BufferReader:
@@ -218,7 +219,11 @@ class BufferReader:
         self._failures = 0  # in a row, at the first unread shard
 
     def read(self, *, max_records: int = 4096) -> Reading:
-        """New records in the order of their shards, whole shards until `max_records` is passed."""
+        """New records in the order of their shards, whole shards until `max_records` is passed.
+
+        Those of seeded sampled requests are left out here, so that nothing is learned, scored or decided by them, whichever
+        server wrote them.
+        """
         # First whatever the file system may refuse: behind the cursor nothing is read again. One listing, since stores charge.
         names = self.folder.names()
         answers = marks.forgotten(names)
@@ -233,8 +238,10 @@ class BufferReader:
             self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
             done += 1
         self.mark()
-        kept = [record for record in records if not marks.is_forgotten(record.request, answers)]
-        return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers)
+        unseeded = [record for record in records if not record.seeded]
+        kept = [record for record in unseeded if not marks.is_forgotten(record.request, answers)]
+        seeded = len(records) - len(unseeded)
+        return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers, seeded)
 
     def mark(self) -> None:
         """Tells the writers how far it is, and that it is there. They do not wait for a reader that may not write to the

@@ -173,6 +173,7 @@ class Daemon:
         reading = self.reader.read()
         self.counters.records += len(reading.records)
         self.counters.damaged_shards += reading.damaged
+        self.counters.seeded += reading.seeded
         own = [record for record in reading.records if record.target_revision in ("", self.target.revision)]
         self.open.add(own)  # first of all: the reader goes on behind them, whatever happens here
         self.forget(reading.forgotten)

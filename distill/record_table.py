@@ -42,6 +42,7 @@ _SCALARS = {
     "emitted": pa.int32(),
     "share": pa.float32(),
     "last": pa.bool_(),
+    "seeded": pa.bool_(),
     "schema": pa.int32(),
 }
 _SCALARS_OF = operator.attrgetter(*_SCALARS)
@@ -58,8 +59,8 @@ SCHEMA = pa.schema(
     ],
     metadata={"draftsmith.round_record": str(SCHEMA_VERSION)},
 )
-# What a record of the first schema did not tell.
-_LATER = {"share": 1.0, "last": False}
+# Columns that came with a later schema than the first; a record without one has its default.
+_SINCE = {"share": 2, "last": 2, "seeded": 3}
 # The bytes of numbers that are alike stand together: two of an id's four are nearly always 0.
 _SPLIT = [f"{law}_{part}.list.element.list.element" for law in _LAWS for part in ("ids", "surprisal")]
 _PLAIN = dict.fromkeys(("time_s", "position", "round"), "PLAIN")
@@ -132,13 +133,14 @@ def _bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def from_table(table: pa.Table) -> list[RoundRecord]:
-    """Of this schema or the first one; a `ValueError` on a table of another."""
+    """Of this schema or an earlier one; a `ValueError` on a table of another."""
     first = "p_logprobs" in table.column_names
-    wanted = [name for name in SCHEMA.names if not (first and (name in _LATER or name.endswith("surprisal")))]
+    schema = max(table["schema"].to_pylist(), default=1) if "schema" in table.column_names else SCHEMA_VERSION
+    wanted = [name for name in SCHEMA.names if _SINCE.get(name, 1) <= schema and not (first and name.endswith("surprisal"))]
     missing = [name for name in wanted if name not in table.column_names]
     if missing:
         raise ValueError(f"lacks column {missing[0]!r}")
-    if table.num_rows and max(table["schema"].to_pylist()) > SCHEMA_VERSION:
+    if schema > SCHEMA_VERSION:
         raise ValueError(f"holds records of a newer schema than {SCHEMA_VERSION}")
     columns = {name: table[name].to_pylist() for name in _SCALARS if name in table.column_names}
     columns |= {law: _laws(table, law) for law in _LAWS}

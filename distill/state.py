@@ -45,6 +45,7 @@ class Counters:
 
     records: int = 0
     damaged_shards: int = 0
+    seeded: int = 0  # records of sampled requests with a seed of their own, which are left out
     foreign: int = 0  # records of another target
     orphans: int = 0
     texts: int = 0  # trained on

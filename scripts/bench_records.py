@@ -11,6 +11,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from time import clock_gettime, perf_counter, process_time, pthread_getcpuclockid, sleep, thread_time
 from typing import Any
 
@@ -130,12 +131,11 @@ def measure(target: Target, prompts: list[list[int]], options: argparse.Namespac
 
 
 def answer(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, *, seed: int) -> None:
-    params = [
-        SamplingParams(temperature=options.temperature, max_tokens=options.tokens, ignore_eos=True, seed=1000 * seed + index)
-        for index in range(len(prompts))
-    ]
-    for prompt, one in zip(prompts, params, strict=True):
-        engine.submit(prompt, one)
+    # Requests with a seed of their own are not recorded.
+    engine.intake._seeds = Random(seed)
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.tokens, ignore_eos=True)
+    for prompt in prompts:
+        engine.submit(prompt, params)
     while engine.busy:
         engine.step()
 

@@ -101,7 +101,7 @@ def send(shift: Shift, port: int, prompts: list[tuple[int, list[int]]], label: s
 
 def ask(shift: Shift, port: int, index: int, prompt: list[int]) -> dict[str, Any]:
     body = {
-        "model": "quickstart", "prompt": prompt, "max_tokens": shift.max_tokens, "temperature": 1.0, "seed": index,
+        "model": "quickstart", "prompt": prompt, "max_tokens": shift.max_tokens, "temperature": 1.0,
         "speculation": {"report": True}, "request_class": "code" if index < shift.code else "prose",
     }  # fmt: skip
     begun_s = time.time()

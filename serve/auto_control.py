@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from draftsmith.serve.control import MAX_AUTO_K, RoundPlan, RoundResult, Wish
+from draftsmith.serve.control import MAX_AUTO_K, Offer, RoundPlan, RoundResult, Wish
 from draftsmith.serve.latency import LatencyTable, bucket_of, nearest
 from draftsmith.serve.marginal import MarginalCost
 from draftsmith.serve.survival import Survival
@@ -106,7 +106,8 @@ class AutoControl:
 
     def observe(self, result: RoundResult) -> None:
         for offer, times in Counter(result.offers).items():
-            self.survival.add(*offer, times)
+            if offer.accepted is not None:
+                self.survival.add(offer.request_class, offer.offered, offer.accepted, times)
         plan = result.plan if isinstance(result.plan, _Plan) else _Plan([], bucket_of(result.num_tokens))
         number, bucket = plan.number, self._bucket(plan.number)
         self._spent_s += result.seconds
@@ -116,7 +117,7 @@ class AutoControl:
             self._drafting_s = 0.995 * self._drafting_s + result.seconds
         if not result.catching_up:
             self._measure(plan, bucket, result)
-            if result.k > 0:
+            if result.k > 0 and result.num_drafted is not None:
                 # A stall of the machine is not the price of a draft.
                 bucket.cost.add(result.num_drafted, min(result.seconds, 2.0 * self.latency.seconds(number, result.k)))
         if plan.trial is not None and plan.trial is bucket.trial:
@@ -141,7 +142,7 @@ class AutoControl:
             bucket.mix_error += 0.1 * (min(result.seconds / plan.mix.seconds, 2.0) - bucket.mix_error)
 
     def _account(self, bucket: _Bucket, trial: _Trial, result: RoundResult) -> None:
-        tokens = result.num_rows + sum(offer.accepted for offer in result.offers)
+        tokens = result.num_rows + sum(map(self._kept, result.offers))
         lost_s = max(0.0, result.seconds - trial.sunk_s - tokens / trial.rate)
         self._lost_s += lost_s
         trial.lost_s += lost_s
@@ -151,6 +152,12 @@ class AutoControl:
         if trial.rounds_left <= 0:
             self._surprise_s += 0.3 * (max(0.0, trial.lost_s - trial.expected_s) - self._surprise_s)
             bucket.trial, bucket.due = None, 0
+
+    def _kept(self, offer: Offer) -> float:
+        """Accepted drafts of a row; as many as are expected where they may not be counted."""
+        if offer.accepted is None:
+            return sum(self.survival.chances(offer.request_class, offer.offered))
+        return offer.accepted
 
     def _rate(self, number: int, load: _Load, k: int) -> float:
         """Tokens a second expected of the round at depth `k`, as if it read no prompts: what drafts bring must be worth as much

@@ -17,6 +17,7 @@ VERIFICATIONS = ("chain", "block", "typical")
 VERIFICATION_HELP = "how a chain's drafts are judged: one by one, together (keeps more), or by typical acceptance (LOSSY)"
 SYNTHETIC_HELP = "keep drafts at these rates by position whatever they are: for sizing only, the text is meaningless (LOSSY)"
 SAMPLINGS = ("sampled", "greedy")
+SEED_HELP = "makes the answers to requests without a seed repeat after a restart, for tests; default: a new one at each start"
 DEFAULT_K = 4
 
 
@@ -41,7 +42,7 @@ class EngineConfig:
     max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
-    seed: int = option(0, "seeds the requests that bring none")
+    seed: int | None = option(None, SEED_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class ServeConfig(ServedPair):
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
     compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
     tensor_parallel: int = option(1, "processes that share the target's weights, started by this command or by torchrun")
-    seed: int = option(0, "seeds the requests that bring none")
+    seed: int | None = option(None, SEED_HELP)
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
 
     def most_drafted(self) -> int:

@@ -44,6 +44,7 @@ def check_engine(config: EngineConfig) -> None:
 def check_serve(config: ServeConfig) -> None:
     _check_numbers(config)
     _check_drafts(config)
+    _check_seed(config)
     _check_void(config)
 
 
@@ -89,6 +90,16 @@ def _check_drafts(config: ServeConfig) -> None:
         # The watch over a version compares what was accepted with what that draft foresees.
         raise UserError(
             "learn is given with suffix beside a draft, whose rounds it could not tell apart; leave suffix or learn out"
+        )
+
+
+def _check_seed(config: ServeConfig) -> None:
+    """A draft must not learn from answers whose draws are made again after a restart."""
+    learning = "learn" if config.learn is not None else "versions" if config.versions is not None else ""
+    if config.seed is not None and learning:
+        raise UserError(
+            f"seed is {config.seed} together with {learning}, and a draft that learned from answers which "
+            "a restart repeats would bias them; leave seed out"
         )
 
 

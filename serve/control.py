@@ -25,11 +25,12 @@ class Wish(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What became of a row's drafts."""
+    """What became of a row's drafts. `accepted` is None where the request's draws can be repeated (`Request.repeatable`): no
+    control may depend on them."""
 
     request_class: str
     offered: int
-    accepted: int
+    accepted: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class RoundResult:
     seconds: float
     catching_up: bool  # the draft read far more than the last round's tokens
     offers: Sequence[Offer]
-    num_drafted: int = 0  # tokens that were put before the target
+    num_drafted: int | None = 0  # tokens that were put before the target; None where draws that can be repeated decided it
 
 
 class Control(Protocol):

@@ -97,6 +97,8 @@ def _identity(server: Server, dashboard: Dashboard) -> dict[str, Any]:
         "waiting": len(scheduler.waiting),
         "kv_usage": scheduler.blocks.usage,
         "records": engine.recorder.num_records,
+        "seeded_requests": stats.num_seeded_requests,
+        "seeded_share": stats.seeded_share,
         "swaps": stats.num_swaps,
         "shows_text": dashboard.text is not None,
     }

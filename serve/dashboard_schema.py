@@ -56,6 +56,8 @@ class Identity(BaseModel):
     waiting: int
     kv_usage: float
     records: int
+    seeded_requests: int  # sampled with a seed: neither learned from nor measured
+    seeded_share: float | None  # of all generated tokens
     swaps: int
     shows_text: bool
 

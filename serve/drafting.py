@@ -20,7 +20,7 @@ from draftsmith.kernels.filters import SamplingRows
 from draftsmith.kernels.paged_attention import PagedPool
 from draftsmith.serve.drafts import BadProposal, Drafts, Part, checked, joined
 from draftsmith.serve.request import Request
-from draftsmith.serve.routing import LIVE
+from draftsmith.serve.routing import LIVE, shown
 from draftsmith.serve.scheduler import Row
 from draftsmith.serve.served_draft import ServedDraft
 from draftsmith.serve.stats import EngineStats
@@ -116,12 +116,15 @@ class Drafting:
             drafts = self._checked(self._proposal(draft.drafter, inputs), wanted.rows)
         except Exception as error:
             # Any failure of a drafter is a matter of speed, never of the request (law 6).
-            self._failed(draft, "raised" if not isinstance(error, BadProposal) else "invalid", error)
+            cause = "raised" if not isinstance(error, BadProposal) else "invalid"
+            self._failed(draft, cause, error, rests=not any(row.request.repeatable for row in wanted.rows))
             return None
-        if all(drafts.sound):
+        # Rows whose draws can be repeated do not decide whether it rests: later rounds with the same draws would know of them.
+        seen = [sound for sound, row in zip(drafts.sound, wanted.rows) if not row.request.repeatable]
+        if not all(drafts.sound):
+            self._failed(draft, "nan", "a draft law without mass", rests=not all(seen))
+        if seen and all(seen):
             draft.went_well()
-        else:
-            self._failed(draft, "nan", "a draft law without mass")
         return drafts
 
     def _stand_in(self, inputs: DraftInputs, rows: Sequence[Row]) -> Drafts:
@@ -138,9 +141,13 @@ class Drafting:
     def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Drafts:
         return checked(proposal, [row.k for row in rows], self.vocab_size)
 
-    def _failed(self, draft: ServedDraft, cause: str, error: object) -> None:
+    def _failed(self, draft: ServedDraft, cause: str, error: object, *, rests: bool) -> None:
         self.stats.fallbacks[cause] += 1
-        draft.failed(cause, error)
+        if rests:
+            draft.failed(cause, error)
+        elif self.stats.fallbacks[cause].bit_count() == 1:
+            # The 1st, 2nd, 4th, 8th, ... time: it may happen in every round.
+            log.warning("draft %s failed on seeded requests (%s: %s)", shown(draft.name), cause, error)
 
     def advance(self, row: Row, drafted: int, accepted: int, *, sound: bool) -> None:
         """After a round: what the draft cache of this request still holds. Taps of the round are in already."""
@@ -150,13 +157,13 @@ class Drafting:
             drop_taps(request, self.live.drafter.cached_after(last, drafted, accepted))
 
     def finished(self, request: Request) -> None:
-        """A request that asked to be kept out of learning, or may not share, is kept out of what requests share."""
+        """A request that asked to be kept out of learning, or whose draws can be repeated, is kept out of what requests share."""
         own = self.drafts.get(request.route.draft)
         for drafter in (None if own is None else own.drafter, self.fallback):
             if not isinstance(drafter, Remembering):
                 continue
             try:
-                drafter.finished(request.id, request.tokens if request.learn and request.shares else [])
+                drafter.finished(request.id, request.tokens if request.learn and not request.repeatable else [])
             except Exception as error:
                 self.stats.fallbacks["raised"] += 1
                 log.warning("a drafter could not take in a finished text (%s)", error)
@@ -179,7 +186,7 @@ class Drafting:
             block_tables=wanted.tables,
             histories=[request.tokens for request in requests],
             request_ids=[request.id for request in requests],
-            shares=[request.shares for request in requests],
+            shares=[not request.repeatable for request in requests],
             adjust=wanted.adjust,
             least_survival=wanted.least_survival,
         )

@@ -246,8 +246,6 @@ class Engine:
             self.stats.rounds_by_k[max((row.k for row in schedule.drafting), default=0)] += 1
         if schedule.num_deciding and as_planned:
             self._observe(schedule, chains, drafts, decision.emitted, reading, time.perf_counter() - begun_s)
-            if drafts is not None:
-                self._observe_law(schedule.drafting, drafts, decision.emitted)
         self.stats.num_rounds += 1
         return True
 
@@ -346,13 +344,18 @@ class Engine:
         reading: int,
         seconds: float,
     ) -> None:
-        """Tells the control of k what the round cost and brought; `reading` is how many tokens the draft had yet to read."""
+        """Tells the controls what the round cost and brought; `reading` is how many tokens the draft had yet to read.
+
+        Of a row whose draws can be repeated only its share of the time is told: what a control chose by the rest would know
+        the draws of the next request with that seed.
+        """
+        kept = [None if row.request.repeatable else len(tokens) - 1 for row, tokens in zip(schedule.drafting, emitted)]
         num_tokens = sum(row.count for row in schedule.rows)
         # What a drafter could not offer counts as not kept: the round was planned with it.
         missed = frozenset() if drafts is None else drafts.missed
         offers = [
-            Offer(row.request.request_class, row.k, min(len(tokens) - 1, row.k))
-            for index, (row, tokens) in enumerate(zip(schedule.drafting, emitted, strict=False))
+            Offer(row.request.request_class, row.k, None if accepted is None else min(accepted, row.k))
+            for index, (row, accepted) in enumerate(zip(schedule.drafting, kept, strict=True))
             if index not in missed
         ]
         result = RoundResult(
@@ -361,16 +364,14 @@ class Engine:
             num_rows=schedule.num_deciding,
             k=max((row.k for row in schedule.drafting), default=0),
             seconds=seconds,
-            num_drafted=sum(map(len, chains)),
+            num_drafted=None if None in kept else sum(map(len, chains)),
             catching_up=reading > 2 * (num_tokens + sum(row.k for row in schedule.drafting)),
             offers=offers,
         )
         self.scheduler.control.observe(result)
-
-    def _observe_law(self, rows: list[Row], drafts: Drafts, emitted: list[list[int]]) -> None:
-        """Tells the draft's law what was kept of the drafts that it had a part in."""
-        drawn = [index for index in range(len(rows)) if drafts.drawn(index)]
-        self.draft_law.observe([rows[index].request.params for index in drawn], [len(emitted[index]) - 1 for index in drawn])
+        if drafts is not None:
+            drawn = {index: count for index, count in enumerate(kept) if count is not None and drafts.drawn(index)}
+            self.draft_law.observe([schedule.drafting[index].request.params for index in drawn], list(drawn.values()))
 
     def _advance(self, row: Row, index: int, drafted: int, accepted: int, drafts: Drafts | None, output: PassOutput) -> None:
         """Both caches now hold the row's known tokens and the accepted drafts."""
@@ -392,6 +393,7 @@ class Engine:
         request.last_token_s = now_s
         request.tokens += committed
         self.stats.num_generation_tokens += len(committed)
+        self.stats.num_seeded_tokens += len(committed) * request.repeatable
 
     def _remember(self, request: Request) -> None:
         if self.prefix is not None:
@@ -420,6 +422,7 @@ class Engine:
         self.lineup.heard(request)
         self.lineup.release(self._requests())
         self.stats.finished[reason.value] += 1
+        self.stats.num_seeded_requests += request.repeatable
 
     def _round_laws(self, rows: list[Row], drafts: Drafts | None, output: PassOutput) -> RoundLaws | None:
         # What a stand-in drafted tells nobody anything about the draft.

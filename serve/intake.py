@@ -15,16 +15,18 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.drafters.prompt_clusters import is_cluster_name
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.randomness import WORD, signed
 from draftsmith.serve.detokenizer import TextStream
 from draftsmith.serve.grammar_matcher import GrammarCompiler
 from draftsmith.serve.request import OnUpdate, Request, SamplingParams
 from draftsmith.serve.sampling import law_state
 
-SEED_BITS = 62
+SEED_BITS = 62  # of seeds drawn here; those of requests have 64
 
 
 class Intake:
-    """`k` is the draft length of requests that do not name one; 0 when there is no drafter."""
+    """`k` is the draft length of requests that do not name one; 0 when there is no drafter. `seed` None: requests without a seed
+    draw what no other engine and no earlier start has drawn."""
 
     def __init__(self, target: Target, *, k: int, has_drafter: bool, max_length: int, seed: int | None):
         self.target, self.k, self.has_drafter, self.max_length = target, k, has_drafter, max_length
@@ -59,7 +61,7 @@ class Intake:
             tokens=prompt,
             num_prompt=len(prompt),
             params=params,
-            seed=(self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed) % 2**SEED_BITS,
+            seed=self._seeds.getrandbits(SEED_BITS) if params.seed is None else signed(params.seed & WORD),
             k=self.draft_length(params),
             max_tokens=max_tokens,
             on_update=on_update,

@@ -99,7 +99,6 @@ class Lineup:
             self.stats.routed[request.route.draft] += 1
 
     def heard(self, request: Request) -> None:
-        """The end of a request tells how its draft did for its class. Not one with a seed of its own: another with the same seed
-        shares its draws, and a draft chosen by them would bias it."""
-        if request.route.pool_class and request.shares:
+        """The end of a request tells how its draft did for its class, unless its draws can be repeated."""
+        if request.route.pool_class and not request.repeatable:
             self.router.heard(request.route, request.speculation.own_reached, request.speculation.own_kept)

@@ -98,6 +98,9 @@ class EngineCollector(Collector):
         yield self._labelled("draftsmith_time_seconds", "Where rounds spend their time.", "phase", stats.time_s)
         yield self._labelled("draftsmith_fallbacks", "Drafting failures by cause.", "cause", stats.fallbacks)
         yield self._counter("draftsmith_records", "Round records handed to the sink.", self.engine.recorder.num_records)
+        text = "Of sampled requests with a seed, which are neither learned from nor measured: "
+        yield self._counter("draftsmith_seeded_requests", f"{text}requests that ended.", stats.num_seeded_requests)
+        yield self._counter("draftsmith_seeded_tokens", f"{text}generated tokens.", stats.num_seeded_tokens)
 
     def _swaps(self) -> Iterator[Metric]:
         stats = self.engine.stats

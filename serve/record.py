@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 TOP = 64
 
 
@@ -116,6 +116,8 @@ class RoundRecord:
     q: Sequence[Law] = field(default_factory=list)  # the law the draft token was sampled from; one-hot for deterministic drafts
     share: float = 1.0  # the chance with which its request was chosen to be recorded
     last: bool = False  # no record of its request follows
+    # Sampled with a seed of the request's own, so that another request may make the same draws: readers leave it out.
+    seeded: bool = False
     schema: int = SCHEMA_VERSION
 
 

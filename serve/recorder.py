@@ -111,7 +111,7 @@ class Recorder:
 
     def wants(self, request: Request) -> bool:
         """Whether its rounds are recorded: decided once, so that what is recorded is whole requests."""
-        if self.sink is None or not request.learn:
+        if self.sink is None or not request.learn or request.repeatable:
             return False
         if request.record_share is None:
             share = self.sink.share

@@ -188,10 +188,13 @@ class Request:
     finished_s: float | None = None
 
     @property
-    def shares(self) -> bool:
-        """Whether text may pass between it and other requests as drafts. Not when it is sampled with a seed of its own: text
-        that another drew with the same seed knows this one's draws, which would bias its output, and tokens would not repeat."""
-        return self.params.seed is None or self.params.temperature == 0
+    def repeatable(self) -> bool:
+        """Whether another request may make the same draws: it is sampled, with a seed of its own.
+
+        Text that it drew, or a draft or setting chosen by how its drafts were accepted, depends on draws that are made again,
+        and would bias the output of a request that makes them. So it is not recorded, measured or shared.
+        """
+        return self.params.seed is not None and self.params.temperature > 0
 
     @property
     def num_tokens(self) -> int:

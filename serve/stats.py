@@ -30,6 +30,9 @@ class EngineStats:
     accepted: Counter[int] = field(default_factory=Counter)  # by position, after trimming
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    # Of sampled requests with a seed of their own, which are neither learned from nor measured.
+    num_seeded_requests: int = 0
+    num_seeded_tokens: int = 0  # generated
     prefix_cache_queries: int = 0  # tokens of requests when they are admitted
     prefix_cache_hits: int = 0  # of these, tokens found in cached blocks
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
@@ -43,6 +46,11 @@ class EngineStats:
     # `acceptance` of the served and the latest versions, oldest first, and of `TEXT`.
     by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @property
+    def seeded_share(self) -> float | None:
+        """Of the generated tokens."""
+        return self.num_seeded_tokens / self.num_generation_tokens if self.num_generation_tokens else None
 
     @property
     def draft_version(self) -> str:

@@ -69,6 +69,16 @@ def _head(data: Data) -> Iterator[Line]:
     yield _row(
         "requests", f"{server['running']} running, {server['waiting']} waiting, cache {100 * server['kv_usage']:.0f} % full"
     )
+    yield from _seeded(server)
+
+
+def _seeded(server: Data) -> Iterator[Line]:
+    if server["seeded_share"]:
+        yield _row(
+            "seeded",
+            f"{100 * server['seeded_share']:.1f} % of the tokens ({server['seeded_requests']} requests) are sampled with a "
+            "seed, neither learned from nor measured: leave the seed out",
+        )
 
 
 def _rates(data: Data, points: Sequence[Data], width: int, blocks: str) -> Iterator[Line]:

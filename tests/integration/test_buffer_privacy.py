@@ -85,8 +85,8 @@ def test_what_a_hook_masks_never_reaches_the_buffer(target: Target, tmp_path: Pa
         return [match.span() for match in re.finditer("[aeiou]+", text)]
 
     writer = BufferWriter(str(tmp_path), screens=[Redactor(vowels, tokenizer, mask_id=1)], flush_s=0.01)
-    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3), sink=writer)
-    (answer,) = engine.generate([[60, 61, 60, 61, 60]], SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True, seed=3))
+    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3, seed=3), sink=writer)
+    (answer,) = engine.generate([[60, 61, 60, 61, 60]], SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True))
     writer.close()
     text = stitch(BufferReader(str(tmp_path)).read().records)
     served = answer.prompt + answer.tokens

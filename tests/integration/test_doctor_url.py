@@ -62,6 +62,17 @@ def test_a_pair_that_does_well(target: Target, live_server: Callable, ask: Calla
     assert ask(server.url, seconds=0.1)["server.traffic"]["status"] == "warn"
 
 
+def test_seeded_traffic_is_told_with_what_to_do(target: Target, live_server: Callable, ask: Callable) -> None:
+    server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=2))
+    server.complete(PROMPT, **OPTIONS, seed=1).raise_for_status()  # greedy: it draws nothing
+    finding = ask(server.url)["learning.seeded"]
+    assert finding["status"] == "ok" and finding["what"].startswith("0 requests, 0% of the tokens")
+    server.complete(PROMPT, **OPTIONS | {"temperature": 1, "max_tokens": 30}, seed=1).raise_for_status()
+    finding = ask(server.url)["learning.seeded"]
+    assert finding["status"] == "warn" and finding["what"].startswith("1 requests, 20% of the tokens")
+    assert "leave the seed out" in finding["mend"]
+
+
 def test_a_draft_that_knows_nothing_fails(target: Target, live_server: Callable, ask: Callable) -> None:
     server = live_server(target, Eagle3.create(Eagle3Options(), target, seed=1).eval(), EngineConfig(k=3))
     for _ in range(2):

@@ -71,6 +71,12 @@ def test_what_dashboards_for_vllm_read_is_there(name: str, server: Any) -> None:
     assert f"vllm:{name}" in samples(server)
 
 
+def test_seeded_traffic_is_counted(server: Any) -> None:
+    found = samples(server)
+    assert total(found, "draftsmith_seeded_requests_total") == 1
+    assert total(found, "draftsmith_seeded_tokens_total") == OPTIONS["max_tokens"]
+
+
 def test_every_sample_names_its_model(server: Any) -> None:
     assert all(sample.labels["model_name"] == "tiny" for found in samples(server).values() for sample in found)
 

@@ -51,11 +51,11 @@ def by_request(records: list[RoundRecord]) -> dict[str, list[RoundRecord]]:
 
 
 def params(temperature: float, **options: object) -> SamplingParams:
-    return SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, seed=1, **options)
+    return SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, **options)
 
 
 def test_contexts_and_commits_join_to_the_text_of_every_request(target: Target, records: list[RoundRecord]) -> None:
-    engine = Engine(target, eagle3(target), EngineConfig(k=3, max_batch=2), sink=records, draft_version="7")
+    engine = Engine(target, eagle3(target), EngineConfig(seed=1, k=3, max_batch=2), sink=records, draft_version="7")
     requests = serve(engine, [params(0.0), params(1.0), params(0.8, k=0)], request_class="code")
     texts = []
     for rounds in by_request(records).values():
@@ -96,7 +96,7 @@ def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(
             laws.append(proposal)
             return proposal
 
-    engine = Engine(target, Listening(), EngineConfig(k=3), sink=records)
+    engine = Engine(target, Listening(), EngineConfig(seed=1, k=3), sink=records)
     serve(engine, [params(temperature, top_k=40)])
     assert sum(bool(record.drafted) for record in records) == len(laws) > 3
     text: list[int] = []
@@ -128,7 +128,7 @@ def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(
 
 
 def test_accepted_counts_and_the_emitted_token_fit_the_text(target: Target, records: list[RoundRecord]) -> None:
-    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=4), sink=records)
+    engine = Engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=4), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     counts = AcceptanceCounts()
     for record in (record for record in records if record.drafted):
@@ -141,13 +141,13 @@ def test_accepted_counts_and_the_emitted_token_fit_the_text(target: Target, reco
 
 
 def test_a_request_may_stay_out_of_the_buffer(target: Target, records: list[RoundRecord]) -> None:
-    engine = Engine(target, eagle3(target), EngineConfig(k=3), sink=records)
+    engine = Engine(target, eagle3(target), EngineConfig(seed=1, k=3), sink=records)
     serve(engine, [params(0.0), params(0.0), params(0.0)], learn=False)
     assert records == [] and engine.stats.num_drafts > 0
 
 
 def test_the_header_keeps_a_request_out_of_the_buffer(target: Target, live_server: Callable, records: list[RoundRecord]) -> None:
-    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=records)
+    server = live_server(target, Ngram(min_n=1), EngineConfig(seed=1, k=3), sink=records)
     body = {"model": "tiny", "prompt": [7, 8, 7, 8, 7], "max_tokens": 8, "ignore_eos": True}
     server.http.post("/v1/completions", json=body, headers={"x-draftsmith-learn": "off"})
     assert records == []
@@ -162,7 +162,7 @@ def test_a_sink_that_fails_stops_nothing_but_recording(
         raise OSError("the disk is full")
 
     monkeypatch.setattr(records, "put", put)
-    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3), sink=records)
+    engine = Engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=3), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     assert all(request.num_output == 20 for request in requests)
 
@@ -171,7 +171,7 @@ def test_rounds_under_penalties_are_text_without_laws_so_that_nobody_scores_them
     target: Target, records: list[RoundRecord]
 ) -> None:
     """What was accepted under a penalty says nothing about the laws that the record's sampling fields describe."""
-    engine = Engine(target, eagle3(target), EngineConfig(k=3, max_batch=4), sink=records)
+    engine = Engine(target, eagle3(target), EngineConfig(seed=1, k=3, max_batch=4), sink=records)
     asked = [params(1.0, frequency_penalty=1.0), params(1.0), params(0.0, bad_words=((7,),))]
     requests = serve(engine, asked)
     texts = [stitch(rounds) for rounds in by_request(from_table(to_table(records))).values()]

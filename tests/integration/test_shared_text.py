@@ -63,7 +63,7 @@ def test_a_seed_gives_the_same_tokens_whoever_came_before(target: Target) -> Non
 
 def test_shared_draws_would_bias_the_second_pass(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: with seeded requests sharing their text, a retry is drafted from its own draws."""
-    monkeypatch.setattr(Request, "shares", True)
+    monkeypatch.setattr(Request, "repeatable", False)
     first, second = passes(target, count=2)
     expected = torch.tensor(second_tokens(first), dtype=torch.float64) / NUM_PROMPTS
     assert g_test(torch.tensor(second_tokens(second)), expected).p_value < 1e-5

@@ -13,6 +13,7 @@ from draftsmith.train.checkup.load import check_load
 from draftsmith.train.checkup.scrape import Scrape, parse
 
 OURS = "draftsmith_rounds_total"
+MUCH_SEEDED = 0.1  # of the tokens
 
 
 def check_server(url: str, *, seconds: float = 0.0, api_key: str | None = None) -> list[Finding]:
@@ -69,4 +70,14 @@ def check_metrics(scrape: Scrape) -> list[Finding]:
         return [warn("server.traffic", "no token was generated in this time", mend), *check_load(scrape)]
     finished = scrape.total("vllm:request_success_total")
     seen = ok("server.traffic", f"{finished:.0f} requests ended, {tokens:.0f} tokens generated")
-    return [seen, *check_drafting(scrape), *check_load(scrape)]
+    return [seen, *check_drafting(scrape), check_seeded(scrape), *check_load(scrape)]
+
+
+def check_seeded(scrape: Scrape) -> Finding:
+    """How much traffic can teach nothing; see `Request.repeatable` in serve."""
+    requests, tokens = (scrape.total(f"draftsmith_seeded_{of}_total") for of in ("requests", "tokens"))
+    share = tokens / scrape.total("vllm:generation_tokens_total")
+    what = f"{requests:.0f} requests, {share:.0%} of the tokens, were sampled with a seed: neither learned from nor measured"
+    if share < MUCH_SEEDED:
+        return ok("learning.seeded", what)
+    return warn("learning.seeded", what, "leave the seed out of requests that need not repeat")

@@ -297,6 +297,16 @@ def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Pa
     assert [one.round for one in reader.read().records] == [5]
 
 
+def test_records_of_seeded_requests_reach_no_reader(tmp_path: Path) -> None:
+    """Whichever server wrote them: this one's recorder makes none."""
+    folder = Folder(str(tmp_path))
+    mixed = [record("seeded", 0, seeded=True), record("plain", 0), record("seeded", 1, seeded=True)]
+    folder.write(f"{0:013d}-other-{0:08d}.parquet", record_table.to_bytes(mixed))
+    reading = BufferReader(str(tmp_path)).read()
+    assert [one.request for one in reading.records] == ["plain"] and reading.seeded == 2
+    assert len(parse(folder.fetch(folder.shards()[0]))) == 3, "they are in the shard"
+
+
 def test_cursor_forgets_writers_whose_shards_are_gone(tmp_path: Path) -> None:
     writer = BufferWriter(str(tmp_path), flush_s=5.0)
     writer.put(record())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from draftsmith.distill import record_table
 from draftsmith.distill.record_table import STEPS, from_table, to_bytes, to_table
 from draftsmith.kernels.laws import top_law
-from draftsmith.serve.record import Law, LawArrays, Laws, RoundRecord
+from draftsmith.serve.record import SCHEMA_VERSION, Law, LawArrays, Laws, RoundRecord
 
 BASE = RoundRecord(
     "r", 0, "code", "t", "rev", "v1", 100.5, 0.7, 5, 0.9, 0.1, 2, [5, 6], [7, 8, 9], 2, [7, 8, 4], 4, share=0.3
@@ -58,6 +58,7 @@ def test_ragged_records_come_back(shapes: list[tuple[int, int, int, float]]) -> 
             drafted=[3] * depth,
             share=share,
             last=bool(length % 2),
+            seeded=bool(depth % 2),
         )
         for index, (depth, length, width, share) in enumerate(shapes)
     ]
@@ -103,12 +104,13 @@ def test_a_token_of_next_to_no_probability_stays_one() -> None:
 def test_records_of_the_first_schema_are_read() -> None:
     laws = {"ids": [[[7, 8]]], "logprobs": [[[-0.25, -1.5]]], "tail": [[0.0]]}
     values: dict = {f"{name}_{part}": value for name in "pq" for part, value in laws.items()}
-    scalars = {name: [getattr(record(drafted=[7]), name)] for name in record_table._SCALARS if name not in ("share", "last")}
+    first = [name for name in record_table._SCALARS if name not in ("share", "last", "seeded")]
+    scalars = {name: [getattr(record(drafted=[7]), name)] for name in first}
     (back,) = from_table(pa.table({**scalars, **values, "p_log_norm": [[0.5]], "schema": [1]}))
     assert (back.p[0], back.q[0]) == (Law([7, 8], [-0.25, -1.5], 0.0, 0.5), Law([7, 8], [-0.25, -1.5], 0.0))
     assert (back.share, back.last, back.schema, back.context) == (1.0, False, 1, [5, 6])
     with pytest.raises(ValueError, match="newer schema"):
-        from_table(to_table([record(schema=3)]))
+        from_table(to_table([record(schema=SCHEMA_VERSION + 1)]))
 
 
 def test_half_of_the_first_schemas_bytes() -> None:
@@ -122,3 +124,14 @@ def test_half_of_the_first_schemas_bytes() -> None:
         for number in range(200)
     ]
     assert len(to_bytes(records)) / 600 < 512
+
+
+def test_records_of_the_second_schema_are_read_as_unseeded() -> None:
+    table = to_table([record(schema=2, p=[even(3)], q=[even(1)])]).drop_columns(["seeded"])
+    (back,) = from_table(table)
+    assert (back.seeded, back.schema, back.share) == (False, 2, pytest.approx(0.3))
+    data = io.BytesIO()
+    record_table.write(table, data)  # as `forget` writes what is left of an older shard
+    assert [one.seeded for one in from_table(record_table.read(data))] == [False]
+    with pytest.raises(ValueError, match="lacks column 'seeded'"):
+        from_table(to_table([record()]).drop_columns(["seeded"]))

@@ -56,6 +56,8 @@ def test_an_engine_is_not_made_of(options, words):
         ({"draft": "d", "suffix": True, "tree": "auto"}, "tree is given with suffix"),
         ({"draft": "d", "k": "3", "tree": "auto"}, "k is 3 together with tree 'auto'"),
         ({"draft": "d", "k": "3", "k_schedule": "1:5"}, "k is 3 together with k_schedule '1:5'"),
+        ({"ngram": True, "seed": 0, "learn": "b"}, "seed is 0 together with learn"),
+        ({"seed": 3, "versions": "v"}, "seed is 3 together with versions"),
     ],
 )
 def test_a_server_is_not_started_with(options, words):

@@ -42,7 +42,7 @@ class Padded:
 
 
 def proposed(drafter: ServingDrafter) -> Drafts:
-    request = SimpleNamespace(id="a", tokens=[1, 2, 3], draft_cached=0, num_tokens=3, taps=[], shares=True, route=UNROUTED)
+    request = SimpleNamespace(id="a", tokens=[1, 2, 3], draft_cached=0, num_tokens=3, taps=[], repeatable=False, route=UNROUTED)
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
     drafting = Drafting(drafter, None, EngineStats(), vocab_size=8)
     drafts = drafting.propose(rows, torch.zeros(3, 1, dtype=torch.int64), SamplingRows.of([1.0] * 3), torch.arange(3))

@@ -15,6 +15,7 @@ DATA: dict[str, Any] = {
     "server": {
         "model": "tiny", "version": "0.1", "time_s": 2000.0, "started_s": 1000.0, "lossless": True, "drafter": "eagle3",
         "draft_version": "2", "running": 3, "waiting": 1, "kv_usage": 0.25, "records": 7, "swaps": 1, "shows_text": False,
+        "seeded_requests": 3, "seeded_share": 0.425,
     },
     "now": {
         "seconds": 60.0, "tokens_per_s": 100.0, "busy_tokens_per_s": 120.0, "plain_tokens_per_s": 80.0, "speedup": 1.5, **RATES,
@@ -53,6 +54,7 @@ def test_everything_that_matters_is_on_the_screen() -> None:
         "tiny", "eagle3 version 2", "up 17 min", "3 running, 1 waiting, cache 25 % full", "120.0 while there is work",
         "x1.50 against 80.0 without drafts", "1.75", "0.50 -", "(no class)", "code", "2 live", "0.5000 -> 0.5200", "0.0200",
         "running: 4 updates, 9 texts", "1.0 MiB in 2 shards", "refuse: weights that are not finite", "accept version 2 of code",
+        "42.5 % of the tokens (3 requests) are sampled with a seed, neither learned from",
         "live                                2       60   75 %   1.75  0.50 -", "code/1       20   25 %", "-  learns: 9 requests",
     ):  # fmt: skip
         assert wanted in shown, wanted
@@ -62,6 +64,7 @@ def test_everything_that_matters_is_on_the_screen() -> None:
 def test_little_is_known_at_first() -> None:
     data = copy.deepcopy(DATA)
     nothing = {"rounds": 0, "tau": None, "alpha": []}
+    data["server"]["seeded_share"] = None
     data["now"] = dict.fromkeys(data["now"], None) | {"seconds": 0} | nothing
     data |= {
         "classes": {},
