@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,14 @@ def make_model(arch: str, seed: int = 0) -> Any:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_seed() -> Iterator[None]:
+    """Requests without a seed draw the same in every run of the tests, as under `serve --seed 0`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.serve.intake.secrets", SimpleNamespace(randbits=lambda bits: 0))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,8 +14,10 @@ import torch
 
 from draftsmith.drafters.draft_pool import DraftPool
 from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.target import Target
 from draftsmith.serve import engine as engine_module
+from draftsmith.serve import intake
 from draftsmith.serve.auto_control import AutoControl
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control import Offer, RoundResult
@@ -190,6 +193,13 @@ def test_a_draft_does_not_rest_by_draws_that_can_be_repeated(
     assert 1 < len(told) <= failures.bit_length(), "not in every round"
 
 
+@pytest.mark.parametrize("params, num_texts", [(SEEDED, 0), (SAMPLED, 1), (GREEDY, 1)])
+def test_text_is_shared_by_those_that_draw_once(params: SamplingParams, num_texts: int, target: Target) -> None:
+    drafter = Suffix()
+    serve(Engine(target, drafter, EngineConfig(k=3, compile="off")), params)
+    assert drafter.shared.num_texts == num_texts
+
+
 def test_seeds_that_differ_draw_differently(target: Target) -> None:
     engine = Engine(target, None, EngineConfig(compile="off"))
     seeds = [3, 3 + 2**62, 3 - 2**62, 3 + 2**63 - 2**64, -3]
@@ -197,7 +207,11 @@ def test_seeds_that_differ_draw_differently(target: Target) -> None:
     assert len(set(answers[:-1])) == len(seeds) and answers[-1] == answers[0]
 
 
-def test_servers_do_not_repeat_each_others_answers_unless_they_are_told_to(target: Target, fixed_drafter: Callable) -> None:
+def test_servers_repeat_each_others_answers_under_one_seed_alone(
+    target: Target, fixed_drafter: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "secrets", secrets)  # which the other tests settle
+
     def answers(config: EngineConfig) -> list[list[int]]:
         done = Engine(target, fixed_drafter(sharpness=0.5), config).generate([PROMPT] * 4, SAMPLED)
         return [one.tokens for one in done]
