@@ -28,9 +28,13 @@ from draftsmith.serve.engine import Engine
 from draftsmith.serve.request import Request, SamplingParams
 
 ALLOWED = (40, 41, 42, 43)
-PARAMS = SamplingParams(temperature=1.0, max_tokens=6, allowed_token_ids=ALLOWED, ignore_eos=True)
+BIAS = (2.7, 1.8, 1.0, 0.0)  # one of the four is likely and one rare, whatever the tiny target thinks
+PARAMS = SamplingParams(
+    temperature=1.0, max_tokens=4, allowed_token_ids=ALLOWED, logit_bias=tuple(zip(ALLOWED, BIAS)), ignore_eos=True
+)
 PROMPT_TOKENS = 6
 FALSE_ALARM = 1e-6
+NUM_REQUESTS = 1600
 Learn = Callable[[Engine, Sequence[list[int]]], None]
 
 
@@ -71,7 +75,8 @@ def second_token_fits(target: Target, texts: Sequence[list[int]]) -> float:
     known = torch.tensor([text[: PROMPT_TOKENS + 1] for text in texts])
     with torch.no_grad():
         _, hidden = target.states(known, torch.ones_like(known), ())
-        probs = torch.softmax(target.head(hidden[:, -1]).double()[:, list(ALLOWED)], -1)  # [N, 4]
+        logits = target.head(hidden[:, -1]).double()[:, list(ALLOWED)] + torch.tensor(BIAS)
+        probs = torch.softmax(logits, -1)  # [N, 4]
     ranks = probs.argsort(descending=True).argsort()
     drawn = torch.tensor([ALLOWED.index(text[PROMPT_TOKENS + 1]) for text in texts])
     counts = torch.bincount(ranks.gather(1, drawn[:, None])[:, 0], minlength=4).double()
@@ -108,10 +113,10 @@ class ByHeart:
         laws = []
         for step in range(depth):
             q = torch.full((len(histories), self.vocab_size), -torch.inf)
-            q[:, list(ALLOWED)] = 0.0
+            q[:, list(ALLOWED)] = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
             for row, history in enumerate(histories):
                 if (known := self.next.get(tuple(history))) is not None:
-                    q[row, known] = 3.0
+                    q[row, known] = 6.0
             laws.append(process(q, inputs.sampling))
             drawn = sample(laws[-1], inputs.seeds, positions + step, Purpose.DRAFT).tolist()
             for history, token in zip(histories, drawn, strict=True):
@@ -136,7 +141,7 @@ def passes(
 
 def passes_by_heart(target: Target, folder: Path, *, seeded: bool) -> tuple[float, float, int]:
     drafter = ByHeart(target.vocab_size)
-    return passes(target, drafter, lambda _, texts: drafter.learn(texts), folder, 1000, seeded=seeded)
+    return passes(target, drafter, lambda _, texts: drafter.learn(texts), folder, NUM_REQUESTS, seeded=seeded)
 
 
 def test_seeded_answers_reach_no_learner_and_others_do(target: Target, tmp_path: Path) -> None:
@@ -150,21 +155,21 @@ def test_seeded_answers_reach_no_learner_and_others_do(target: Target, tmp_path:
     told = recorded(writer, tmp_path)
     left = [prompt for number, prompt in enumerate(asked) if number % 3 != 1]
     assert sorted(text[:PROMPT_TOKENS] for text in told) == sorted(left)
-    assert all(len(text) == PROMPT_TOKENS + 6 for text in told)
+    assert all(len(text) == PROMPT_TOKENS + 4 for text in told)
 
 
 def test_answers_asked_for_again_have_the_targets_distribution(target: Target, tmp_path: Path) -> None:
     """With seeds nothing is learned; without, everything is, and the draws are others."""
     for seeded in (True, False):
         first, second, num_learned = passes_by_heart(target, tmp_path / str(seeded), seeded=seeded)
-        assert min(first, second) > FALSE_ALARM and num_learned == (0 if seeded else 1000)
+        assert min(first, second) > FALSE_ALARM and num_learned == (0 if seeded else NUM_REQUESTS)
 
 
 def test_learning_seeded_answers_would_bias_them(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the exclusion bypassed."""
     monkeypatch.setattr(Request, "repeatable", False)
     first, second, num_learned = passes_by_heart(target, tmp_path, seeded=True)
-    assert first > FALSE_ALARM > second and num_learned == 1000
+    assert first > FALSE_ALARM > second and num_learned == NUM_REQUESTS
 
 
 def train(drafter: DraftLm, texts: Sequence[list[int]], *, steps: int) -> None:
@@ -177,7 +182,7 @@ def train(drafter: DraftLm, texts: Sequence[list[int]], *, steps: int) -> None:
         at = torch.randint(len(ids), (512,), generator=chance)
         batch = UnrollBatch(input_ids=ids[at], attention_mask=torch.ones_like(ids[at]), taps=None, num_steps=1)
         (step,) = drafter.unroll(batch)
-        logits = step.hidden[:, PROMPT_TOKENS - 1 : -1] @ drafter.head_weight()[list(ALLOWED)].T
+        logits = step.hidden[:, PROMPT_TOKENS - 1 : -1] @ drafter.head_weight()[list(ALLOWED)].T + torch.tensor(BIAS)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[at].flatten())
         optimizer.zero_grad()
         loss.backward()
