@@ -19,13 +19,15 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows
 
 
-def propose(drafter: Suffix, histories: list[list[int]], num_draft: list[int], names: Sequence[str] = ()):
+def propose(
+    drafter: Suffix, histories: list[list[int]], num_draft: list[int], names: Sequence[str] = (), shares: Sequence[bool] = ()
+):
     size = len(histories)
     none = torch.zeros(size, dtype=torch.int64)
     inputs = DraftInputs(
         tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
         sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None], histories=histories,
-        request_ids=list(names),
+        request_ids=list(names), shares=list(shares),
     )  # fmt: skip
     return drafter.propose(inputs)
 
@@ -141,6 +143,13 @@ def test_what_may_not_be_kept_is_not():
     nothing_shared = Suffix(SuffixOptions(max_cached_requests=0))
     nothing_shared.finished("a", [1, 2, 3])
     assert drafted(nothing_shared, [1, 2], 1) == []
+
+
+def test_a_request_that_shares_no_text_is_drafted_from_its_own_alone():
+    drafter = Suffix()
+    drafter.finished("a", [1, 2, 3, 4])
+    proposal = propose(drafter, [[1, 2], [1, 2], [2, 7, 1, 2]], [1, 1, 1], ["b", "c", "d"], [True, False, False])
+    assert proposal.lengths.tolist() == [1, 0, 1] and proposal.tokens[:, 0].tolist() == [3, -1, 7]
 
 
 def test_requests_leave_nothing_behind():

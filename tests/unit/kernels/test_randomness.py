@@ -50,6 +50,13 @@ def test_bits_are_the_published_hash(repeats: int) -> None:
             assert draw == ((splitmix(expected) >> 12) + 0.5) / 2**52
 
 
+def test_positions_and_purposes_share_no_stream() -> None:
+    """What is drawn at one position for one purpose is drawn again nowhere."""
+    positions = torch.arange(100)
+    keys = torch.cat([stream_keys(torch.tensor([7]), positions, purpose) for purpose in Purpose])
+    assert len(keys.unique()) == 100 * len(Purpose)
+
+
 @pytest.mark.parametrize("seed_step, position_step", [(0, 1), (1, 0), (1, 1), (2**32, 0), (-(2**40), 3)])
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_uniform_along_seeds_and_positions(seed_step: int, position_step: int, purpose: Purpose) -> None:

@@ -208,6 +208,18 @@ def test_end_of_sequence_inside_accepted_drafts_ends_the_request(target: Target,
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
 
 
+def test_an_end_of_sequence_token_inside_accepted_drafts_ends_the_answer(
+    target: Target, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = greedy_text(PROMPT, 12)
+    at = next(i for i in range(3, 8) if text[i] not in text[:i])
+    monkeypatch.setattr(target, "eos_token_ids", (text[at],))
+    engine = Engine(target, Scripted(text), EngineConfig(k=8))
+    completion = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=12))[0]
+    assert engine.stats.acceptance.accepted[at] == 1, "the token behind the end was accepted too"
+    assert completion.tokens == text[: at + 1] and completion.finish_reason is FinishReason.STOP
+
+
 def test_a_stop_string_inside_accepted_drafts_ends_text_and_tokens(target: Target, greedy_text: Callable) -> None:
     text = greedy_text(PROMPT, 12)
     words = [target.tokenizer().decode([token]) for token in text]
