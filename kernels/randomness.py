@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
@@ -85,6 +86,31 @@ def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     positions and these seeds differ from round to round.
     """
     return stream_keys(seeds, positions, Purpose.ROUND)
+
+
+class Draws(Protocol):
+    """Where verification takes its random numbers from. What is served takes `STREAMS`; an enumeration chooses its own."""
+
+    def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
+        """The draw of each acceptance test, in (0, 1); arguments and shape as `uniform`'s."""
+        ...
+
+    def token(self, logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
+        """One token [N] int64 a row of logits [N, V]; -1 for an all -inf row."""
+        ...
+
+
+class Streams:
+    """The request's own streams."""
+
+    def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
+        return uniform(seeds, positions, Purpose.ACCEPT, numbers)
+
+    def token(self, logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
+        return race(logits, stream_keys(seeds, positions, purposes))
+
+
+STREAMS = Streams()
 
 
 def sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.filters import clean
-from draftsmith.kernels.randomness import Purpose, race, stream_keys, uniform
+from draftsmith.kernels.randomness import STREAMS, Draws, Purpose
 
 
 class Verdict(NamedTuple):
@@ -64,8 +64,10 @@ def verify_chain_torch(
     q_logits: torch.Tensor | None,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    *,
+    draws: Draws = STREAMS,
 ) -> Verdict:
-    """The reference. Computes in the dtype of the logits, float32 at least."""
+    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come from `draws`."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
     log_p = log_law(p_logits)
@@ -77,7 +79,7 @@ def verify_chain_torch(
     places = torch.arange(num_rows, device=device)
     log_q = None if q_logits is None else log_law(q_logits)
     told_q = 0.0 if log_q is None else log_q.gather(-1, ids[..., None])[..., 0]
-    log_u = uniform(seeds[:, None], positions[:, None] + depths, Purpose.ACCEPT).log()
+    log_u = draws.uniform(seeds[:, None], positions[:, None] + depths).log()
     keep = offered & accepts(log_u, log_p[p_rows, ids], torch.as_tensor(told_q, device=device))
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
     rejected = accepted < lengths
@@ -93,7 +95,7 @@ def verify_chain_torch(
         kept = residual.amax(dim=-1) > -math.inf
         final_logits[rejected.nonzero()[kept, 0]] = residual[kept]
     purposes = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    emitted = race(final_logits, stream_keys(seeds, positions + accepted, purposes))
+    emitted = draws.token(final_logits, seeds, positions + accepted, purposes)
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
 
 

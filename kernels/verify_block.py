@@ -22,7 +22,7 @@ import torch
 
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.filters import clean
-from draftsmith.kernels.randomness import Purpose, race, stream_keys, uniform
+from draftsmith.kernels.randomness import STREAMS, Draws, Purpose
 from draftsmith.kernels.verify import Verdict, assemble, log_law, residual_law, verify_chain, wide
 
 
@@ -87,8 +87,10 @@ def verify_block_torch(
     q_logits: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    *,
+    draws: Draws = STREAMS,
 ) -> Verdict:
-    """The reference. Computes in the dtype of the logits, float32 at least."""
+    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come from `draws`."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
@@ -98,9 +100,9 @@ def verify_block_torch(
     # Rows of full length need no copy.
     log_p = log_p.view(num_rows, num_draft + 1, log_p.shape[-1]) if len(log_p) == p_rows.numel() else log_p[p_rows]
     law = block_law(log_p, log_q, draft_tokens, lengths)
-    draws = uniform(seeds[:, None], positions[:, None], Purpose.ACCEPT, places - 1)
+    uniforms = draws.uniform(seeds[:, None], positions[:, None], places - 1)
     # Test i + 1 is of the path after i + 1 drafts; the path without any always stands.
-    stands = draws[:, 1:] < law.stop[:, 1:]
+    stands = uniforms[:, 1:] < law.stop[:, 1:]
     accepted = torch.where(stands, places[1:], 0).amax(dim=1)
 
     final_logits = clean(wide(p_logits[first_rows + accepted]))
@@ -110,5 +112,5 @@ def verify_block_torch(
     has_mass = (residual > -math.inf).any(dim=-1, keepdim=True)
     final_logits[cut] = torch.where(has_mass, residual, final_logits[cut])
     purposes = torch.where(accepted < lengths, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    emitted = race(final_logits, stream_keys(seeds, positions + accepted, purposes))
+    emitted = draws.token(final_logits, seeds, positions + accepted, purposes)
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))

@@ -20,7 +20,7 @@ import torch
 
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.filters import clean
-from draftsmith.kernels.randomness import Purpose, race, stream_keys, uniform
+from draftsmith.kernels.randomness import STREAMS, Draws, Purpose
 from draftsmith.kernels.trees import DraftTree
 from draftsmith.kernels.verify import accepts, assemble, log_law, residual_law, wide
 
@@ -112,8 +112,10 @@ def verify_tree_torch(
     q_rows: torch.Tensor | None,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    *,
+    draws: Draws = STREAMS,
 ) -> TreeVerdict:
-    """The reference. Computes in the dtype of the logits, float32 at least.
+    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come from `draws`.
 
     One walk over the nodes in their topological order does for all rows: whichever node a row stands at, its children come
     later, in the order of their tests.
@@ -124,10 +126,10 @@ def verify_tree_torch(
         here = [row for row, slot in enumerate(walk.slots) if node < lengths[row] and parents[row][node] + 1 == slot]
         if here:
             rows = torch.tensor(here, device=p_logits.device)
-            log_u = uniform(seeds[rows], positions[rows] + walk.accepted[rows], Purpose.ACCEPT, walk.tested[rows]).log()
+            log_u = draws.uniform(seeds[rows], positions[rows] + walk.accepted[rows], walk.tested[rows]).log()
             walk.test(node, rows, log_u)
     purposes = torch.where(walk.tested > 0, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    emitted = race(walk.final_logits(), stream_keys(seeds, positions + walk.accepted, purposes))
+    emitted = draws.token(walk.final_logits(), seeds, positions + walk.accepted, purposes)
     drafts = tree.tokens.gather(1, walk.nodes.clamp(min=0))
     return TreeVerdict(walk.accepted, assemble(drafts, walk.accepted, emitted), walk.nodes)
 
@@ -191,8 +193,10 @@ class _Walk:
 
     def _descend(self, rows: torch.Tensor, node: int) -> None:
         self.nodes[rows, self.accepted[rows]] = node
-        for row in rows.tolist():
-            self.p_rows[row] += node - self.slots[row] + 1
+        places = rows.tolist()
+        slots = torch.tensor([self.slots[row] for row in places], device=rows.device)
+        self.p_rows[rows] += node + 1 - slots
+        for row in places:
             self.slots[row] = node + 1
         self.accepted[rows] += 1
         self.tested[rows], self.lost[rows] = 0, False

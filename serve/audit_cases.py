@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,12 +36,13 @@ def end_by_guess(lengths: torch.Tensor, drafts: torch.Tensor, q_logits: torch.Te
     return torch.minimum(lengths, (guesses.cumprod(dim=1) > 0.2).long().sum(dim=1))
 
 
+BLOCKS = Chains(verify=verify_block)
 PROCEDURES: dict[str, Procedure] = {
     "chain": Chains(),
-    "block": Chains(verify=verify_block),
+    "block": BLOCKS,
     "tree": Trees(),
     "chain, ended by a guess": Chains(truncate=end_by_guess),
-    "block, ended by a guess": Chains(verify=verify_block, truncate=end_by_guess),
+    "block, ended by a guess": replace(BLOCKS, truncate=end_by_guess),
 }
 
 

@@ -10,10 +10,10 @@ import torch
 
 from draftsmith.kernels.randomness import Purpose, sample, uniform
 from draftsmith.kernels.trees import DraftTree
-from draftsmith.kernels.verify import Verdict, log_law, residual_law, verify_chain
+from draftsmith.kernels.verify import Verdict, log_law, residual_law, residual_logits, verify_chain
 from draftsmith.kernels.verify_block import verify_block
 from draftsmith.kernels.verify_tree import TreeVerdict
-from draftsmith.serve.audit_cases import PENALISED, PLAIN, UNFILTERED_DRAFT
+from draftsmith.serve.audit_cases import BLOCKS, PENALISED, PLAIN, UNFILTERED_DRAFT
 from draftsmith.serve.audit_plain import Left, Rules, verify_chain_by, verify_tree_by
 from draftsmith.serve.audit_process import Chains, Procedure, Trees
 from draftsmith.serve.audit_world import VERSIONS, Law
@@ -46,8 +46,11 @@ def controls() -> dict[str, Control]:
             UNFILTERED_DRAFT, Chains(verify=chain_by(Rules(uniform=_half_uniform, accept=accepts_equal)))
         ),
         "penalties without the drafted prefix": Control(blind, Chains()),
+        "block, a chain's residual": Control(
+            Law(name="", top_p=0.8, likeness=0.3), replace(BLOCKS, verify=_block_with_chains_residual)
+        ),
         "block, next round drafts with noise looked at": Control(narrow, Chains(verify=verify_block, draft_seeds=_own_seeds)),
-        "tree, siblings without replacement judged as with": Control(PLAIN, Trees(verify=tree_by(Rules(reject=_keep_q)))),
+        "tree, siblings without replacement judged as with": Control(PLAIN, Trees(verify=tree_by(Rules(reject=keep_q)))),
         "tree, siblings with replacement judged as without": Control(
             PLAIN, Trees(draw=_draw_with_replacement, verify=tree_by(Rules(passes_over_repeats=False)))
         ),
@@ -109,9 +112,43 @@ def _without_residual(
 ) -> Verdict:
     """Emits a draw from p where it should come from max(p - q, 0)."""
     verdict = verify_chain(p_logits, drafts, lengths, q_logits, seeds, positions, impl=impl)
-    rows = _last_rows(lengths) - lengths + verdict.accepted
-    drawn = sample(p_logits[rows], seeds, positions + verdict.accepted, Purpose.BONUS)
-    return Verdict(verdict.accepted, verdict.tokens.scatter(1, verdict.accepted[:, None], drawn[:, None]))
+    logits = by_target(p_logits, lengths, verdict.accepted)
+    return _ended_by(verdict, sample(logits, seeds, positions + verdict.accepted, Purpose.BONUS))
+
+
+def by_target(p_logits: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """[B, V], the target's logits behind the kept drafts."""
+    return p_logits[_last_rows(lengths) - lengths + accepted]
+
+
+def by_chains_residual(
+    p_logits: torch.Tensor, lengths: torch.Tensor, q_logits: torch.Tensor, accepted: torch.Tensor
+) -> torch.Tensor:
+    """[B, V]: max(p - q, 0) behind the kept drafts, where a block has max(r p - q, 0); p behind the last draft."""
+    logits = by_target(p_logits, lengths, accepted)
+    cut = accepted < lengths
+    rows = torch.arange(len(lengths), device=lengths.device)[cut]
+    logits[cut] = residual_logits(logits[cut], q_logits[rows, accepted[cut]]).to(logits.dtype)
+    return logits
+
+
+def _block_with_chains_residual(
+    p_logits: torch.Tensor,
+    drafts: torch.Tensor,
+    lengths: torch.Tensor,
+    q_logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    impl: str,
+) -> Verdict:
+    verdict = verify_block(p_logits, drafts, lengths, q_logits, seeds, positions, impl=impl)
+    logits = by_chains_residual(p_logits, lengths, q_logits, verdict.accepted)
+    return _ended_by(verdict, sample(logits, seeds, positions + verdict.accepted, Purpose.RESIDUAL))
+
+
+def _ended_by(verdict: Verdict, tokens: torch.Tensor) -> Verdict:
+    return Verdict(verdict.accepted, verdict.tokens.scatter(1, verdict.accepted[:, None], tokens[:, None]))
 
 
 def _bonus_off_by_one(
@@ -140,7 +177,7 @@ def accepts_equal(log_u: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor)
     return (log_u + log_q <= log_p) & (log_q > -math.inf)
 
 
-def _keep_q(left: Left, tokens: torch.Tensor) -> Left:
+def keep_q(left: Left, tokens: torch.Tensor) -> Left:
     """The next sibling is tested as if it, too, came from the whole of q."""
     return Left(log_law(residual_law(left.log_p, left.log_q)), left.log_q)
 

@@ -1,46 +1,73 @@
-"""Exact enumeration: every outcome of one round, with the kernels' own accept tests and residuals, in float64.
+"""Exact enumeration: every outcome of one round of the kernels as they ship, in float64, summed up to a law.
 
 A round of depth K emits up to K + 1 tokens; what it leaves open of them is filled up by the target. The law of those K + 1
-tokens must then be the target's. Legend: V vocabulary, C contexts, K depth.
+tokens must then be the target's. `audit_enumerate.py` calls the verification; this module says which, and on what.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from draftsmith.kernels.verify import accepts, residual_law, residual_logits
-from draftsmith.kernels.verify_block import block_law
-from draftsmith.kernels.verify_tree import SiblingLaw, sibling_law
+from draftsmith.kernels.trees import DraftTree
+from draftsmith.kernels.verify import Verdict, accepts, verify_chain_torch
+from draftsmith.kernels.verify_block import verify_block_torch
+from draftsmith.kernels.verify_tree import TreeVerdict, verify_tree_torch
+from draftsmith.serve.audit_controls import by_chains_residual, by_target, keep_q
+from draftsmith.serve.audit_enumerate import Chosen, Drafts, all_drafts, round_law, target_law
+from draftsmith.serve.audit_plain import Rules, verify_tree_by
 from draftsmith.serve.audit_report import Check
-from draftsmith.serve.audit_world import DEPTH, START, Law, World
+from draftsmith.serve.audit_world import START, Law, World
 
-VOCAB_SIZE = 4
 EXACT_ERROR = 1e-12
-BRANCHES = (3, 2, 1)  # children of a node at each depth of the enumerated tree
 
-Residual = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Siblings = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], SiblingLaw]
+VerifyChain = Callable[..., Verdict]
+VerifyTree = Callable[..., TreeVerdict]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a round drafts: nodes under their parents, over a vocabulary small enough for all of it."""
+
+    parents: tuple[int, ...]
+    depth: int
+    siblings: int
+    vocab_size: int
+
+    def world(self, law: Law, seed: int) -> World:
+        return law.world(vocab_size=self.vocab_size, seed=seed, device=torch.device("cpu"))
+
+
+CHAIN = Shape((-1, 0, 1), depth=3, siblings=1, vocab_size=4)
+TREES = {
+    "tree, children under every child": Shape((-1, -1, 0, 0, 1, 1), depth=2, siblings=2, vocab_size=3),
+    "tree, three siblings": Shape((-1, -1, -1, 1), depth=2, siblings=3, vocab_size=4),
+    "tree, three levels": Shape((-1, -1, 0, 1, 1, 3), depth=3, siblings=2, vocab_size=3),
+}
+SIBLINGS = Shape((-1, -1), depth=1, siblings=2, vocab_size=4)  # for a control
+LAWS = (
+    Law(name="true q"),
+    Law(name="filtered", temperature=0.8, top_k=2),
+    Law(name="draft without filters", top_p=0.7, draft_filtered=False),
+    Law(name="deterministic", deterministic=True),
+)
 
 
 def exact_checks(seed: int) -> list[Check]:
-    laws = (Law(name="true q"), Law(name="filtered", temperature=0.8, top_k=3), Law(name="deterministic", deterministic=True))
     checks = []
-    for law in laws:
-        exact = Exact(law.world(vocab_size=VOCAB_SIZE, seed=seed, device=torch.device("cpu")), deterministic=law.deterministic)
-        checks.append(_check(f"enumeration, chain, {law.name}", exact.chain_error()))
+    for law in LAWS:
+        checks.append(_check(f"enumeration, chain, {law.name}", chain_error(law, seed)))
         if not law.deterministic:
-            checks.append(_check(f"enumeration, block, {law.name}", exact.block_error()))
-        checks.append(_check(f"enumeration, tree, {law.name}", exact.tree_error()))
-    exact = Exact(laws[0].world(vocab_size=VOCAB_SIZE, seed=seed, device=torch.device("cpu")))
+            checks.append(_check(f"enumeration, block, {law.name}", block_error(law, seed)))
+        for name, shape in TREES.items():
+            checks.append(_check(f"enumeration, {name}, {law.name}", tree_error(law, seed, shape)))
     broken = {
-        "chain without residual": exact.chain_error(residual=lambda p_logits, q_logits: p_logits),
-        "block judged by a chain's residual": exact.block_error(scaled=False),
-        "tree, siblings judged as independent": exact.tree_error(siblings=independent_siblings),
+        "chain without residual": chain_error(LAWS[0], seed, verify=_without_residual),
+        "block with a chain's residual": block_error(LAWS[0], seed, verify=_with_chains_residual),
+        "tree, siblings judged as independent": tree_error(LAWS[0], seed, SIBLINGS, verify=_independent_siblings),
     }
     checks += [_check(f"control: enumeration, {name}", error, control=True) for name, error in broken.items()]
     return [*checks, *edge_checks()]
@@ -70,122 +97,108 @@ def _keeps_nothing_possible(accept: Callable[[torch.Tensor, torch.Tensor, torch.
     return any(bool(accept(*case)) for case in cases)
 
 
-class Exact:
-    """A world in float64, its first draft."""
-
-    def __init__(self, world: World, *, deterministic: bool = False):
-        self.world, self.size, self.deterministic = world, world.vocab_size, deterministic
-        self.p_logits, self.q_logits = world.p_logits[0].double(), world.q_logits[0].double()
-        if deterministic:
-            likeliest = self.q_logits.argmax(dim=-1, keepdim=True)
-            self.one_hot = torch.full_like(self.q_logits, -math.inf).scatter_(-1, likeliest, 0.0)
-        else:
-            self.one_hot = self.q_logits
-        self.log_p, self.log_q = self.p_logits.log_softmax(-1), self.one_hot.log_softmax(-1)
-
-    def target(self, context: int, length: int) -> torch.Tensor:
-        """[V] * length: the target's law of the next tokens."""
-        p = self.log_p[context].exp()
-        if length <= 1:
-            return p if length else torch.ones((), dtype=torch.float64)
-        return torch.stack([p[token] * self.target(self._after(context, token), length - 1) for token in range(self.size)])
-
-    def chain_error(self, residual: Residual = residual_logits) -> float:
-        accept = accept_probability(self.log_p, self.log_q)
-        rest = residual(self.p_logits, self.one_hot).softmax(-1)
-
-        def emitted(context: int, left: int) -> torch.Tensor:
-            if left == 0:
-                return self.log_p[context].exp()
-            q = self.log_q[context].exp()
-            kept = q * accept[context]
-            law = float((q - kept).sum()) * self._filled(rest[context], context, left)
-            for token in range(self.size):
-                law[token] += kept[token] * emitted(self._after(context, token), left - 1)
-            return law
-
-        return self._error(emitted(START, DEPTH))
-
-    def block_error(self, *, scaled: bool = True) -> float:
-        """Over all drafts of K tokens; `scaled` False takes a chain's residual, max(p - q, 0), instead of max(r p - q, 0)."""
-        drafts = torch.tensor(list(itertools.product(range(self.size), repeat=DEPTH)))
-        contexts = [torch.full((len(drafts),), START)]
-        for step in range(DEPTH):
-            contexts.append(self.world.after(contexts[-1], drafts[:, step]))
-        path = torch.stack(contexts, dim=1)
-        log_p, log_q = self.log_p[path], self.log_q[path[:, :-1]]
-        found = block_law(log_p, log_q, drafts, torch.full((len(drafts),), DEPTH))
-        drawn = log_q.gather(-1, drafts[..., None])[..., 0].sum(dim=1).exp()
-        law = torch.zeros((self.size,) * (DEPTH + 1), dtype=torch.float64)
-        for place in range(DEPTH + 1):
-            # The latest test that stands decides.
-            chance = drawn * found.stop[:, place] * (1 - found.stop[:, place + 1 :]).prod(dim=1)
-            reach = found.log_reach[:, place, None] if scaled else 0.0
-            rest = log_p[:, place] if place == DEPTH else residual_law(log_p[:, place] + reach, log_q[:, place])
-            for row in (chance > 0).nonzero()[:, 0].tolist():
-                ends = self._filled(rest[row].softmax(-1), int(path[row, place]), DEPTH - place)
-                law[tuple(drafts[row, :place].tolist())] += chance[row] * ends
-        return self._error(law)
-
-    def tree_error(self, siblings: Siblings = sibling_law) -> float:
-        @cache
-        def emitted(context: int, depth: int) -> torch.Tensor:
-            if depth == DEPTH:
-                return self.log_p[context].exp()
-            law = torch.zeros((self.size,) * (DEPTH + 1 - depth), dtype=torch.float64)
-            for tokens, chance in self._children(context, BRANCHES[depth]):
-                found = siblings(self.log_p[context], None if self.deterministic else self.log_q[context], torch.tensor(tokens))
-                for token, keep in zip(tokens, found.keep.tolist()):
-                    law[token] += chance * keep * emitted(self._after(context, token), depth + 1)
-                    chance *= 1 - keep
-                if chance > 0:
-                    law += chance * self._filled(found.left.softmax(-1), context, DEPTH - depth)
-            return law
-
-        return self._error(emitted(START, 0))
-
-    def _children(self, context: int, count: int) -> list[tuple[tuple[int, ...], float]]:
-        """All ordered draws of different tokens with their chances; a law with fewer tokens gives as many as it has."""
-        if self.deterministic:
-            return [(tuple(self.q_logits[context].topk(count).indices.tolist()), 1.0)]
-        q = self.log_q[context].exp().tolist()
-        possible = [token for token in range(self.size) if q[token] > 0]
-        draws = []
-        for tokens in itertools.permutations(possible, min(count, len(possible))):
-            chance, left = 1.0, 1.0
-            for token in tokens:
-                chance, left = chance * q[token] / left, left - q[token]
-            draws.append((tokens, chance))
-        return draws
-
-    def _filled(self, law: torch.Tensor, context: int, more: int) -> torch.Tensor:
-        """[V] * (1 + more): a token of `law`, then `more` of the target's."""
-        ends = [law[token] * self.target(self._after(context, token), more) for token in range(self.size)]
-        return torch.stack(ends)
-
-    def _after(self, context: int, token: int) -> int:
-        return context * self.size + token + 1
-
-    def _error(self, law: torch.Tensor) -> float:
-        return float((law - self.target(START, DEPTH + 1)).abs().max())
+def chain_error(law: Law, seed: int, *, verify: VerifyChain = verify_chain_torch) -> float:
+    """Largest error of a probability of the K + 1 tokens of a round; `verify` takes `draws`, and a control has its own."""
+    return _chain_error(law, seed, verify, shape=(CHAIN.depth, 1))
 
 
-def accept_probability(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """The measure of the uniforms that `accepts` keeps, found by bisection on that very function."""
-    low, high = torch.zeros_like(log_p), torch.ones_like(log_p)
-    for _ in range(200):
-        middle = (low + high) / 2
-        kept = accepts(middle.log(), log_p, log_q)
-        low, high = torch.where(kept, middle, low), torch.where(kept, high, middle)
-    return high
+def block_error(law: Law, seed: int, *, verify: VerifyChain = verify_block_torch) -> float:
+    return _chain_error(law, seed, verify, shape=(1, CHAIN.depth))
 
 
-def independent_siblings(log_p: torch.Tensor, log_q: torch.Tensor | None, tokens: Sequence[int] | torch.Tensor) -> SiblingLaw:
-    """Siblings drawn without replacement, judged as if each had been drawn from the whole of q: a control."""
-    assert log_q is not None
-    keep, left = [], log_p
-    for token in torch.as_tensor(tokens).tolist():
-        keep.append((left[token] - log_q[token]).exp().clamp(max=1))
-        rest = residual_law(left[None], log_q[None])[0]
-        left = rest.log_softmax(-1) if bool((rest > -math.inf).any()) else log_p
-    return SiblingLaw(torch.stack(keep), left)
+def _chain_error(law: Law, seed: int, verify: VerifyChain, *, shape: tuple[int, int]) -> float:
+    world = CHAIN.world(law, seed)
+    drafts = all_drafts(world, CHAIN.parents, deterministic=law.deterministic)
+
+    def decide(rows: torch.Tensor, draws: Chosen) -> Verdict:
+        return verify(*chain_arguments(world, drafts, rows, numbered(rows), deterministic=law.deterministic), draws=draws)
+
+    return _error(world, round_law(world, drafts, decide, depth=CHAIN.depth, numbers=shape), CHAIN.depth)
+
+
+def tree_error(
+    law: Law,
+    seed: int,
+    shape: Shape = TREES["tree, children under every child"],
+    *,
+    verify: VerifyTree = verify_tree_torch,
+) -> float:
+    world = shape.world(law, seed)
+    drafts = all_drafts(world, shape.parents, deterministic=law.deterministic)
+
+    def decide(rows: torch.Tensor, draws: Chosen) -> TreeVerdict:
+        return verify(*tree_arguments(world, drafts, rows, numbered(rows), deterministic=law.deterministic), draws=draws)
+
+    numbers = shape.depth, shape.siblings
+    return _error(world, round_law(world, drafts, decide, depth=shape.depth, numbers=numbers), shape.depth)
+
+
+def _error(world: World, law: torch.Tensor, depth: int) -> float:
+    error = float((law - target_law(world, START, depth + 1)).abs().max())
+    return math.inf if math.isnan(error) else error
+
+
+def chain_arguments(
+    world: World, drafts: Drafts, rows: torch.Tensor, seeds: torch.Tensor, *, deterministic: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Arguments of `verify_chain` in float64 for drafts [C] by their numbers, with seeds [C], at position 0."""
+    tokens, contexts = drafts.tokens[rows], drafts.contexts[rows]
+    p_logits = world.p_logits[0].double()[contexts].flatten(0, 1)
+    q_logits = None if deterministic else world.q_logits[0].double()[contexts[:, :-1]]
+    return p_logits, tokens, torch.full_like(seeds, tokens.shape[1]), q_logits, seeds, torch.zeros_like(seeds)
+
+
+def tree_arguments(
+    world: World, drafts: Drafts, rows: torch.Tensor, seeds: torch.Tensor, *, deterministic: bool
+) -> tuple[torch.Tensor | DraftTree | None, ...]:
+    """The same of `verify_tree`."""
+    tokens, contexts = drafts.tokens[rows], drafts.contexts[rows]
+    tree = DraftTree(tokens, torch.tensor(drafts.parents).expand_as(tokens), torch.full_like(seeds, tokens.shape[1]))
+    laws = (None, None) if deterministic else (world.q_logits[0].double(), contexts)
+    return world.p_logits[0].double()[contexts].flatten(0, 1), tree, *laws, seeds, torch.zeros_like(seeds)
+
+
+def numbered(rows: torch.Tensor) -> torch.Tensor:
+    """The seeds that `Chosen` tells rows apart by."""
+    return torch.arange(len(rows))
+
+
+def _without_residual(
+    p_logits: torch.Tensor,
+    drafts: torch.Tensor,
+    lengths: torch.Tensor,
+    q_logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    draws: Chosen,
+) -> Verdict:
+    verdict = verify_chain_torch(p_logits, drafts, lengths, q_logits, seeds, positions, draws=draws)
+    draws.token(by_target(p_logits, lengths, verdict.accepted), seeds, positions, seeds)
+    return verdict
+
+
+def _with_chains_residual(
+    p_logits: torch.Tensor,
+    drafts: torch.Tensor,
+    lengths: torch.Tensor,
+    q_logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    draws: Chosen,
+) -> Verdict:
+    verdict = verify_block_torch(p_logits, drafts, lengths, q_logits, seeds, positions, draws=draws)
+    draws.token(by_chains_residual(p_logits, lengths, q_logits, verdict.accepted), seeds, positions, seeds)
+    return verdict
+
+
+def _independent_siblings(*arguments: torch.Tensor, draws: Chosen) -> TreeVerdict:
+    """Siblings drawn without replacement, judged as if each had been drawn from the whole of q."""
+
+    def uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        # The plain reading asks for rows at leaves, too, where it then tests nothing.
+        depth, siblings = draws.uniforms.shape[1:]
+        return draws.uniform(seeds, positions.clamp(max=depth - 1), numbers.clamp(max=siblings - 1))
+
+    return verify_tree_by(Rules(uniform=uniform, token=draws.token, reject=keep_q), *arguments)

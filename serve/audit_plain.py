@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.randomness import Purpose, race, stream_keys, uniform
+from draftsmith.kernels.randomness import STREAMS, Purpose
 from draftsmith.kernels.trees import DraftTree, chain_tree
 from draftsmith.kernels.verify import Verdict, accepts, assemble, log_law, residual_law
 from draftsmith.kernels.verify_tree import TreeVerdict
@@ -32,13 +32,10 @@ def reject_sibling(left: Left, tokens: torch.Tensor) -> Left:
     return Left(log_law(residual_law(left.log_p, left.log_q)), log_q)
 
 
-def stream_uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    return uniform(seeds, positions, Purpose.ACCEPT, numbers)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    uniform: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = stream_uniform
+    uniform: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = STREAMS.uniform
+    token: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = STREAMS.token
     accept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = accepts
     reject: Callable[[Left, torch.Tensor], Left] = reject_sibling
     passes_over_repeats: bool = True  # a token that q can no longer give is not tested
@@ -82,7 +79,7 @@ def verify_tree_by(
             torch.where(keep[:, None], log_p[first_rows + slots], left.log_p), torch.where(keep[:, None], below, left.log_q)
         )
     purposes = torch.where(tested > 0, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    emitted = race(left.log_p, stream_keys(seeds, positions + accepted, purposes))
+    emitted = rules.token(left.log_p, seeds, positions + accepted, purposes)
     drafts = tree.tokens.gather(1, nodes.clamp(min=0))
     return TreeVerdict(accepted, assemble(drafts, accepted, emitted), nodes)
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftsmith.cli import main
+from draftsmith.kernels import verify, verify_block, verify_tree
 from draftsmith.kernels.randomness import Purpose, sample_without_replacement
 from draftsmith.kernels.trees import DraftTree
-from draftsmith.kernels.verify import verify_chain
-from draftsmith.kernels.verify_tree import verify_tree
-from draftsmith.serve import audit_kernels
+from draftsmith.kernels.verify import Verdict
+from draftsmith.serve import audit_cases, audit_exact, audit_kernels
 from draftsmith.serve.audit_cases import PENALISED, PENALTIES, PLAIN, PROCEDURES, Case, cases
 from draftsmith.serve.audit_config import AuditConfig
 from draftsmith.serve.audit_controls import controls
-from draftsmith.serve.audit_exact import Exact, exact_checks, independent_siblings
-from draftsmith.serve.audit_kernels import joint_fit
+from draftsmith.serve.audit_enumerate import Chosen
+from draftsmith.serve.audit_exact import LAWS, TREES, block_error, chain_error, exact_checks, tree_error
+from draftsmith.serve.audit_kernels import Sample, joint_sample
 from draftsmith.serve.audit_plain import Rules, verify_chain_by, verify_tree_by
 from draftsmith.serve.audit_process import TREE, generate
 from draftsmith.serve.audit_report import Check, Report
+from draftsmith.serve.audit_triton import _unlike, disagreements
 from draftsmith.serve.audit_world import LENGTH, Law, World, first_context, split_error
 from draftsmith.serve.sampling import Adjustments
 
@@ -104,14 +107,19 @@ def test_generations_use_every_depth_and_do_not_depend_on_the_batch(way: str) ->
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.way}, {case.law.name}")
 def test_joint_laws_hold(case: Case) -> None:
-    assert joint_fit(case.law, case.procedure, QUICK, device=CPU).p_value > 1e-5
+    assert joint_sample(case.law, case.procedure, QUICK, device=CPU).fit().p_value > 1e-5
 
 
-# Rounding q to bfloat16 is the smallest of the mistakes: see the long lane.
+# The smallest mistakes need more rounds. Rounding q to bfloat16 is the smallest: see the long lane.
+MORE_ROUNDS = {"block, a chain's residual": 150_000}
+
+
 @pytest.mark.parametrize("name", [name for name in controls() if name != "q told in bfloat16"])
 def test_mistakes_are_caught(name: str) -> None:
     control = controls()[name]
-    assert joint_fit(control.law, control.procedure, QUICK, device=CPU, offset=control.offset).p_value < 1e-10
+    config = replace(QUICK, rounds=MORE_ROUNDS.get(name, QUICK.rounds))
+    sample = joint_sample(control.law, control.procedure, config, device=CPU, offset=control.offset)
+    assert sample.fit().p_value < 1e-10
 
 
 @pytest.mark.long
@@ -157,7 +165,7 @@ def random_tree(rows: int, *, repeats: bool) -> tuple[DraftTree, torch.Tensor, t
 def test_the_plain_reading_decides_as_the_kernel_does(repeats: bool) -> None:
     tree, p_logits, q_logits, q_rows = random_tree(800, repeats=repeats)
     seeds, positions = torch.arange(800), torch.arange(800) * 7
-    kernel = verify_tree(p_logits, tree, q_logits, q_rows, seeds, positions)
+    kernel = verify_tree.verify_tree(p_logits, tree, q_logits, q_rows, seeds, positions)
     plain = verify_tree_by(Rules(), p_logits, tree, q_logits, q_rows, seeds, positions)
     assert kernel.accepted.unique().tolist() == [0, 1, 2, 3]
     for ours, theirs in zip(plain, kernel, strict=True):
@@ -172,7 +180,7 @@ def test_the_plain_reading_of_a_chain_decides_as_the_kernel_does() -> None:
         torch.randn(int((lengths + 1).sum()), 6, generator=generator),
         torch.randn(600, 3, 6, generator=generator),
     )
-    kernel = verify_chain(p_logits, drafts, lengths, q_logits, seeds, seeds)
+    kernel = verify.verify_chain(p_logits, drafts, lengths, q_logits, seeds, seeds)
     plain = verify_chain_by(Rules(), p_logits, drafts, lengths, q_logits, seeds, seeds)
     assert torch.equal(plain.accepted, kernel.accepted) and torch.equal(plain.tokens, kernel.tokens)
 
@@ -190,21 +198,123 @@ def test_enumeration_holds_and_sees_its_controls() -> None:
     }
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_enumeration_is_exact_and_sees_a_wrong_law(deterministic: bool) -> None:
-    exact = Exact(world(Law(name="any", top_k=3), 4, 3), deterministic=deterministic)
-    assert exact.chain_error() < 1e-12 and exact.tree_error() < 1e-12
-    assert exact.chain_error(residual=lambda p, q: p) > 1e-3
-    if not deterministic:
-        assert exact.block_error() < 1e-12
-        assert exact.block_error(scaled=False) > 1e-4
-        assert exact.tree_error(independent_siblings) > 1e-4
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_enumeration_calls_the_kernels_as_they_ship(law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A residual that is wrong by a little, in the kernels' own modules, is seen in every way to verify."""
+    residual = verify.residual_law
+
+    def warmed(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        return residual(log_p, log_q) * 0.9
+
+    for module in (verify, verify_block, verify_tree):
+        monkeypatch.setattr(module, "residual_law", warmed)
+    assert chain_error(law, 3) > 1e-6
+    if not law.deterministic:
+        assert block_error(law, 3) > 1e-6
+    # Deterministic children have no such residual, and two children exhaust a draft of two tokens.
+    if not law.deterministic and not law.top_k:
+        assert tree_error(law, 3, TREES["tree, three levels"]) > 1e-6
 
 
-def test_a_draft_that_is_the_target_leaves_no_residual() -> None:
-    made = world(PLAIN, 3, 4)
-    exact = Exact(World(made.p_logits, made.p_logits[:1]))
-    assert max(exact.chain_error(), exact.block_error(), exact.tree_error()) < 1e-12
+def test_a_test_that_is_no_threshold_is_seen() -> None:
+    """A chain that keeps its drafts by two intervals of the uniform, of the right total length, has no border to be found."""
+
+    def folded(*arguments: torch.Tensor, draws: Chosen) -> Verdict:
+        unfolded = Chosen((draws.uniforms + 0.5) % 1)
+        verdict = verify.verify_chain_torch(*arguments, draws=unfolded)
+        draws.probs = unfolded.probs
+        return verdict
+
+    assert chain_error(LAWS[0], 3, verify=folded) > 1e-3
+
+
+def test_a_draft_that_is_the_target_leaves_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twins(shape: audit_exact.Shape, law: Law, seed: int) -> World:
+        made = law.world(vocab_size=shape.vocab_size, seed=seed, device=CPU)
+        return World(made.p_logits, made.p_logits[:1])
+
+    monkeypatch.setattr(audit_exact.Shape, "world", twins)
+    assert max(chain_error(PLAIN, 4), block_error(PLAIN, 4), tree_error(PLAIN, 4)) < 1e-12
+
+
+# Together
+
+
+def biased_sample(bias: float, seed: int) -> Sample:
+    """40,000 texts of a law whose second token leans towards 0 by `bias`, held against the law without."""
+    made = PLAIN.world(vocab_size=audit_kernels.VOCAB_SIZE, seed=1, device=CPU)
+    law = made.joint_law(LENGTH).view([audit_kernels.VOCAB_SIZE] * LENGTH)
+    leaning = law.clone()
+    leaning[:, 0] *= 1 + bias
+    drawn = torch.multinomial(leaning.flatten(), 40_000, replacement=True, generator=torch.Generator().manual_seed(seed))
+    return Sample(torch.bincount(drawn, minlength=law.numel()), made)
+
+
+@pytest.mark.parametrize("bias, verdict", [(0.0, "lossless"), (0.06, "lossy")])
+def test_a_bias_too_small_for_any_case_is_seen_in_all_together(
+    bias: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine cases of one way; controls are answered by what they need to be."""
+    monkeypatch.setattr(audit_kernels, "cases", lambda: [Case("block", PLAIN, PROCEDURES["block"])] * 9)
+    monkeypatch.setattr(audit_kernels, "exact_checks", lambda seed: [])
+    monkeypatch.setattr(audit_kernels, "controls", lambda: {"large": controls()["residual dropped"]})
+    asked: list[int] = []
+
+    def sampled(law: Law, procedure: object, config: AuditConfig, *, stream: int, **options: object) -> Sample:
+        asked.append(stream)
+        return biased_sample(bias if stream <= 9 else 0.8, stream)
+
+    monkeypatch.setattr(audit_kernels, "joint_sample", sampled)
+    report = audit_kernels.audit_kernels(AuditConfig(kernels=True))
+    assert len(set(asked)) == 10, "independent samples have seeds of their own"
+    assert report.verdict == verdict, report.lines()
+    tests = [check for check in report.checks if check.name.startswith("block, ")]
+    assert sum(check.evidence["false_alarm"] for check in tests) == pytest.approx(report.false_alarm)
+    broken = [check.name for check in tests if not check.passed]
+    assert all("together" in name for name in broken)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_blocks_with_a_chains_residual_are_lossy_by_sampled_rounds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake that four cases of the default audit once showed at p 2e-9 to 3e-6 and none below its share."""
+    broken = controls()["block, a chain's residual"].procedure
+    monkeypatch.setattr(audit_kernels, "cases", lambda: [Case("block", law, broken) for law in audit_cases.LAWS[:8]])
+    report = audit_kernels.audit_kernels(AuditConfig(kernels=True))
+    seen = {check.name for check in report.checks if check.name.startswith("block") and not check.passed}
+    assert {f"block, 8 cases together, first {length} tokens" for length in (2, 3, 4)} <= seen
+
+
+# Triton beside the reference
+
+
+@pytest.mark.parametrize("way", ["chain", "block"])
+def test_triton_is_held_to_the_reference_and_a_mistake_is_seen(way: str) -> None:
+    kernel = verify.verify_chain if way == "chain" else verify_block.verify_block
+
+    def without_q(*arguments: torch.Tensor | None, impl: str) -> Verdict:
+        laws = list(arguments)
+        if impl == "triton":
+            laws[3] = laws[3] * 0.5
+        return kernel(*laws, impl=impl)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows, clear, differing = disagreements(kernel, audit_exact.CHAIN, LAWS[0], 1, 10, device)
+    assert (rows, differing) == (10, 0) and clear >= 9
+    assert disagreements(without_q, audit_exact.CHAIN, LAWS[0], 1, 10, device)[2] > 0
+
+
+def test_what_is_compared_is_as_unlike_as_can_be() -> None:
+    outcomes = torch.tensor([[0], [0], [0], [1], [0], [2], [1]])
+    assert sorted(_unlike(outcomes, 5).tolist()) == [0, 1, 3, 5, 6]
+
+
+@pytest.mark.parametrize("impl, interpreted, said", [("torch", "1", "were not: audit with"), ("triton", "1", "ran interpreted")])
+def test_the_report_says_what_of_triton_was_audited(
+    impl: str, interpreted: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert said in audit_kernels.triton_note(AuditConfig(kernels=True, impl=impl), CPU)
 
 
 # Verdicts and the command
