@@ -11,6 +11,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.kernels.filters import SamplingRows
 from draftsmith.serve.drafting import Drafting
 from draftsmith.serve.drafts import Drafts
+from draftsmith.serve.request import Request, SamplingParams
 from draftsmith.serve.routing import UNROUTED
 from draftsmith.serve.stats import EngineStats
 
@@ -88,3 +89,26 @@ def test_what_was_drafted_is_looked_at_once(drafter: BrokenLater | Greedy, monke
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: looks.append(tensor) or bool(own(tensor)))
     proposed(drafter)
     assert len(looks) == 1
+
+
+class Remembers(Greedy):
+    """Keeps what it is given of finished requests."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def finished(self, request_id: str, tokens: list[int]) -> None:
+        self.texts.append(tokens)
+
+
+@pytest.mark.parametrize("params, learn, kept", [
+    (SamplingParams(temperature=1.0), True, [1, 2, 3]),
+    (SamplingParams(temperature=0.0, seed=3), True, [1, 2, 3]),
+    (SamplingParams(temperature=1.0, seed=3), True, []),  # another with that seed would be drafted from its own draws
+    (SamplingParams(temperature=1.0), False, []),
+])  # fmt: skip
+def test_text_that_may_not_be_shared_is_not_kept(params: SamplingParams, learn: bool, kept: list[int]) -> None:
+    drafter = Remembers()
+    request = Request("a", [1, 2, 3], 1, params, seed=3, k=2, max_tokens=9, learn=learn)
+    Drafting(drafter, None, EngineStats(), vocab_size=8).finished(request)
+    assert drafter.texts == [kept]

@@ -244,3 +244,15 @@ def test_a_wrong_key_would_be_noticed() -> None:
     serve(engine, make_request("a", [1, 1, 1, 1, 2, 2, 2, 2, 0], 1, 0))
     with pytest.raises(AssertionError):
         serve(engine, make_request("b", [2, 2, 2, 2, 0], 1, 0))
+
+
+@pytest.mark.parametrize("computed, found", [(3, 0), (4, 4), (7, 4), (8, 8)])
+def test_a_block_is_found_only_when_its_last_token_was_read(computed: int, found: int) -> None:
+    """The newest token of a request is known a round before the target has read it."""
+    blocks = BlockManager(16, 4)
+    prefix = PrefixCache(blocks, root="target")
+    request = make_request("a", list(range(10)), 4, 0)
+    assert blocks.grow(request.blocks, 10)
+    request.computed = computed
+    prefix.store(request)
+    assert prefix.num_found(make_request("b", list(range(10)), 4, 0)) == found
