@@ -15,10 +15,7 @@ import torch
 
 from draftsmith.distill.buffer import BufferReader, BufferWriter
 from draftsmith.distill.traffic import OpenRequests
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, UnrollBatch
-from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.target import Target
 from draftsmith.kernels.filters import process
 from draftsmith.kernels.randomness import Purpose, sample
@@ -170,43 +167,3 @@ def test_learning_seeded_answers_would_bias_them(target: Target, tmp_path: Path,
     monkeypatch.setattr(Request, "repeatable", False)
     first, second, num_learned = passes_by_heart(target, tmp_path, seeded=True)
     assert first > FALSE_ALARM > second and num_learned == NUM_REQUESTS
-
-
-def train(drafter: DraftLm, texts: Sequence[list[int]], *, steps: int) -> None:
-    """Plain cross-entropy of the answers' tokens, among those that requests allow."""
-    ids = torch.tensor(texts)
-    labels = ids[:, PROMPT_TOKENS:] - ALLOWED[0]
-    optimizer = torch.optim.Adam(drafter.parameters(), lr=4e-3)
-    chance = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        at = torch.randint(len(ids), (512,), generator=chance)
-        batch = UnrollBatch(input_ids=ids[at], attention_mask=torch.ones_like(ids[at]), taps=None, num_steps=1)
-        (step,) = drafter.unroll(batch)
-        logits = step.hidden[:, PROMPT_TOKENS - 1 : -1] @ drafter.head_weight()[list(ALLOWED)].T + torch.tensor(BIAS)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[at].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", ["seeded, exclusion bypassed", "unseeded"])
-def test_a_draft_trained_on_seeded_answers_biases_them(
-    case: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As an online learner would: a real draft is trained on the records and swapped in. Its twin has no seeds and no bias."""
-    seeded = case != "unseeded"
-    monkeypatch.setattr(Request, "repeatable", False)
-    made = DraftLm.create(DraftLmOptions(hidden_size=64, num_attention_heads=4), target, seed=0)
-    checkpoint.save(made, tmp_path / "draft", target)
-
-    def learn(engine: Engine, texts: Sequence[list[int]]) -> None:
-        train(made, texts, steps=500)
-        checkpoint.save(made, tmp_path / "trained", target)
-        engine.swap(str(tmp_path / "trained"), "2")
-
-    drafter = checkpoint.load(tmp_path / "draft", target)
-    first, second, num_learned = passes(target, drafter, learn, tmp_path / "buffer", 3000, seeded=seeded)
-    print(f"{case}: p-values of the two passes {first:.2g} and {second:.2g}")
-    assert first > FALSE_ALARM and num_learned == 3000
-    assert second < FALSE_ALARM if seeded else second > FALSE_ALARM
