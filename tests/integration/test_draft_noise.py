@@ -1,0 +1,113 @@
+"""Every drafted token has noise of its own: of its depth, and of its round. Each control gives two of them the same.
+
+Drafts are drawn at temperature 100, where every family's distributions are all but uniform over the vocabulary: two tokens that
+are drawn independently are hardly ever equal, two drawn with the same noise nearly always are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters import drawing, tree_laws
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.decide import Streams
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.request import SamplingParams
+
+K = 4
+PARAMS = SamplingParams(draft_temperature=100.0, max_tokens=14, ignore_eos=True)
+PROMPTS = torch.randint(3, 288, (8, 6), generator=torch.Generator().manual_seed(0)).tolist()
+WAYS = {
+    "chain": {},
+    "block": {"verification": "block"},
+    "typical": {"verification": "typical"},
+    "synthetic": {"synthetic_acceptance": (0.3,)},
+    "tree": {"tree": "sampled:1x1x1x1"},
+}
+TREES = ("eagle3", "eagle1", "mtp")
+
+
+@dataclass
+class Repeats:
+    """How many drafted tokens are like the one of the depth before, or of the round before for the same position."""
+
+    num_depths: int = 0
+    same_depths: int = 0
+    num_rounds: int = 0
+    same_rounds: int = 0
+    drafted: dict[tuple[str, int], int] = field(default_factory=dict)  # by request and position, the last one drafted
+
+    def watch(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
+        def watched(inputs: DraftInputs, *shape: Any) -> Proposal:
+            proposal = propose(inputs, *shape)
+            rows = zip(inputs.request_ids, inputs.histories, proposal.tokens.tolist(), proposal.lengths.tolist())
+            for name, history, tokens, length in rows:
+                self.add(name, len(history), tokens[:length])
+            return proposal
+
+        return watched
+
+    def add(self, name: str, position: int, tokens: list[int]) -> None:
+        self.num_depths += max(0, len(tokens) - 1)
+        self.same_depths += sum(first == second for first, second in pairwise(tokens))
+        for place, token in enumerate(tokens, position):
+            before = self.drafted.get((name, place))
+            self.num_rounds += before is not None
+            self.same_rounds += before == token
+            self.drafted[name, place] = token
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("qwen3"))
+
+
+def repeats(target: Target, family: str, way: str) -> Repeats:
+    drafter, seen = FAMILIES[family].create(OPTIONS[family](), target, seed=1).eval(), Repeats()
+    drafter.propose = seen.watch(drafter.propose)
+    if way == "tree":
+        drafter.propose_tree = seen.watch(drafter.propose_tree)
+    engine = Engine(target, drafter, EngineConfig(k=K, max_length=64, **WAYS[way]))
+    engine.generate(PROMPTS, PARAMS, text=False)
+    assert not engine.stats.fallbacks and seen.num_depths > 100 and seen.num_rounds > 50
+    return seen
+
+
+CASES = [(family, "chain") for family in OPTIONS] + [("eagle3", way) for way in WAYS if way not in ("chain", "tree")]
+CASES += [(family, "tree") for family in TREES]
+
+
+@pytest.mark.parametrize(("family", "way"), CASES)
+def test_no_two_drafted_tokens_share_noise(family: str, way: str, target: Target) -> None:
+    seen = repeats(target, family, way)
+    assert seen.same_depths < 0.1 * seen.num_depths
+    assert seen.same_rounds < 0.1 * seen.num_rounds
+
+
+@pytest.mark.parametrize(("family", "way"), [("medusa", "chain"), ("p-eagle", "chain"), ("eagle3", "tree")])
+def test_one_noise_for_all_depths_is_seen(family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((drawing, "sample"), (tree_laws, "sample_without_replacement")):
+        monkeypatch.setattr(module, name, at_one_position(getattr(module, name)))
+    seen = repeats(target, family, way)
+    assert seen.same_depths > 0.5 * seen.num_depths
+
+
+def at_one_position(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda logits, seeds, positions, *rest: draw(logits, seeds, torch.zeros_like(positions), *rest)
+
+
+@pytest.mark.parametrize(("family", "way"), [("medusa", "chain"), ("eagle3", "block"), ("eagle3", "tree")])
+def test_one_noise_for_all_rounds_is_seen(family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Streams, "draft_seeds", lambda self, num_rows: self.seeds[:num_rows])
+    seen = repeats(target, family, way)
+    assert seen.same_rounds > 0.5 * seen.num_rounds
