@@ -1,0 +1,107 @@
+"""The requirements resolve as on any machine: from the registry alone, with no local file, no cache and an empty home."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# A minute on a quiet machine, most of it waiting for the registry.
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).resolve().parents[2]
+# How the registry is reached; everything else of pip's and uv's settings is left out.
+KEPT = ("pip_cert", "pip_default_timeout", "ssl_cert_file", "ssl_cert_dir", "requests_ca_bundle", "curl_ca_bundle")
+PROJECT = (ROOT / "pyproject.toml").read_text()
+PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def reaching(environment: dict[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in environment.items() if name.lower() in KEPT or name.lower().endswith("_proxy")}
+    index = environment.get("PIP_INDEX_URL", "")
+    return kept | ({"PIP_INDEX_URL": index, "UV_DEFAULT_INDEX": index} if index.startswith("https://") else {})
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs `python -m ...` with nothing of this machine, by the newest pip and uv, which read metadata without whole wheels."""
+    home = tmp_path_factory.mktemp("home")
+    tools = home / "tools"
+    environment = reaching(dict(os.environ)) | {
+        "PATH": "/usr/bin:/bin", "HOME": str(home), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": str(tools), "PYTHONDONTWRITEBYTECODE": "1",
+        "UV_NO_CONFIG": "1", "UV_NO_CACHE": "1",
+    }  # fmt: skip
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=580)
+
+    done = run("pip", "install", "--quiet", "--retries", "1", "--timeout", "15", "--target", str(tools), "pip", "uv")
+    if done.returncode != 0:
+        pytest.skip(f"no registry answers: {(done.stderr.strip() or 'pip failed').splitlines()[-1]}")
+    return run
+
+
+def resolve_by_pip(run: Run, constraints: Path, *wanted: str) -> subprocess.CompletedProcess[str]:
+    # Ranges of each wheel instead of the whole, from a registry that serves no metadata beside it.
+    options = ("--use-feature=fast-deps", "--dry-run", "--ignore-installed", "--progress-bar", "off")
+    return run("pip", "install", *options, "-c", str(constraints), *wanted)
+
+
+def resolve_by_uv(run: Run, constraints: Path, python: str, *options: str) -> subprocess.CompletedProcess[str]:
+    wanted = ("pyproject.toml", "--extra", "dev", "--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
+    return run("uv", "pip", "compile", "--no-header", "--no-annotate", *wanted, "-c", str(constraints), *options)
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Path:
+    """The constraints as they once were: a Triton that the registry's torch does not take."""
+    path = tmp_path / "constraints.txt"
+    text = (ROOT / "constraints.txt").read_text()
+    path.write_text(re.sub(r"(?m)^triton==.*$", "triton==3.9.0", text))
+    assert path.read_text() != text
+    return path
+
+
+def test_pip_resolves_the_whole_project(stranger: Run) -> None:
+    done = resolve_by_pip(stranger, ROOT / "constraints.txt", "-e", ".[dev]")
+    assert done.returncode == 0, done.stderr[-2000:]
+    would = done.stdout.strip().splitlines()[-1]
+    assert would.startswith("Would install ") and " torch-2.13.0 " in would and " draftsmith-" in would
+
+
+def test_pip_refuses_a_triton_that_torch_does_not_take(stranger: Run, wrong: Path) -> None:
+    done = resolve_by_pip(stranger, wrong, "torch")
+    assert done.returncode != 0 and "triton==3.9.0" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_python_resolves(stranger: Run, python: str) -> None:
+    done = resolve_by_uv(stranger, ROOT / "constraints.txt", python)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {"torch==2.13.0", "triton==3.7.1"} <= set(done.stdout.splitlines())
+
+
+def test_uv_refuses_a_triton_that_torch_does_not_take(stranger: Run, wrong: Path) -> None:
+    done = resolve_by_uv(stranger, wrong, "{}.{}".format(*sys.version_info))
+    assert done.returncode != 0 and "triton" in done.stderr
+
+
+def test_the_oldest_versions_resolve_to_themselves(stranger: Run) -> None:
+    """The lowest version that each bound of pyproject.toml allows is the one that constraints-oldest.txt names."""
+    done = resolve_by_uv(stranger, Path(os.devnull), PYTHONS[0], "--resolution", "lowest-direct")
+    assert done.returncode == 0, done.stderr[-2000:]
+    oldest = (ROOT / "constraints-oldest.txt").read_text()
+    listed = {line.split(";")[0] for line in oldest.splitlines() if not line.startswith("#")}
+    assert listed - set(done.stdout.splitlines()) == set()
+
+
+def test_the_pythons_claimed_are_those_allowed() -> None:
+    assert PYTHONS == ["3.10", "3.11", "3.12", "3.13"]
+    assert 'requires-python = ">=3.10,<3.14"' in PROJECT
