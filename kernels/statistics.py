@@ -91,9 +91,11 @@ def detectable_bias(num_samples: int, degrees: int, false_alarm: float, *, miss:
     """The smallest bias the test sees with chance 1 - miss, as a total variation on two equal halves of the cells.
 
     Moving mass d from one half to the other gives a noncentral chi-square statistic with parameter 4 n d^2, here by its normal
-    approximation.
+    approximation. 1, which is no bias that could be hidden, where nothing can be seen: no samples or one cell.
     """
-    threshold = chi_square_threshold(max(degrees, 1), false_alarm)
+    if num_samples < 1 or degrees < 1:
+        return 1.0
+    threshold = chi_square_threshold(degrees, false_alarm)
     z = math.sqrt(2) * torch.special.erfinv(torch.tensor(1 - 2 * miss, dtype=torch.float64)).item()
     noncentral = max(threshold - degrees, 1.0)
     for _ in range(100):

@@ -36,6 +36,7 @@ def speculation_report(stats: SpeculationStats, k: int, *, level: Level) -> dict
         body["per_step_accepted"] = stats.accepted
         body["per_step_drafted"] = stats.offered
         body["per_step_committed"] = stats.committed
+        body["per_step_begin"] = stats.begins
     return body
 
 

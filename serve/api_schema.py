@@ -77,10 +77,12 @@ class SpeculativeDecoding(BaseModel):
     per_step_accepted: list[int] | None = None
     per_step_drafted: list[int] | None = None
     per_step_committed: list[int] | None = None
+    per_step_begin: list[int] | None = None
 
 
 class RequestMetrics(BaseModel):
     speculative_decoding: SpeculativeDecoding | None
+    choices: list[SpeculativeDecoding] | None = None
 
 
 class Answer(BaseModel):
@@ -136,6 +138,8 @@ class Model(BaseModel):
     root: str
     parent: str | None
     max_model_len: int
+    max_draft_depth: int
+    lossless: bool | None = None
 
 
 class ModelList(BaseModel):

@@ -12,6 +12,7 @@ from draftsmith.version import __version__
 if TYPE_CHECKING:
     from draftsmith.serve.http import Server
 
+LOSSLESS_HEADER = "x-draftsmith-lossless"  # of /health, where answers need not have the target's distribution
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 METRICS_DOCUMENT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 HEALTH_DOCUMENT: dict[int | str, dict[str, Any]] = {
@@ -24,7 +25,8 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
     @app.get("/ping", response_class=Response, responses=HEALTH_DOCUMENT, operation_id="ping")
     @app.get("/health", response_class=Response, responses=HEALTH_DOCUMENT)
     async def health() -> Response:
-        return Response(status_code=200 if server.loop.healthy else 503)
+        lossy = {} if server.loop.engine.lossless else {LOSSLESS_HEADER: "false"}
+        return Response(status_code=200 if server.loop.healthy else 503, headers=lossy)
 
     @app.get("/version", responses=documented(200, model=VersionBody))
     async def version() -> dict[str, str]:
@@ -52,4 +54,5 @@ def _model(server: Server) -> dict[str, Any]:
     entry = {"id": server.model, "object": "model", "created": server.created, "owned_by": "draftsmith"}
     engine = server.loop.engine
     entry |= {"root": engine.target.name, "parent": None, "max_model_len": engine.max_length}
+    entry["max_draft_depth"] = engine.max_draft_depth
     return entry if engine.lossless else entry | {"lossless": False}

@@ -42,13 +42,8 @@ def check(config: AuditConfig) -> None:
         raise UserError(f"temperature is {config.temperature}; give 0 for greedy text alone, or more")
     if config.compare_url is not None and config.url is None:
         raise UserError(f"compare_url is {config.compare_url!r}, but nothing is to be compared with it; give --url, too")
-    if config.url is not None and config.temperature > 0:
-        check_samples(config)
-
-
-def check_samples(config: AuditConfig) -> None:
-    if config.length < 3:
-        raise UserError(f"length is {config.length}; give at least 3, since speculation decides nothing before the second token")
-    least = 64 * 5 * config.contexts
-    if config.samples < least:
-        raise UserError(f"samples is {config.samples}; the test has 64 cells, so give at least {least}")
+    for name, least in (("length", 1), ("k", 0)):
+        if (value := vars(config)[name]) is not None and value < least:
+            raise UserError(f"{name} is {value}; give at least {least}")
+    if not 0 < config.bias < 1:
+        raise UserError(f"bias is {config.bias}; it is a total variation and must lie between 0 and 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from draftsmith.errors import UserError
 
 ID_PREFIX = "token_id:"
 MAX_LOGPROBS = 20
+METRIC = re.compile(r"^vllm:spec_decode_(num_[a-z_]+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE)
+POSITION = re.compile(r'position="(\d+)"')
 Given = TypeVar("Given")
 Answer = TypeVar("Answer")
 
@@ -20,6 +23,20 @@ Answer = TypeVar("Answer")
 class Completion(NamedTuple):
     tokens: list[int]
     top: list[dict[int, float]]  # of each token: logprobs of the likeliest tokens, by id; empty when none were asked for
+    report: dict[str, Any] | None = None  # of its rounds, where the server was asked for it and makes one
+
+
+class Counters(NamedTuple):
+    """Since the server started, under vLLM's names."""
+
+    draft_tokens: int
+    drafts: int  # rounds that drafted
+    accepted: list[int]  # by draft position
+
+    def since(self, before: Counters) -> Counters:
+        earlier = [*before.accepted, *[0] * (len(self.accepted) - len(before.accepted))]
+        accepted = [now - then for now, then in zip(self.accepted, earlier, strict=True)]
+        return Counters(self.draft_tokens - before.draft_tokens, self.drafts - before.drafts, accepted)
 
 
 @dataclass
@@ -28,7 +45,8 @@ class AuditClient:
     model: str
     concurrency: int = 8
     says_lossy: bool = False  # the server calls its own answers so
-    can_be_plain: bool = False  # a request can switch speculation off, which is ours alone
+    can_be_plain: bool = False  # a request can switch speculation off and have its rounds told, which is ours alone
+    draft_depth: int | None = None  # the most tokens that a round may keep; None where the server does not tell
     fields: dict[str, Any] = field(default_factory=dict)  # sent with every request
 
     @classmethod
@@ -52,13 +70,19 @@ class AuditClient:
             entries = [entry for entry in listed if entry["id"] == client.model]
             client.says_lossy = any(entry.get("lossless") is False for entry in entries)
             client.can_be_plain = any(entry.get("owned_by") == "draftsmith" for entry in entries)
+            client.draft_depth = next((entry.get("max_draft_depth") for entry in entries), None)
             return client
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise UserError(f"{base} does not answer /v1/models ({error}); check the URL and that the server runs") from error
 
     def without_speculation(self) -> AuditClient | None:
-        """The same server, told not to speculate; None where it has no such switch."""
+        """The same server, its requests without drafts; None where it has no such switch."""
         return replace(self, fields={"speculation": {"k": 0}}) if self.can_be_plain else None
+
+    def reporting(self, k: int | None) -> AuditClient:
+        """The same server, its requests with reports of their rounds, and with `k` draft tokens a round if it is given."""
+        wanted = {"report": True} | ({} if k is None else {"k": k})
+        return replace(self, fields={"speculation": wanted}) if self.can_be_plain else self
 
     def complete(self, prompt: str | list[int], **body: Any) -> Completion:
         return self.choices(prompt, **body)[0]
@@ -75,35 +99,48 @@ class AuditClient:
         if response.status_code != 200:
             raise UserError(f"the server refused an audit request with {response.status_code}: {_message(response)}")
         try:
-            told = [choice["logprobs"] or {} for choice in response.json()["choices"]]
+            answer = response.json()
+            told = [choice["logprobs"] or {} for choice in answer["choices"]]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"the server answered with no completion ({_message(response)}); audit one that speaks OpenAI"
             ) from error
-        return [_completion(logprobs) for logprobs in told]
+        return [_completion(logprobs, report) for logprobs, report in zip(told, _reports(answer, len(told)), strict=True)]
 
     def map(self, function: Callable[[Given], Answer], given: Sequence[Given]) -> list[Answer]:
         """`function` of every element, `concurrency` at a time, in order."""
         with ThreadPoolExecutor(self.concurrency) as pool:
             return list(pool.map(function, given))
 
-    def drafted(self) -> int | None:
-        """Draft tokens offered since the server started, by vLLM's counter; None where it has none."""
+    def counters(self) -> Counters | None:
+        """None where the server counts no draft tokens, as one without speculation."""
         try:
-            response = self.http.get("/metrics")
+            text = self.http.get("/metrics").text
         except httpx.HTTPError:
             return None
-        counts = [
-            float(line.rsplit(" ", 1)[1])
-            for line in response.text.splitlines()
-            if line.startswith("vllm:spec_decode_num_draft_tokens_total")
-        ]
-        return int(sum(counts)) if counts else None
+        counts: dict[str, float] = {}
+        positions: dict[int, float] = {}
+        for name, labels, value in METRIC.findall(text):
+            counts[name] = counts.get(name, 0.0) + float(value)
+            if position := POSITION.search(labels):
+                place = int(position.group(1))
+                positions[place] = positions.get(place, 0.0) + float(value)
+        if "num_draft_tokens" not in counts:
+            return None
+        accepted = [int(positions.get(place, 0)) for place in range(max(positions, default=-1) + 1)]
+        return Counters(int(counts["num_draft_tokens"]), int(counts.get("num_drafts", 0)), accepted)
 
 
-def _completion(logprobs: dict[str, Any]) -> Completion:
+def _reports(answer: dict[str, Any], count: int) -> list[dict[str, Any] | None]:
+    """Of each choice."""
+    metrics = answer.get("metrics") or {}
+    reports = metrics.get("choices") or [metrics.get("speculative_decoding")]
+    return reports if len(reports) == count else [None] * count
+
+
+def _completion(logprobs: dict[str, Any], report: dict[str, Any] | None) -> Completion:
     names, tops = logprobs.get("tokens") or [], logprobs.get("top_logprobs") or []
-    return Completion([_token_id(name) for name in names], [_by_id(top) for top in tops])
+    return Completion([_token_id(name) for name in names], [_by_id(top) for top in tops], report)
 
 
 def _token_id(name: str) -> int:

@@ -25,7 +25,13 @@ class AuditConfig:
     prompt: str = option("The", "text that the audited contexts begin with")
     contexts: int = option(4, "contexts, each continued many times")
     samples: int = option(4000, "sampled continuations in all")
-    length: int = option(3, "tokens of a sampled continuation; the first one comes from the prefill and is tested apart")
+    length: int = option(8, "tokens of a sampled continuation, beside the k + 1 that let every round draft k tokens")
+    k: int | None = option(
+        None,
+        "draft tokens a round that are audited, asked of a draftsmith server; for others what the server drafts, 0 for none; "
+        "default: what the server tells",
+    )
+    bias: float = option(0.2, "a bias of this total variation must not stay unseen at any drafted depth, else: no verdict")
     temperature: float = option(1.0, "of the samples; 0 audits greedy text alone")
     top_k: int = option(0, "of the samples")
     top_p: float = option(1.0, "of the samples")

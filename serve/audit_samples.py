@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.serve.audit_client import AuditClient, Completion
 from draftsmith.serve.audit_config import AuditConfig
-from draftsmith.serve.audit_law import Text
+from draftsmith.serve.audit_law import Path, Text
 
 CONTEXT_TOKENS = 16
-CONTROL_TEMPERATURE = 1.3
+
+
+MARGIN = 1  # the bonus token of a round
+UNKNOWN_K = 8  # where the server does not tell how many tokens it drafts
 
 
 class Samples(NamedTuple):
     context: Text
     tokens: list[list[int]]
+    reports: Sequence[dict[str, Any] | None] = ()  # of each continuation's rounds
 
 
 def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
@@ -33,14 +37,16 @@ def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
 
 
 def draw_samples(client: AuditClient, config: AuditConfig, contexts: Sequence[Text]) -> Iterator[Samples]:
-    body = {"max_tokens": config.length, "temperature": config.temperature, "ignore_eos": True}
+    """`config.length` tokens and as many as a round may draft: a round drafts no more tokens than are still to be written."""
+    asked = config.length + (UNKNOWN_K if config.k is None else config.k) + MARGIN
+    body: dict[str, Any] = {"max_tokens": asked, "temperature": config.temperature, "ignore_eos": True}
     body |= {"top_k": config.top_k} if config.top_k else {}
     body |= {"top_p": config.top_p} if config.top_p < 1 else {}
     body |= {"min_p": config.min_p} if config.min_p else {}
     each = -(-config.samples // (len(contexts) * config.choices))
     progress = Progress("samples", total=each * len(contexts), unit="requests")
     for number, context in enumerate(contexts):
-        tokens: list[list[int]] = []
+        answers: list[Completion] = []
         for begin in range(0, each, config.concurrency):
             numbers = range(begin, min(begin + config.concurrency, each))
 
@@ -49,9 +55,9 @@ def draw_samples(client: AuditClient, config: AuditConfig, contexts: Sequence[Te
                 seed = _seed(config, 1_000_003 * (number + 1) + index * config.choices)
                 return client.choices(list(context), n=config.choices, **body, **seed)
 
-            tokens += [choice.tokens for choices in client.map(ask, numbers) for choice in choices]
+            answers += [choice for choices in client.map(ask, numbers) for choice in choices]
             progress.update(number * each + begin + len(numbers))
-        yield Samples(context, tokens)
+        yield Samples(context, [answer.tokens for answer in answers], [answer.report for answer in answers])
     progress.close()
 
 
@@ -59,18 +65,19 @@ def _seed(config: AuditConfig, index: int) -> dict[str, int]:
     return {"seed": config.seed + index} if config.seeded else {}
 
 
-def prefixes(samples: Sequence[Samples]) -> Iterator[Text]:
-    for context, continuations in samples:
+def paths(samples: Sequence[Samples]) -> Iterator[Path]:
+    for context, continuations, _ in samples:
         for tokens in continuations:
-            for place in range(len(tokens)):
-                yield (*context, *tokens[:place])
+            if tokens:
+                yield Path((*context, *tokens[:-1]), len(context))
 
 
-def followers(samples: Sequence[Samples], place: int) -> dict[Text, Counter[int]]:
-    """The tokens at `place` of the continuations, by all that stands before it."""
+def followers(samples: Sequence[Samples], wanted: Callable[[int, int, int], bool] | None = None) -> dict[Text, Counter[int]]:
+    """The tokens that followed each text; `wanted(context, continuation, place)` says which of them count, all by default."""
     found: dict[Text, Counter[int]] = {}
-    for context, continuations in samples:
-        for tokens in continuations:
-            if place < len(tokens):
-                found.setdefault((*context, *tokens[:place]), Counter())[tokens[place]] += 1
+    for number, (context, continuations, _) in enumerate(samples):
+        for index, tokens in enumerate(continuations):
+            for place, token in enumerate(tokens):
+                if wanted is None or wanted(number, index, place):
+                    found.setdefault((*context, *tokens[:place]), Counter())[token] += 1
     return found

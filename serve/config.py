@@ -43,6 +43,9 @@ class EngineConfig:
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
     seed: int | None = option(None, SEED_HELP)
+    test_misreport: str | None = option(
+        None, "for tests, LOSSY: DEPTH:FACTOR gives verification a q that is FACTOR times too sharp from drafted token DEPTH on"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

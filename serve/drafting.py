@@ -19,6 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows
 from draftsmith.kernels.paged_attention import PagedPool
 from draftsmith.serve.drafts import BadProposal, Drafts, Part, checked, joined
+from draftsmith.serve.misreport import Misreport
 from draftsmith.serve.request import Request
 from draftsmith.serve.routing import LIVE, shown
 from draftsmith.serve.scheduler import Row
@@ -40,6 +41,7 @@ class Drafting:
         vocab_size: int,
         tree: TreeShape | None = None,
         fallback: ServingDrafter | None = None,
+        misreport: Misreport | None = None,
     ):
         if tree is not None and not isinstance(drafter, GrowsTrees):
             family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
@@ -49,6 +51,7 @@ class Drafting:
         self.drafts: dict[str, ServedDraft] = {} if drafter is None else {LIVE: ServedDraft(LIVE, drafter)}
         # Drafts from the text alone while a draft rests: a drafter without cache and taps.
         self.fallback = fallback
+        self.misreport = misreport  # makes q wrong, for tests
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
 
     @property
@@ -139,6 +142,8 @@ class Drafting:
         return drafter.propose(inputs)
 
     def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Drafts:
+        if self.misreport is not None:
+            proposal = self.misreport.apply(proposal, self.vocab_size)
         return checked(proposal, [row.k for row in rows], self.vocab_size)
 
     def _failed(self, draft: ServedDraft, cause: str, error: object, *, rests: bool) -> None:

@@ -29,6 +29,7 @@ from draftsmith.serve.intake import Intake
 from draftsmith.serve.lineup import Lineup
 from draftsmith.serve.logprobs import add_prompt_logprobs, token_logprobs
 from draftsmith.serve.memory import BlockPlan, most_tapped, most_unread, plan_blocks
+from draftsmith.serve.misreport import Misreport
 from draftsmith.serve.outcome import Outcome, complaint, outcome
 from draftsmith.serve.prefix import PrefixCache
 from draftsmith.serve.record import Sink
@@ -100,7 +101,10 @@ class Engine:
         # Tokens of an answer whose taps are kept for a draft that does not come.
         self.most_unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
         tree = wanted_tree(config)
-        self.drafting = Drafting(drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree, fallback=fallback)
+        misreport = None if config.test_misreport is None else Misreport.parse(config.test_misreport)
+        self.drafting = Drafting(
+            drafter, pool, self.stats, vocab_size=target.vocab_size, tree=tree, fallback=fallback, misreport=misreport
+        )
         self._capture(drafter)
         self.lineup = Lineup(self.drafting, self.stats, target, self._make_ready)
         self._rule = chain_rule(config.verification, config.synthetic_acceptance)
@@ -183,9 +187,17 @@ class Engine:
             capture_drafts(drafter, self.drafting.pool, max_batch=self.config.max_batch, max_blocks=self._max_blocks)
 
     @property
+    def max_draft_depth(self) -> int:
+        """The most draft tokens that a round may keep, unless a request asks for more; 0 without a drafter."""
+        if self.drafter is None:
+            return 0
+        return self.config.k if self.drafting.tree is None else self.drafting.tree.depth
+
+    @property
     def lossless(self) -> bool:
-        """Whether answers have the target's law: only drafts judged by typical or synthetic acceptance can change it."""
+        """Whether answers have the target's law: typical or synthetic acceptance changes it, and a q made wrong for tests."""
         keeps_law = self.config.verification != "typical" and self.config.synthetic_acceptance is None
+        keeps_law = keeps_law and self.config.test_misreport is None
         return keeps_law or self.drafter is None
 
     @property

@@ -117,6 +117,7 @@ class SpeculationStats:
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # kept, and still there after stop and EOS trimming
     committed: list[int] = field(default_factory=list)  # after stop and EOS trimming
+    begins: list[int] = field(default_factory=list)  # tokens of the answer that were there before the pass
     num_passes: int = 0
     num_committed: int = 0
     # Drafted tokens of its own draft (not of text in its place) whose prefix was kept, and how many of them were kept.
@@ -128,6 +129,7 @@ class SpeculationStats:
         self.num_passes += 1
         self.num_committed += committed
         if offered > 0:
+            self.begins.append(self.num_committed - committed)
             kept = min(accepted, committed)
             self.offered.append(offered)
             self.accepted.append(kept)

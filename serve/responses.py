@@ -83,11 +83,11 @@ class Responder(ABC):
     def metrics(self, requests: Sequence[Request]) -> Body:
         if self.extras.report == "none":
             return {}
-        # As vLLM: one report belongs to one choice, and several choices have none.
-        if len(requests) != 1:
-            return {"metrics": {"speculative_decoding": None}}
-        report = speculation_report(requests[0].speculation, requests[0].k, level=self.extras.report)
-        return {"metrics": {"speculative_decoding": report}}
+        reports = [speculation_report(each.speculation, each.k, level=self.extras.report) for each in requests]
+        if len(reports) == 1:
+            return {"metrics": {"speculative_decoding": reports[0]}}
+        # As vLLM: one report belongs to one choice, and several choices have none. Who asks by our own field gets all.
+        return {"metrics": {"speculative_decoding": None} | ({"choices": reports} if self.extras.report_alone else {})}
 
     def tokens(self, tokens: list[int]) -> Body:
         if not self.extras.token_ids:

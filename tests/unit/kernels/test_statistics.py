@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import scipy.stats
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draftsmith.kernels.statistics import (
     chi_square,
@@ -96,3 +98,13 @@ def test_two_samples_of_one_law_are_told_from_two_laws() -> None:
     assert 0.01 < (p_values < 0.05).float().mean() < 0.11
     other = torch.bincount(torch.multinomial(probs.roll(1), 3000, replacement=True, generator=generator), minlength=40)
     assert homogeneity(counts[0], other).p_value < 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_samples=st.integers(0, 10**6), degrees=st.integers(0, 2000), exponent=st.integers(1, 12))
+def test_detectable_bias_is_a_total_variation_at_any_size(num_samples: int, degrees: int, exponent: int) -> None:
+    bias = detectable_bias(num_samples, degrees, 10.0**-exponent)
+    assert 0 < bias <= 1
+    assert bias == 1 or detectable_bias(4 * num_samples, degrees, 10.0**-exponent) == pytest.approx(bias / 2)
+    if num_samples == 0 or degrees == 0:
+        assert bias == 1, "nothing was looked at"

@@ -1,0 +1,76 @@
+"""A wrong server made on purpose, for tests of the audit: verification is given another q than drafts were drawn from.
+
+`Engine.lossless` is False with it, so that responses, /v1/models, /health, metrics and the audit call the server lossy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from draftsmith.drafters.interface import Proposal
+from draftsmith.errors import UserError
+
+
+@dataclass(frozen=True)
+class Misreport:
+    depth: int  # the first drafted token of a round, counted from 1, whose q is wrong
+    factor: float  # its logits are given as so many times what they were
+
+    @classmethod
+    def parse(cls, text: str) -> Misreport:
+        """`"2:3"`: three times too sharp from the second drafted token of every round on."""
+        depth, separator, factor = text.partition(":")
+        try:
+            parsed = cls(int(depth), float(factor))
+        except ValueError:
+            parsed = cls(0, 0.0)
+        if not separator or parsed.depth < 1 or not 0 < parsed.factor < math.inf:
+            raise UserError(f"test_misreport is {text!r}; give DEPTH:FACTOR, for example 2:3")
+        return parsed
+
+    def apply(self, proposal: Proposal, vocab_size: int) -> Proposal:
+        """The same drafts with a wrong q. Drafts that were not drawn get q = 1 / factor where 1 would be right.
+
+        Raises:
+            UserError: for trees that were not drawn, whose verification reads no q.
+        """
+        if proposal.parents is not None:
+            return self._tree(proposal)
+        logits = one_hot(proposal.tokens, vocab_size) if proposal.logits is None else proposal.logits
+        wrong = logits.clone()
+        wrong[:, self.depth - 1 :] = self._sharper(logits[:, self.depth - 1 :])
+        return replace(proposal, logits=wrong)
+
+    def _tree(self, proposal: Proposal) -> Proposal:
+        if proposal.logits is None or proposal.q_rows is None or proposal.parents is None:
+            raise UserError("test_misreport needs drafts with a distribution; give --tree sampled, or chains")
+        rows = proposal.q_rows[slot_depths(proposal.parents) >= self.depth - 1]
+        rows = rows[rows >= 0].unique()
+        wrong = proposal.logits.clone()
+        wrong[rows] = self._sharper(proposal.logits[rows])
+        return replace(proposal, logits=wrong)
+
+    def _sharper(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V]. A distribution of one token, which has no sharper one, loses 1 - 1 / factor to all others."""
+        possible = torch.isfinite(logits)
+        alone = possible.sum(dim=-1, keepdim=True) == 1
+        others = math.log(abs(1 - 1 / self.factor) / (logits.shape[-1] - 1)) if self.factor != 1 else -math.inf
+        flat = torch.where(possible, -math.log(self.factor), others)
+        return torch.where(alone, flat, logits * self.factor)
+
+
+def one_hot(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits [B, K, V] of drafts [B, K] that were not drawn; -1, which is no token, counts as token 0."""
+    logits = torch.full((*tokens.shape, vocab_size), -math.inf, device=tokens.device)
+    return logits.scatter(-1, tokens.clamp(min=0)[..., None], 0.0)
+
+
+def slot_depths(parents: torch.Tensor) -> torch.Tensor:
+    """[B, K + 1]: how deep the root (0) and each node lie, of parents [B, K] in which a parent comes before its children."""
+    depths = torch.zeros(len(parents), parents.shape[1] + 1, dtype=torch.int64, device=parents.device)
+    for node in range(parents.shape[1]):
+        depths[:, node + 1] = depths.gather(1, (parents[:, node : node + 1] + 1).clamp(min=0))[:, 0] + 1
+    return depths
