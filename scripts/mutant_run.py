@@ -28,7 +28,14 @@ PRELOADED = (
 # What a copy leaves out: other environments, caches, git's own files.
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 # An edit that no test can notice: it stops the tests from being read.
-BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "UnboundLocalError")
+BROKEN = (
+    "ImportError",
+    "ModuleNotFoundError",
+    "SyntaxError",
+    "IndentationError",
+    "NameError",
+    "UnboundLocalError",
+)
 TAIL_CHARS = 1500
 
 
@@ -61,7 +68,12 @@ class Outcome:
 def preload(names: tuple[str, ...] = PRELOADED) -> None:
     """Imports what every test would; a library that is not installed is left to the tests that want it."""
     # Triton reads it when it is imported; a mutant is judged on the CPU wherever it runs.
-    os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -150,7 +162,13 @@ class _Reports:
         report = result.get_result()
         raised = "" if call.excinfo is None else call.excinfo.type.__name__
         self.reports.append(
-            {"test": report.nodeid, "phase": report.when, "outcome": report.outcome, "raised": raised, "seconds": report.duration}
+            {
+                "test": report.nodeid,
+                "phase": report.when,
+                "outcome": report.outcome,
+                "raised": raised,
+                "seconds": report.duration,
+            }
         )
 
 
@@ -177,7 +195,15 @@ def _run_child(job: Job, tree: Path, log: Path, result: Path) -> None:
 
 def _run_tests(job: Job, result: Path) -> int:
     reports = _Reports()
-    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=0", "--tb=short", *(["-x"] if job.first_failure_ends else [])]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "timeout=0",
+        "--tb=short",
+        *(["-x"] if job.first_failure_ends else []),
+    ]
     status = int(pytest.main([*options, *job.tests], plugins=[reports]))
     partial = result.with_suffix(".partial")
     partial.write_text(json.dumps({"status": status, "reports": reports.reports}), encoding="utf-8")

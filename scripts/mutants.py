@@ -115,7 +115,13 @@ def _seconds(test: str, seconds: dict[str, float]) -> float | None:
 def _try(mutants: list[Mutant], root: Path, trees: list[Path], limits: dict[str, float]) -> list[Verdict]:
     by_id = {mutant.id: mutant for mutant in mutants}
     jobs = [
-        Job(mutant.id, mutant.tests, limits[mutant.id], mutant.file, mutant.mutated((root / mutant.file).read_text("utf-8")))
+        Job(
+            mutant.id,
+            mutant.tests,
+            limits[mutant.id],
+            mutant.file,
+            mutant.mutated((root / mutant.file).read_text("utf-8")),
+        )
         # The longest first, so that no worker is left alone with one at the end.
         for mutant in sorted(mutants, key=lambda mutant: -limits[mutant.id])
     ]
@@ -141,7 +147,12 @@ def judge(mutant: Mutant, outcome: Outcome) -> Verdict:
         return Verdict(mutant, "survived", f"{len(outcome.called('passed'))} tests pass", seconds)
     failed = outcome.called("failed")
     if outcome.status != 1 or not failed:
-        return Verdict(mutant, "invalid", f"pytest's status {outcome.status}: {_last_line(outcome.output)}", seconds)
+        return Verdict(
+            mutant,
+            "invalid",
+            f"pytest's status {outcome.status}: {_last_line(outcome.output)}",
+            seconds,
+        )
     if failed[0]["raised"] in BROKEN:
         return Verdict(mutant, "invalid", f"{failed[0]['raised']} in {failed[0]['test']}", seconds)
     return Verdict(mutant, "killed", failed[0]["test"], seconds)

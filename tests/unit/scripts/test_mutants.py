@@ -57,7 +57,15 @@ def test_wrong():
 
 def entry(name: str, old: str, new: str, *tests: str, **more: Any) -> dict[str, Any]:
     named = [f"tests/test_sums.py::{test}" for test in tests]
-    return {"id": name, "file": "src/sums.py", "old": old, "new": new, "why": "wrong sums", "tests": named, **more}
+    return {
+        "id": name,
+        "file": "src/sums.py",
+        "old": old,
+        "new": new,
+        "why": "wrong sums",
+        "tests": named,
+        **more,
+    }
 
 
 KILLED = entry("killed", "len(values) - 1]", "0]", "test_last")
@@ -73,7 +81,11 @@ RED = entry("red", "len(values) - 1]", "0]", "test_wrong")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name, text in (("src/sums.py", CODE), ("tests/test_sums.py", TESTS), ("pyproject.toml", "[tool.pytest.ini_options]\n")):
+    for name, text in (
+        ("src/sums.py", CODE),
+        ("tests/test_sums.py", TESTS),
+        ("pyproject.toml", "[tool.pytest.ini_options]\n"),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -104,7 +116,12 @@ def test_each_edit_gets_its_verdict_and_the_project_stays_as_it_was(project: Pat
     status, output = check(project, entries)
     invalid = dict.fromkeys(("endless", "twice", "broken", "name", "set-up", "red"), "invalid")
     assert status == 1, output
-    assert results(output) == {"killed": "killed", "survived": "survived", "hang": "killed", **invalid}
+    assert results(output) == {
+        "killed": "killed",
+        "survived": "survived",
+        "hang": "killed",
+        **invalid,
+    }
     assert "`old` occurs 5 times" in output and "without the edit" in output and "no end after" in output
     assert "pytest's status 4" in output and "pytest's status 1" in output and "NameError in" in output
     assert (project / "src" / "sums.py").read_text() == CODE
