@@ -71,7 +71,7 @@ def check(
         limits = {
             mutant.id: least_limit_s + SLOWER * sum(_seconds(test, seconds) or 0.0 for test in mutant.tests) for mutant in tried
         }
-        verdicts += _try(tried, root, trees, limits)
+        verdicts += _try(tried, trees, limits)
     return _report(sorted(verdicts, key=lambda verdict: mutants.index(verdict.mutant)))
 
 
@@ -112,7 +112,7 @@ def _seconds(test: str, seconds: dict[str, float]) -> float | None:
     return sum(found) if found else None
 
 
-def _try(mutants: list[Mutant], root: Path, trees: list[Path], limits: dict[str, float]) -> list[Verdict]:
+def _try(mutants: list[Mutant], trees: list[Path], limits: dict[str, float]) -> list[Verdict]:
     by_id = {mutant.id: mutant for mutant in mutants}
     jobs = [
         Job(
@@ -120,7 +120,7 @@ def _try(mutants: list[Mutant], root: Path, trees: list[Path], limits: dict[str,
             mutant.tests,
             limits[mutant.id],
             mutant.file,
-            mutant.mutated((root / mutant.file).read_text("utf-8")),
+            mutant.mutated((trees[0] / mutant.file).read_text("utf-8")),
         )
         # The longest first, so that no worker is left alone with one at the end.
         for mutant in sorted(mutants, key=lambda mutant: -limits[mutant.id])
