@@ -21,12 +21,13 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.decide import CHAIN_RULES, Streams
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.grammar import Grammar
-from draftsmith.serve.request import Request, SamplingParams
+from draftsmith.serve.request import Request, SamplingParams, Update
 from draftsmith.serve.sampling import Adjustments
 from draftsmith.serve.scheduler import Row
 
 PROMPT = [40, 41, 42, 40]
-LENGTH = 4
+LENGTH = 4  # tokens looked at
+MORE = 16  # asked for beyond them, so that drafts are as deep, and trees as large, to the last one
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 1500
 FEW = (40, 41, 42, 43, 0)
@@ -38,7 +39,7 @@ PENALTIES = SamplingParams(
     presence_penalty=0.7,
     frequency_penalty=1.2,
     allowed_token_ids=FEW[:-1],
-    max_tokens=LENGTH,
+    max_tokens=LENGTH + MORE,
 )
 BANS = SamplingParams(
     temperature=1.3,
@@ -47,10 +48,14 @@ BANS = SamplingParams(
     bad_words=((40, 41), (42, 42), (43, 40, 43)),
     min_tokens=2,
     logit_bias=((0, 4.0), (41, -1.0)),
-    max_tokens=LENGTH,
+    max_tokens=LENGTH + MORE,
 )
-GRAMMAR = SamplingParams(temperature=1.5, top_k=8, grammar=Grammar.regex("[abd]{1,2}c"), max_tokens=LENGTH, frequency_penalty=0.5)
+GRAMMAR = SamplingParams(
+    temperature=1.5, top_k=8, grammar=Grammar.regex("[abd]{1,2}c"), max_tokens=LENGTH + MORE, frequency_penalty=0.5
+)
 CASES = {"penalties": PENALTIES, "bans": BANS, "grammar": GRAMMAR}
+
+TREES = ["dynamic:nodes=8,depth=3,width=3", "sampled:3x2x1"]
 
 Law = dict[tuple[int, ...], float]
 
@@ -94,21 +99,39 @@ def enumerated(target: Target, params: SamplingParams, adjusted: Callable) -> La
     return done
 
 
-CONFIG = EngineConfig(k=3, max_batch=64, max_length=32, max_round_tokens=1024, seed=7)
+CONFIG = EngineConfig(k=3, max_batch=128, max_length=32, max_round_tokens=4096, max_queue=99_999, seed=7)
+
+
+def drafted(way: str, target: Target, drafter: DraftLm) -> tuple[ServingDrafter, EngineConfig]:
+    """A drafter and its settings, for "block" or one of `TREES`."""
+    if way == "block":
+        return drafter, replace(CONFIG, verification="block")
+    return Eagle3.create(Eagle3Options(), target, seed=1).eval(), replace(CONFIG, tree=way)
 
 
 def fit(
     target: Target,
     drafter: ServingDrafter,
+    config: EngineConfig,
     params: SamplingParams,
     law: Law,
     *,
-    config: EngineConfig = CONFIG,
     num_samples: int = NUM_SAMPLES,
 ) -> Fit:
+    """Of the first LENGTH tokens of answers, which are then cancelled; some drafts of every depth are kept."""
     engine = Engine(target, drafter, config)
-    answers = Counter(tuple(one.tokens) for one in engine.generate([PROMPT] * num_samples, params, text=False))
-    assert engine.stats.num_accepted_tokens > num_samples / 4 and not engine.stats.fallbacks
+
+    def stop(request: Request, update: Update) -> None:
+        if len(request.output) >= LENGTH:
+            engine.cancel(request)
+
+    requests = [engine.submit(PROMPT, params, stop, text=False) for _ in range(num_samples)]
+    while engine.busy:
+        engine.step()
+    answers = Counter(tuple(request.output[:LENGTH]) for request in requests)
+    assert min(engine.stats.offered[at] for at in range(config.k)) > num_samples / 4, engine.stats.offered
+    assert min(engine.stats.accepted[at] for at in range(config.k)) > num_samples / 50, engine.stats.accepted
+    assert not engine.stats.fallbacks
     cells = [*law, *(answers.keys() - law.keys())]
     counts = torch.tensor([answers[cell] for cell in cells])
     return g_test(counts, torch.tensor([law.get(cell, 0.0) for cell in cells], dtype=torch.float64))
@@ -118,28 +141,30 @@ def fit(
 def test_the_joint_law_of_answers_is_the_enumerated_one(target: Target, drafter: DraftLm, adjusted: Callable, name: str) -> None:
     law = enumerated(target, CASES[name], adjusted)
     assert abs(sum(law.values()) - 1) < 1e-9 and len(law) > 5
-    found = fit(target, drafter, CASES[name], law)
+    found = fit(target, drafter, CONFIG, CASES[name], law)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
-@pytest.mark.parametrize("tree", ["dynamic:nodes=8,depth=3,width=3", "sampled:3x2x1"])
-def test_the_joint_law_of_answers_drafted_as_trees_is_the_enumerated_one(target: Target, adjusted: Callable, tree: str) -> None:
+@pytest.mark.parametrize("tree", TREES)
+def test_the_joint_law_of_answers_drafted_as_trees_is_the_enumerated_one(
+    target: Target, drafter: DraftLm, adjusted: Callable, tree: str
+) -> None:
     """Every node is adjusted with the tokens on the way to it."""
-    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
     law = enumerated(target, PENALTIES, adjusted)
-    found = fit(target, drafter, PENALTIES, law, config=replace(CONFIG, tree=tree))
+    found = fit(target, *drafted(tree, target, drafter), PENALTIES, law)
     assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
 @pytest.mark.parametrize("name", ["penalties", "bans"])
 def test_the_joint_law_of_chains_judged_as_blocks_is_the_enumerated_one(
     target: Target, drafter: DraftLm, adjusted: Callable, name: str
 ) -> None:
-    found = fit(
-        target, drafter, CASES[name], enumerated(target, CASES[name], adjusted), config=replace(CONFIG, verification="block")
-    )
+    law = enumerated(target, CASES[name], adjusted)
+    found = fit(target, *drafted("block", target, drafter), CASES[name], law)
     assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES)
@@ -155,9 +180,22 @@ def test_every_round_is_drafted_with_noise_of_its_own(rule: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_joint_law_of_many_answers(target: Target, drafter: DraftLm, adjusted: Callable, name: str) -> None:
     law = enumerated(target, CASES[name], adjusted)
-    found = fit(target, drafter, CASES[name], law, num_samples=30_000)
+    found = fit(target, drafter, CONFIG, CASES[name], law, num_samples=30_000)
     assert found.p_value > 1e-9, found
     assert detectable_bias(30_000, found.degrees, 1e-9) < 0.04
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", ["block", *TREES])
+def test_the_joint_distribution_of_many_answers_by_blocks_and_trees(
+    target: Target, drafter: DraftLm, adjusted: Callable, way: str
+) -> None:
+    """A total variation of 0.05 would be seen."""
+    law = enumerated(target, PENALTIES, adjusted)
+    found = fit(target, *drafted(way, target, drafter), PENALTIES, law, num_samples=20_000)
+    assert found.p_value > 1e-9, found
+    assert detectable_bias(20_000, found.degrees, 1e-9) < 0.05
 
 
 @pytest.mark.parametrize("name", ["penalties", "bans"])
@@ -169,7 +207,7 @@ def test_leaving_the_drafted_tokens_out_is_caught(
     monkeypatch.setattr(
         Adjustments, "apply", lambda self, logits, owners, drafted: apply(self, logits, owners, [[] for _ in drafted])
     )
-    assert fit(target, drafter, CASES[name], law).p_value < FALSE_ALARM
+    assert fit(target, drafter, CONFIG, CASES[name], law).p_value < FALSE_ALARM
 
 
 def test_a_penalty_left_out_is_caught(
@@ -177,4 +215,18 @@ def test_a_penalty_left_out_is_caught(
 ) -> None:
     law = enumerated(target, PENALTIES, adjusted)
     monkeypatch.setattr("draftsmith.serve.sampling.penalise", lambda logits, sites: None)
-    assert fit(target, drafter, PENALTIES, law).p_value < FALSE_ALARM
+    assert fit(target, drafter, CONFIG, PENALTIES, law).p_value < FALSE_ALARM
+
+
+@pytest.mark.parametrize("way", ["block", *TREES])
+def test_counting_the_newest_drafted_token_alone_is_caught(
+    target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A mistake that only grandchildren and later tokens of a block can show."""
+    apply = Adjustments.apply
+    monkeypatch.setattr(
+        Adjustments, "apply", lambda self, logits, owners, drafted: apply(self, logits, owners, [path[-1:] for path in drafted])
+    )
+    law = enumerated(target, PENALTIES, adjusted)
+    found = fit(target, *drafted(way, target, drafter), PENALTIES, law, num_samples=700)
+    assert found.p_value < FALSE_ALARM, found
