@@ -27,7 +27,8 @@ from draftsmith.serve.control import FixedControl, RoundPlan, Wish
 HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 1536
-LENGTH = 3
+LENGTH, K = 3, 2  # tokens looked at, and drafted in a round
+ASKED = LENGTH + K  # the last tokens of an answer are drafted less deep
 SAMPLING = {"temperature": 1.2, "top_k": 4}
 
 
@@ -122,21 +123,20 @@ def law(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
     return law
 
 
-def fit(server: Any, prompt: list[int], law: dict[tuple[int, ...], float], *, spare: int = 0) -> Fit:
-    """`spare` more tokens are asked for than are looked at: the last of an answer are not drafted."""
+def fit(server: Any, prompt: list[int], law: dict[tuple[int, ...], float]) -> Fit:
     texts = {text: index for index, text in enumerate(law)}
     counts = torch.zeros(len(law) + 1)
     for start in range(0, NUM_SAMPLES, 128):
         body = server.complete(
-            prompt, n=128, max_tokens=LENGTH + spare, ignore_eos=True, return_token_ids=True, seed=1000 * start, **SAMPLING
+            prompt, n=128, max_tokens=ASKED, ignore_eos=True, return_token_ids=True, seed=1000 * start, **SAMPLING
         ).json()
         for choice in body["choices"]:
             counts[texts.get(tuple(choice["token_ids"][:LENGTH]), len(law))] += 1
     return chi_square(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
 
 
-def start(live_server: Callable, target: Target, drafter: ServingDrafter) -> Any:
-    return live_server(target, drafter, EngineConfig(k=2, max_batch=64, max_length=64, max_round_tokens=1024))
+def start(live_server: Callable, target: Target, drafter: ServingDrafter, **config: Any) -> Any:
+    return live_server(target, drafter, EngineConfig(k=K, max_batch=128, max_length=64, max_round_tokens=4096, **config))
 
 
 @pytest.mark.parametrize("family", ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS])
@@ -147,13 +147,21 @@ def test_the_joint_law_of_served_tokens_is_the_targets(
     found = fit(server, prompt, law)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
-    assert server.engine.stats.num_drafts > NUM_SAMPLES / 4 and not server.engine.stats.fallbacks
+    stats = server.engine.stats
+    assert min(stats.offered[depth] for depth in range(K)) > NUM_SAMPLES / 4 and not stats.fallbacks, stats.offered
 
 
 def test_a_wrong_q_is_rejected(
     target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
 ) -> None:
-    found = fit(start(live_server, target, Lying(make("draft-lm", target))), prompt, law, spare=2)
+    found = fit(start(live_server, target, Lying(make("draft-lm", target))), prompt, law)
+    assert found.p_value < FALSE_ALARM, found
+
+
+def test_a_q_too_sharp_from_the_second_drafted_token_on_is_rejected(
+    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+) -> None:
+    found = fit(start(live_server, target, make("draft-lm", target), test_misreport=f"{K}:3"), prompt, law)
     assert found.p_value < FALSE_ALARM, found
 
 
@@ -169,8 +177,9 @@ def test_rounds_ended_by_the_drafters_own_guesses_keep_the_law(
     server.engine.scheduler.control = Sure()
     found = fit(server, prompt, law)
     assert found.p_value > FALSE_ALARM, found
-    # Answers are so short that most have one round to draft in; some offered in it, some did not.
-    assert 0.1 * NUM_SAMPLES < server.engine.stats.num_drafts < 0.9 * NUM_SAMPLES
+    # Some rounds ended after one draft, some did not.
+    offered = server.engine.stats.offered
+    assert 0.1 * NUM_SAMPLES < offered[1] < 0.9 * offered[0], offered
 
 
 def test_a_guess_made_after_the_draw_is_rejected(
