@@ -127,9 +127,10 @@ def drawn(
     target: Target, drafter: object, sink: Ignored, plant: Callable | None, *, overlaps: bool
 ) -> tuple[Request, list[Request]]:
     """A request in which `plant` makes something raise, and two beside it."""
-    engine = Engine(target, drafter, EngineConfig(k=3, block_size=4, compile="off"), sink=sink)
+    engine = Engine(target, drafter, EngineConfig(k=3, block_size=4, compile="off", seed=7), sink=sink)
     engine.overlaps = overlaps
-    bad = replace(PARAMS, grammar=Grammar.regex("[ab]{20,40}"), ignore_eos=False)
+    # Without a seed of its own, or it would not be recorded.
+    bad = replace(PARAMS, seed=None, grammar=Grammar.regex("[ab]{20,40}"), ignore_eos=False)
     told: list[Update] = []
     request = engine.submit(PROMPTS[0], bad, lambda _, update: told.append(update))
     others = [engine.submit(prompt, replace(PARAMS, seed=seed, logprobs=2)) for seed, prompt in enumerate(PROMPTS)]
