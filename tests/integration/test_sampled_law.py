@@ -25,8 +25,9 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control import FixedControl, RoundPlan, Wish
 
 HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
+DRAFTERS = ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS]
 FALSE_ALARM = 1e-6
-NUM_SAMPLES = 1536
+NUM_SAMPLES, MANY_SAMPLES = 1536, 14_336
 LENGTH, K = 3, 2  # tokens looked at, and drafted in a round
 ASKED = LENGTH + K  # the last tokens of an answer are drafted less deep
 SAMPLING = {"temperature": 1.2, "top_k": 4}
@@ -123,10 +124,10 @@ def law(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
     return law
 
 
-def fit(server: Any, prompt: list[int], law: dict[tuple[int, ...], float]) -> Fit:
+def fit(server: Any, prompt: list[int], law: dict[tuple[int, ...], float], *, num_samples: int = NUM_SAMPLES) -> Fit:
     texts = {text: index for index, text in enumerate(law)}
     counts = torch.zeros(len(law) + 1)
-    for start in range(0, NUM_SAMPLES, 128):
+    for start in range(0, num_samples, 128):
         body = server.complete(
             prompt, n=128, max_tokens=ASKED, ignore_eos=True, return_token_ids=True, seed=1000 * start, **SAMPLING
         ).json()
@@ -139,7 +140,7 @@ def start(live_server: Callable, target: Target, drafter: ServingDrafter, **conf
     return live_server(target, drafter, EngineConfig(k=K, max_batch=128, max_length=64, max_round_tokens=4096, **config))
 
 
-@pytest.mark.parametrize("family", ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS])
+@pytest.mark.parametrize("family", DRAFTERS)
 def test_the_joint_law_of_served_tokens_is_the_targets(
     family: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
 ) -> None:
@@ -149,6 +150,17 @@ def test_the_joint_law_of_served_tokens_is_the_targets(
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
     stats = server.engine.stats
     assert min(stats.offered[depth] for depth in range(K)) > NUM_SAMPLES / 4 and not stats.fallbacks, stats.offered
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", DRAFTERS)
+def test_the_joint_distribution_of_many_served_tokens(
+    family: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+) -> None:
+    found = fit(start(live_server, target, make(family, target)), prompt, law, num_samples=MANY_SAMPLES)
+    assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(MANY_SAMPLES, found.degrees, FALSE_ALARM) < 0.05
 
 
 def test_a_wrong_q_is_rejected(
