@@ -15,7 +15,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.kernels.statistics import Fit, g_test
+from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.kernels.typical import verify_typical
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.draft_law import FACTORS, DraftLaw
@@ -68,12 +68,15 @@ def make_engine(target: Target, drafter: DraftLm, **config: object) -> Engine:
     return Engine(target, drafter, EngineConfig(k=K, max_batch=64, max_round_tokens=1024, max_length=64, compile="off", **config))
 
 
-@pytest.mark.parametrize("config, params", [
+WAYS = [
     ({"draft_sampling": "greedy"}, {}),
     ({}, {"draft_temperature": 0.5}),
     ({"tune_draft_temperature": True}, {}),
     ({"verification": "block"}, {}),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("config, params", WAYS)
 def test_the_joint_law_is_the_targets(
     config: dict, params: dict, target: Target, drafter: DraftLm, law: dict[tuple[int, ...], float]
 ) -> None:
@@ -82,6 +85,17 @@ def test_the_joint_law_is_the_targets(
     assert found.p_value > FALSE_ALARM, found
     assert min(engine.stats.offered[depth] for depth in range(K)) > 900
     assert min(engine.stats.accepted[depth] for depth in range(K)) > 40 and not engine.stats.fallbacks
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("config, params", WAYS)
+def test_the_joint_distribution_of_many_samples(
+    config: dict, params: dict, target: Target, drafter: DraftLm, law: dict[tuple[int, ...], float]
+) -> None:
+    found = fit(make_engine(target, drafter, **config), law, 14_000, **params)
+    assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(14_000, found.degrees, FALSE_ALARM) < 0.05
 
 
 def test_typical_acceptance_has_another_law_and_says_so(
