@@ -1,4 +1,4 @@
-"""Laws that samples are held against, and the transform that makes any sample uniform if it follows them."""
+"""Distributions that sampled tokens are held against, of a server's logprobs or of a target run here."""
 
 from __future__ import annotations
 
@@ -39,21 +39,6 @@ class CoarseLaw:
     def rest(self) -> float:
         """The tail, 0 where it is rounding."""
         return self.tail if self.tail > 1e-9 else 0.0
-
-    def transform(self, token: int, fraction: float) -> float | None:
-        """Where `token` falls in the law's cumulative distribution, `fraction` of the way through its own step; uniform on
-        [0, 1] for a sample of the law. None for a token that the law forbids."""
-        below = 0.0
-        for candidate, prob in zip(self.ids, self.probs):
-            if candidate == token:
-                return min(1.0, below + fraction * prob)
-            below += prob
-        return min(1.0, below + fraction * self.tail) if self.tail > 1e-9 else None
-
-    def tempered(self, temperature: float) -> CoarseLaw:
-        """Another law, for the control: the outcomes at a temperature, the tail being one of them."""
-        powers = [prob ** (1 / temperature) for prob in (*self.probs, self.tail)]
-        return CoarseLaw(self.ids, [power / sum(powers) for power in powers[:-1]], self.top_gap)
 
 
 class Path(NamedTuple):
