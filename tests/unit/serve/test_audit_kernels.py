@@ -357,6 +357,7 @@ def test_command_writes_the_report_and_exits_by_the_verdict(
 
     # A kernel that drops the residual: the same command must fail.
     monkeypatch.setattr(audit_kernels, "cases", lambda: [*ways[1:], Case("chain", PLAIN, full["residual dropped"].procedure)])
+    monkeypatch.setattr(audit_kernels, "exact_checks", lambda seed: [])
     assert main(["audit", "--kernels", "--rounds", "20000"]) == 1
     assert "LOSSY: chain, temperature 1" in capsys.readouterr().out
 
@@ -372,8 +373,10 @@ def test_triton_where_it_cannot_run_is_one_sentence(capsys: pytest.CaptureFixtur
     [
         ([], "give --kernels, or --url"),
         (["--kernels", "--false-alarm", "2"], "false_alarm is 2.0"),
-        (["--url", "http://127.0.0.1:9", "--length", "2"], "length is 2"),
-        (["--url", "http://127.0.0.1:9", "--samples", "10"], "samples is 10"),
+        (["--url", "http://127.0.0.1:9", "--length", "0"], "length is 0"),
+        (["--url", "http://127.0.0.1:9", "--samples", "0"], "samples is 0"),
+        (["--url", "http://127.0.0.1:9", "--k", "-1"], "k is -1"),
+        (["--url", "http://127.0.0.1:9", "--bias", "1"], "bias is 1.0"),
         (["--url", "http://127.0.0.1:9", "--temperature", "-1"], "temperature is -1.0"),
         (["--kernels", "--compare-url", "http://127.0.0.1:9"], "give --url, too"),
         (["--url", "http://127.0.0.1:9"], "check the URL"),
