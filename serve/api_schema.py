@@ -139,6 +139,7 @@ class Model(BaseModel):
     parent: str | None
     max_model_len: int
     max_draft_depth: int
+    max_draft_tokens: int
     lossless: bool | None = None
 
 

@@ -54,5 +54,5 @@ def _model(server: Server) -> dict[str, Any]:
     entry = {"id": server.model, "object": "model", "created": server.created, "owned_by": "draftsmith"}
     engine = server.loop.engine
     entry |= {"root": engine.target.name, "parent": None, "max_model_len": engine.max_length}
-    entry["max_draft_depth"] = engine.max_draft_depth
+    entry["max_draft_depth"], entry["max_draft_tokens"] = engine.max_draft_depth, engine.max_draft_tokens
     return entry if engine.lossless else entry | {"lossless": False}

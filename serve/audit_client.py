@@ -47,6 +47,7 @@ class AuditClient:
     says_lossy: bool = False  # the server calls its own answers so
     can_be_plain: bool = False  # a request can switch speculation off and have its rounds told, which is ours alone
     draft_depth: int | None = None  # the most tokens that a round may keep; None where the server does not tell
+    draft_tokens: int = 0  # the most that a round offers, more than it may keep where drafts are trees; 0 where it does not tell
     fields: dict[str, Any] = field(default_factory=dict)  # sent with every request
 
     @classmethod
@@ -71,6 +72,7 @@ class AuditClient:
             client.says_lossy = any(entry.get("lossless") is False for entry in entries)
             client.can_be_plain = any(entry.get("owned_by") == "draftsmith" for entry in entries)
             client.draft_depth = next((entry.get("max_draft_depth") for entry in entries), None)
+            client.draft_tokens = next((entry.get("max_draft_tokens", 0) for entry in entries), 0)
             return client
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise UserError(f"{base} does not answer /v1/models ({error}); check the URL and that the server runs") from error

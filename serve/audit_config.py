@@ -24,7 +24,7 @@ class AuditConfig:
     trust_remote_code: bool = option(False, TRUST_HELP)
     prompt: str = option("The", "text that the audited contexts begin with")
     contexts: int = option(4, "contexts, each continued many times")
-    samples: int = option(4000, "sampled continuations in all")
+    samples: int = option(2000, "sampled continuations in all")
     length: int = option(8, "tokens of a sampled continuation, beside the k + 1 that let every round draft k tokens")
     k: int | None = option(
         None,

@@ -44,20 +44,21 @@ class Depths:
         return list(chain.from_iterable(chain.from_iterable(self.nested)))
 
 
-def depths_of(samples: Sequence[Samples]) -> Depths:
+def depths_of(samples: Sequence[Samples], k: int | None) -> Depths:
     reports = [report for each in samples for report in each.reports]
     if not reports or any(report is None or "per_step_begin" not in report for report in reports):
         return Depths([[depths_unknown(len(tokens)) for tokens in each.tokens] for each in samples], told=False)
     nested = [
-        [depths_told(report or {}, len(tokens)) for tokens, report in zip(each.tokens, each.reports, strict=True)]
+        [depths_told(report or {}, len(tokens), k) for tokens, report in zip(each.tokens, each.reports, strict=True)]
         for each in samples
     ]
     offered = [count for report in reports if report is not None for count in report["per_step_drafted"]]
     return Depths(nested, told=True, offered=sum(offered), deepest=max(offered, default=0))
 
 
-def depths_told(report: dict[str, Any], count: int) -> list[int]:
-    """The depth of each of an answer's `count` tokens, by the server's own report of its rounds.
+def depths_told(report: dict[str, Any], count: int, k: int | None = None) -> list[int]:
+    """The depth of each of an answer's `count` tokens, by the server's own report of its rounds, of which none keeps more than k
+    drafts: one with a draft tree offers more than that.
 
     Raises:
         UserError: a report without its rounds.
@@ -68,9 +69,10 @@ def depths_told(report: dict[str, Any], count: int) -> list[int]:
         raise UserError(f"the server's report of an answer lacks its rounds ({error}); audit a server of this version") from error
     depths = [UNDRAFTED] * count
     for begin, offered, committed in rounds:
+        deepest = offered if k is None else min(offered, k)
         for step in range(committed):
             if begin + step < count:
-                depths[begin + step] = step + 1 if step < offered else BONUS
+                depths[begin + step] = step + 1 if step < deepest else BONUS
     return depths
 
 

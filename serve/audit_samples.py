@@ -37,8 +37,9 @@ def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
 
 
 def draw_samples(client: AuditClient, config: AuditConfig, contexts: Sequence[Text]) -> Iterator[Samples]:
-    """`config.length` tokens and as many as a round may draft: a round drafts no more tokens than are still to be written."""
-    asked = config.length + (UNKNOWN_K if config.k is None else config.k) + MARGIN
+    """`config.length` tokens and as many as a round may draft: a round drafts no more tokens, and a tree has no more nodes, than
+    are still to be written."""
+    asked = config.length + max(UNKNOWN_K if config.k is None else config.k, client.draft_tokens) + MARGIN
     body: dict[str, Any] = {"max_tokens": asked, "temperature": config.temperature, "ignore_eos": True}
     body |= {"top_k": config.top_k} if config.top_k else {}
     body |= {"top_p": config.top_p} if config.top_p < 1 else {}

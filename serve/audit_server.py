@@ -10,6 +10,7 @@ prefill, so a fault of speculation shows from the second one on. Greedy continua
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import httpx
@@ -22,9 +23,10 @@ from draftsmith.serve.audit_law import LawBook, law_source, laws_are_told
 from draftsmith.serve.audit_report import Check, Report
 from draftsmith.serve.audit_samples import draw_samples, make_context, paths
 from draftsmith.serve.audit_tokens import Tokens, detectable, tokens_of
-from draftsmith.serve.audit_two_samples import two_sample_checks
+from draftsmith.serve.audit_two_samples import NOTHING_PLANTED, two_sample_checks
 
 TOGETHER = "all tokens together"
+MOST_TIMES = 30  # as many samples as that are within reach
 
 
 def audit_server(
@@ -54,7 +56,7 @@ def audit_server(
     config = replace(config, k=drafted_at_once(config, client, before))
     samples = list(draw_samples(client, config, contexts)) if config.temperature > 0 else []
     counted = since(before, client.counters())
-    depths = depths_of(samples)
+    depths = depths_of(samples, config.k)
     if samples and told:
         laws.learn_along(paths(samples))
         checks += sampled_checks(config, tokens_of(laws, samples, depths.flat), depths, counted)
@@ -62,7 +64,9 @@ def audit_server(
         checks += two_sample_checks(config, plain, contexts, samples, depths, counted)
     offered = depths.offered if samples and depths.told else None if counted is None else counted.draft_tokens
     checks += [] if config.k == 0 and not client.can_be_plain else speculated(offered)
-    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, notes(config, laws, plain, depths, offered))
+    said = notes(config, laws, plain, depths, offered)
+    said += [NOTHING_PLANTED] if samples and not told else []
+    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, said)
 
 
 def notes(config: AuditConfig, laws: LawBook, plain: AuditClient | None, depths: Depths, offered: int | None) -> list[str]:
@@ -127,18 +131,15 @@ def sampled_checks(config: AuditConfig, tokens: Tokens, depths: Depths, counted:
     wanted = wanted_depths(config.k) if depths.told else []
     groups = sorted({UNDRAFTED, *wanted, *tokens.depths.tolist()}, key=lambda depth: (depth == BONUS, depth))
     threshold = math.log((len(groups) + 1) / config.false_alarm)
-    checks = [depth_check(config, tokens.at(depth), depth, threshold, wanted=depth in wanted) for depth in groups]
-    checks.append(group_check(config, tokens, TOGETHER, threshold))
-    if any(not check.passed for check in checks):
-        return checks  # what is broken needs no measure of what would be seen
-    return checks if depths.told else checks + shared_checks(config, tokens.at(UNKNOWN), counted, threshold)
-
-
-def depth_check(config: AuditConfig, tokens: Tokens, depth: int, threshold: float, *, wanted: bool) -> Check:
-    check = group_check(config, tokens, group_name(depth), threshold)
-    if not check.passed or not wanted or check.evidence["detectable_bias"] <= config.bias:
-        return check
-    return replace(check, blind=True, ask=what_to_ask(config, check, len(tokens)))
+    checks = {depth: group_check(config, tokens.at(depth), group_name(depth), threshold) for depth in groups}
+    together = group_check(config, tokens, TOGETHER, threshold)
+    unseen = [depth for depth in wanted if checks[depth].passed and checks[depth].evidence["detectable_bias"] > config.bias]
+    ask = what_to_ask(config, {depth: checks[depth] for depth in unseen})
+    checks |= {depth: replace(checks[depth], blind=True, ask=ask) for depth in unseen}
+    found = [*checks.values(), together]
+    if depths.told or not all(check.passed for check in found):
+        return found  # what is broken needs no measure of what would be seen
+    return found + shared_checks(config, tokens.at(UNKNOWN), counted, threshold)
 
 
 def group_check(config: AuditConfig, tokens: Tokens, name: str, threshold: float) -> Check:
@@ -156,18 +157,29 @@ def group_check(config: AuditConfig, tokens: Tokens, name: str, threshold: float
     return Check(name=name, kind="law", passed=not broken, said=said, evidence=evidence, blind=not broken and power >= 1)
 
 
-def what_to_ask(config: AuditConfig, check: Check, count: int) -> str:
-    """One sentence: more samples where that is within reach, else what makes drafts reach deeper."""
-    seen = check.evidence["detectable_bias"]
+def what_to_ask(config: AuditConfig, unseen: Mapping[int, Check]) -> str:
+    """One sentence for all depths where too little would be seen: more samples where those are within reach, else what makes
+    drafts reach deeper, or fewer of them."""
+    if not unseen:
+        return ""
+    times = {depth: times_needed(config, check) for depth, check in unseen.items()}
+    rare = [depth for depth, more in times.items() if more > MOST_TIMES]
+    most = max((more for more in times.values() if more <= MOST_TIMES), default=0.0)
+    samples = f"--samples {math.ceil(config.samples * max(1.5, most) / 1000) * 1000}"
+    if not rare:
+        return f"a bias of {config.bias:g} would not be seen; give {samples}"
+    warm = "lower --temperature with --top-k, so that more drafts are kept"
+    # The tokens behind all of k drafts are as many as those at depth k + 1.
+    k = min((config.k or 0) + 1 if depth == BONUS else depth for depth in rare) - 2
+    fewer = f"give a smaller --k, here --k {k}{f' and {samples}' if most else ''}, or {warm}" if k > 0 else warm
+    return f"too few {', too few '.join(map(group_name, rare))}; {fewer}"
+
+
+def times_needed(config: AuditConfig, check: Check) -> float:
+    """How many times as many tokens would show a bias of `config.bias`, roughly."""
+    seen, count = check.evidence["detectable_bias"], check.evidence["num_samples"]
     needed = count * (seen / config.bias) ** 2 * 1.2 if seen < 1 else 20 / config.bias**2
-    times = needed / max(count, 1)
-    if count == 0 or times > 30:
-        return (
-            f"{check.name}: {count} are too few; lower --temperature with --top-k, so that more drafts are kept, or audit a "
-            f"smaller --k"
-        )
-    samples = math.ceil(config.samples * max(times, 1.5) / 1000) * 1000
-    return f"{check.name}: a bias of {config.bias:g} would not be seen; give --samples {samples}"
+    return needed / count if count else math.inf
 
 
 def shared_checks(config: AuditConfig, tokens: Tokens, counted: Counters | None, threshold: float) -> list[Check]:
@@ -182,7 +194,7 @@ def shared_checks(config: AuditConfig, tokens: Tokens, counted: Counters | None,
         return [
             Check(name="control: how deep the server drafts", kind="control", passed=known, said=said, ask="" if known else ask)
         ]
-    checks = []
+    checks = {}
     shares = depth_shares(counted.drafts, counted.accepted, len(tokens))
     for depth in wanted_depths(config.k):
         share = shares.get(depth, 0.0)
@@ -191,8 +203,7 @@ def shared_checks(config: AuditConfig, tokens: Tokens, counted: Counters | None,
         said = f"{share:.1%} of the tokens after the first, " + (
             f"the smallest one seen is {power:.2g}" if power < 1 else "none was seen"
         )
-        count = round(share * len(tokens))
-        evidence = {"detectable_bias": power, "num_samples": count}
-        check = Check(name=name, kind="control", passed=power <= config.bias, said=said, evidence=evidence)
-        checks.append(check if check.passed else replace(check, ask=what_to_ask(config, check, count)))
-    return checks
+        evidence = {"detectable_bias": power, "num_samples": round(share * len(tokens))}
+        checks[depth] = Check(name=name, kind="control", passed=power <= config.bias, said=said, evidence=evidence)
+    ask = what_to_ask(config, {depth: check for depth, check in checks.items() if not check.passed})
+    return [check if check.passed else replace(check, ask=ask) for check in checks.values()]

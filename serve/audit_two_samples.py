@@ -22,6 +22,10 @@ from draftsmith.serve.audit_report import Check, fit_check
 from draftsmith.serve.audit_samples import Samples, draw_samples, followers
 
 CONTROL_TEMPERATURE = 1.3
+NOTHING_PLANTED = (
+    f"no bias is planted at single depths: the control is one sample at {CONTROL_TEMPERATURE} times the temperature, all depths "
+    "together, and the bias that each depth would show follows from its number of samples and the degrees of the test"
+)
 OTHER_SEEDS = 500_000_009  # the two samples must not know of each other
 ASK = "two samples without known laws show too little of each depth; give --target, a --top-k up to 20, or a lower --temperature"
 

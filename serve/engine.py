@@ -194,6 +194,11 @@ class Engine:
         return self.config.k if self.drafting.tree is None else self.drafting.tree.depth
 
     @property
+    def max_draft_tokens(self) -> int:
+        """The most draft tokens that a round offers, unless a request asks for more: the nodes of a tree."""
+        return 0 if self.drafter is None else self.intake.k
+
+    @property
     def lossless(self) -> bool:
         """Whether answers have the target's law: typical or synthetic acceptance changes it, and a q made wrong for tests."""
         keeps_law = self.config.verification != "typical" and self.config.synthetic_acceptance is None

@@ -32,11 +32,8 @@ class Misreport:
         return parsed
 
     def apply(self, proposal: Proposal, vocab_size: int) -> Proposal:
-        """The same drafts with a wrong q. Drafts that were not drawn get q = 1 / factor where 1 would be right.
-
-        Raises:
-            UserError: for trees that were not drawn, whose verification reads no q.
-        """
+        """The same drafts with a wrong q. Drafts of a chain that were not drawn get q = 1 / factor where 1 would be right; trees
+        that were not drawn stay as they are, for their verification reads no q."""
         if proposal.parents is not None:
             return self._tree(proposal)
         logits = one_hot(proposal.tokens, vocab_size) if proposal.logits is None else proposal.logits
@@ -46,7 +43,7 @@ class Misreport:
 
     def _tree(self, proposal: Proposal) -> Proposal:
         if proposal.logits is None or proposal.q_rows is None or proposal.parents is None:
-            raise UserError("test_misreport needs drafts with a distribution; give --tree sampled, or chains")
+            return proposal
         rows = proposal.q_rows[slot_depths(proposal.parents) >= self.depth - 1]
         rows = rows[rows >= 0].unique()
         wrong = proposal.logits.clone()

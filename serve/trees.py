@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.drafters.tree_shape import TreeShape, parse_tree
+from draftsmith.drafters.tree_shape import DynamicTree, TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.kernels.paged_attention import PagedPool, TreeLayout
 from draftsmith.kernels.trees import MAX_NODES, DraftTree
@@ -35,7 +35,13 @@ def wanted_tree(config: EngineConfig) -> TreeShape | None:
         raise UserError(
             "synthetic_acceptance is given, which keeps drafts of a chain, together with a tree; leave one of them out"
         )
-    return parse_tree(config.tree)
+    shape = parse_tree(config.tree)
+    if config.test_misreport is not None and isinstance(shape, DynamicTree):
+        raise UserError(
+            f"test_misreport is {config.test_misreport!r} with the tree {config.tree!r}, whose drafts are not drawn and have no "
+            "q to make wrong; give a tree 'sampled' or 'auto', or leave the tree out"
+        )
+    return shape
 
 
 class RoundTree(NamedTuple):

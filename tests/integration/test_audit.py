@@ -29,6 +29,9 @@ CONFIG = EngineConfig(k=K, max_batch=64, max_length=96, max_round_tokens=1024)
 # Wide as to what may stay unseen, so that few samples do.
 SMALL = ("--contexts", "2", "--samples", "500", "--greedy-tokens", "8", "--bias", "0.24")
 
+# Drafts from the text alone are kept where text repeats itself.
+REPEATING = dict.fromkeys(("ngram", "suffix"), ("--temperature", "0.2", "--top-k", "8"))
+
 
 @pytest.fixture(scope="module")
 def target(tiny_target: Callable[..., str]) -> Target:
@@ -86,11 +89,32 @@ def test_our_server_is_lossless(target: Target, live_server: Callable, tmp_path:
 def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
     family: str, depth: int, target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
-    status, report = audit(liar(live_server, target, family, depth), tmp_path, *SMALL)
+    # Untrained drafts are far from the target, so that fewer samples show the same mistake.
+    options = (*SMALL, "--samples", "500" if family == "draft-lm" else "250", "--target", target.name)
+    status, report = audit(liar(live_server, target, family, depth), tmp_path, *options)
     found = broken(report)
     assert status == 1 and depth_name(depth) in found
     assert not found & {depth_name(before) for before in range(1, depth)}
     assert "tokens without drafts" not in found and not any("greedy" in name for name in found)
+
+
+@pytest.mark.parametrize("depth, samples, verdict", [(None, 500, "lossless"), (2, 250, "lossy")])
+def test_trees_are_audited_by_depth(
+    depth: int | None, samples: int, verdict: str, target: Target, live_server: Callable, tmp_path: Path
+) -> None:
+    """Two children of the root with two children each: six tokens, of which a round keeps two."""
+    config = replace(CONFIG, tree="sampled:2x2", test_misreport=None if depth is None else f"{depth}:3")
+    options = (*SMALL, "--samples", str(samples), "--target", target.name)
+    _, report = audit(live_server(target, make("eagle3", target), config), tmp_path, *options)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks.keys() >= {depth_name(1), depth_name(2), "bonus tokens"} and depth_name(3) not in checks
+    assert report["verdict"] == verdict, report["sentence"]
+    assert {depth_name(at) for at in (1, 2)} & broken(report) == ({depth_name(depth)} if depth else set())
+
+
+def test_a_tree_without_a_distribution_cannot_be_made_wrong(target: Target) -> None:
+    with pytest.raises(UserError, match="'2:3' with the tree 'dynamic'"):
+        Engine(target, make("eagle3", target), replace(CONFIG, tree="dynamic", test_misreport="2:3"))
 
 
 @pytest.mark.parametrize("length", ["4", "7"])
@@ -99,7 +123,7 @@ def test_a_flat_distribution_at_longer_lengths_gives_a_verdict_or_none(
 ) -> None:
     server = live_server(target, make("eagle3", target), CONFIG)
     status, report = audit(server, tmp_path, *SMALL[:2], "--samples", "60", "--greedy-tokens", "4", "--length", length)
-    assert status == 1 and report["verdict"] == "powerless" and "give --samples" in report["sentence"]
+    assert status == 1 and report["verdict"] == "powerless" and "--samples " in report["sentence"]
 
 
 def test_a_law_that_logprobs_do_not_tell_is_held_against_samples_without_drafts(
@@ -107,7 +131,7 @@ def test_a_law_that_logprobs_do_not_tell_is_held_against_samples_without_drafts(
 ) -> None:
     """Top-p alone, of a server that judges its drafts as blocks."""
     server = live_server(target, make("draft-lm", target), replace(CONFIG, k=2, verification="block"))
-    options = ("--top-p", "0.7", "--temperature", "0.2", "--length", "4", "--samples", "1500", "--contexts", "1")
+    options = ("--top-p", "0.7", "--temperature", "0.2", "--length", "4", "--samples", "1000", "--contexts", "1")
     status, report = audit(server, tmp_path, *options, "--greedy-tokens", "4", "--bias", "0.4")
     assert status == 0 and report["verdict"] == "lossless", report["sentence"]
     assert "tokens at drafted depth 2, against plain samples" in {check["name"] for check in report["checks"]}
@@ -131,7 +155,8 @@ def test_no_family_is_cleared_with_a_wrong_q(
     family: str, depth: int, target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
     """Untrained drafts reach deep rarely, and then there is no verdict on that depth; nowhere before it is anything found."""
-    _, report = audit(liar(live_server, target, family, depth, 6.0), tmp_path, "--samples", "1000", "--greedy-tokens", "8")
+    options = (*SMALL, "--samples", "1000", "--target", target.name, *REPEATING.get(family, ()))
+    _, report = audit(liar(live_server, target, family, depth, 6.0), tmp_path, *options)
     found, checks = broken(report), {check["name"]: check for check in report["checks"]}
     assert depth_name(depth) in found or checks[depth_name(depth)]["blind"], checks[depth_name(depth)]["said"]
     assert not found & {depth_name(before) for before in range(1, depth)}

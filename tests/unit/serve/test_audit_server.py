@@ -19,14 +19,16 @@ from draftsmith.errors import UserError
 from draftsmith.serve.audit_config import AuditConfig
 from draftsmith.serve.audit_depths import BONUS, depth_shares, depths_told
 from draftsmith.serve.audit_law import CoarseLaw
-from draftsmith.serve.audit_report import Report
-from draftsmith.serve.audit_server import audit_server
+from draftsmith.serve.audit_report import Check, Report
+from draftsmith.serve.audit_samples import CONTEXT_TOKENS
+from draftsmith.serve.audit_server import audit_server, what_to_ask
 from draftsmith.serve.audit_tokens import Planting, Tokens, detectable, likelier_half, numbered, outcomes
 
 VOCAB = 40
 # Small, so wide as to what may stay unseen.
 CONFIG = AuditConfig(url="http://chain", samples=600, length=4, contexts=2, concurrency=1, bias=0.35)
 LIE = 6.0
+CONTEXT = 2 * CONTEXT_TOKENS + CONTEXT_TOKENS // 4
 GREEDY = replace(CONFIG, k=0, samples=600)  # for tests of greedy text: nothing is asked of any depth
 
 
@@ -80,7 +82,9 @@ class ChainServer:
         tokens, rounds = self.write(prompt[-1], body, chance)
         shown = [*prompt, *tokens] if body.get("echo") and self.echoes else tokens
         before = [None, *prompt, *tokens][-len(shown) - 1 : -1]
-        tops = [None if last is None else self.top(last, body["logprobs"]) for last in before]
+        # Of the context itself, whose distributions nobody looks at, nothing is told: making them takes most of the time.
+        begin = CONTEXT if body.get("echo") else 0
+        tops = [self.top(last, body["logprobs"]) if place >= begin else None for place, last in enumerate(before)]
         return {"logprobs": {"tokens": [self.name(token) for token in shown], "top_logprobs": tops}}, rounds
 
     def top(self, last: int, count: int) -> dict[str, float]:
@@ -191,7 +195,7 @@ def test_any_length_lets_all_depths_be_drafted(length: int) -> None:
     report = audit(ChainServer(ours=True, k=4), replace(CONFIG, length=length, samples=40, contexts=1))
     assert report.verdict == "powerless", report.lines()
     assert law(report, "tokens at drafted depth 1").blind and "the deepest round offered 4 drafts, k is 4" in report.notes
-    assert "give --samples" in report.sentence() and "BLIND" in "\n".join(report.lines())
+    assert "--samples " in report.sentence() and "BLIND" in "\n".join(report.lines())
 
 
 def test_a_depth_that_no_sampled_text_reaches_gives_no_verdict() -> None:
@@ -206,7 +210,7 @@ def test_a_depth_that_no_sampled_text_reaches_gives_no_verdict() -> None:
     assert report.verdict == "powerless"
     unseen = {check.name for check in report.checks if check.blind}
     assert "tokens at drafted depth 4" in unseen and "tokens at drafted depth 1" not in unseen
-    assert "a smaller --k" in report.sentence()
+    assert "too few tokens at drafted depth 4; give a smaller --k, here --k 2, or" in report.sentence()
 
 
 def test_a_server_that_tells_nothing_is_audited_once_k_is_stated() -> None:
@@ -287,6 +291,7 @@ def test_laws_that_logprobs_do_not_tell_are_compared_by_samples(lies_from: int |
     assert report.verdict == ("lossless" if lies_from is None else "lossy"), report.lines()
     assert (f"tokens at drafted depth {lies_from}, against plain samples" in broken(report)) == (lies_from is not None)
     assert "tokens without drafts, against plain samples" not in broken(report)
+    assert any("no bias is planted at single depths" in line for line in report.notes)
 
 
 @pytest.mark.parametrize("lies_from", [None, 1, 2])
@@ -331,11 +336,33 @@ def test_an_answer_that_is_no_completion_is_told(answer: dict) -> None:
 # Its parts
 
 
+def unseen(count: int, bias: float) -> Check:
+    return Check(name="", kind="law", passed=True, said="", evidence={"num_samples": count, "detectable_bias": bias})
+
+
+@pytest.mark.parametrize(
+    "found, asked",
+    [
+        ({2: unseen(500, 0.24), 3: unseen(200, 0.4)}, "a bias of 0.2 would not be seen; give --samples 10000"),
+        (
+            {3: unseen(70, 1.0), 4: unseen(7, 1.0)},
+            "too few tokens at drafted depth 4; give a smaller --k, here --k 2",
+        ),
+        ({4: unseen(70, 1.0), BONUS: unseen(0, 1.0)}, "too few bonus tokens; give a smaller --k, here --k 3 and --samples"),
+        ({2: unseen(3, 1.0)}, "too few tokens at drafted depth 2; lower --temperature with --top-k"),
+    ],
+)
+def test_what_is_asked_for_is_one_sentence(found: dict[int, Check], asked: str) -> None:
+    assert what_to_ask(AuditConfig(k=4, samples=2000), found).startswith(asked)
+    assert what_to_ask(AuditConfig(k=4), {}) == ""
+
+
 def test_depths_are_those_at_which_tokens_were_decided() -> None:
     """The prefill's token; a round of 3 drafts that kept 1; one without drafts; one that kept both of 2, cut at the end."""
     report = {"per_step_begin": [1, 4], "per_step_drafted": [3, 2], "per_step_committed": [2, 3]}
     assert depths_told(report, 6) == [0, 1, 2, 0, 1, 2]
     assert depths_told(report, 7) == [0, 1, 2, 0, 1, 2, BONUS]
+    assert depths_told(report, 7, k=2) == [0, 1, 2, 0, 1, 2, BONUS], "a tree of 3 tokens, of which 2 may be kept"
     with pytest.raises(UserError, match="lacks its rounds"):
         depths_told({"per_step_begin": [1]}, 3)
 
