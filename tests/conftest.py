@@ -7,8 +7,9 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,26 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return made[arch, seed]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def install_tools() -> Callable[..., None]:
+    """`install_tools(folder, environment, "uv", ...)` installs packages into a folder; where no
+    registry answers, the test is skipped."""
+
+    def install(folder: Path, environment: Mapping[str, str], *packages: str) -> None:
+        patience = ("--retries", "1", "--timeout", "30")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", *patience]
+        whole = [*command, "--target", str(folder), *packages]
+        try:
+            done = subprocess.run(whole, env=environment, text=True, capture_output=True, timeout=280)
+        except subprocess.TimeoutExpired:
+            pytest.skip("no registry answers within 280 s")
+        if done.returncode != 0:
+            reason = (done.stderr.strip() or "pip failed").splitlines()[-1]
+            pytest.skip(f"no registry answers: {reason}")
+
+    return install
 
 
 EXPERTS = {

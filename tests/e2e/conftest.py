@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -55,23 +56,30 @@ def near_draft(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def start_server(
-    tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., ServerProcess]]:
-    """`start_server("--k", "3", ...)` is a `draftsmith serve` of the tiny target on a free port; stopped after the module."""
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServerProcess]]:
+    """`launch(command, env=..., cwd=...)` is a `draftsmith serve --name tiny`, given a free port and
+    one thread, and stopped after the module."""
     servers: list[ServerProcess] = []
 
-    def start(*flags: str) -> ServerProcess:
+    def start(command: Sequence[str], **places: Any) -> ServerProcess:
         log = tmp_path_factory.mktemp("server") / "log.txt"
-        command = [Path(sys.executable).with_name("draftsmith"), "serve", "--target", tiny_target("llama"), "--name", "tiny"]
         with log.open("wb") as stream:
-            process = subprocess.Popen([*map(str, command), "--port", "0", "--threads", "1", *flags], stderr=stream)
+            whole = [*command, "--port", "0", "--threads", "1"]
+            process = subprocess.Popen(whole, stderr=stream, **places)
         servers.append(ServerProcess(_address(process, log), process, log))
         return servers[-1]
 
     yield start
     for server in servers:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def start_server(tiny_target: Callable[..., str], launch: Callable[..., ServerProcess]) -> Callable[..., ServerProcess]:
+    """`start_server("--k", "3", ...)` is a `draftsmith serve` of the tiny target."""
+    script = str(Path(sys.executable).with_name("draftsmith"))
+    command = (script, "serve", "--target", tiny_target("llama"), "--name", "tiny")
+    return lambda *flags: launch([*command, *flags])
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:

@@ -1,9 +1,12 @@
-"""The source distribution and the wheel: the files in them, and the commands as an installed wheel gives them."""
+"""The source distribution and the wheel: the files in them, and every command as a wheel gives it
+that is installed in an empty environment, first with the extra `serve` alone, then with `train`."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -11,14 +14,24 @@ import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from draftsmith.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("distill", "drafters", "kernels", "serve", "train")
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+# 175 s of CPU, 8 minutes on two busy cores; an hour leaves room for a slow registry.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+INSTALL_S, RUN_S = 1800, 600
+# What the extra `serve` does not bring.
+ABSENT = ("accelerate", "datasets", "deepspeed", "llguidance", "matplotlib", "peft", "pytest", "scipy")
+# Of the machine, for commands of an installed wheel: nothing but what a CUDA device may need.
+KEPT = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+TEXT = "def draft{}(self, tokens):"
+PROMPTS = 24
 
 
 def tracked(folder: Path) -> None:
@@ -36,10 +49,8 @@ def build_wheel(source: Path, out: Path) -> Path:
     return next(out.glob("draftsmith-*.whl"))
 
 
-def build_sdist(source: Path, out: Path) -> Path:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(out / "tools"), "setuptools>=80"], check=True
-    )
+def build_sdist(source: Path, out: Path, install_tools: Callable[..., None]) -> Path:
+    install_tools(out / "tools", os.environ, "setuptools>=80")
     script = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
     environment = {**os.environ, "PYTHONPATH": str(out / "tools")}
     subprocess.run([sys.executable, "-c", script], cwd=source, env=environment, check=True, capture_output=True, timeout=300)
@@ -47,10 +58,11 @@ def build_sdist(source: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def built(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[..., None]) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("built")
     tracked(folder / "checkout")
-    return build_sdist(folder / "checkout", folder / "sdist"), build_wheel(folder / "checkout", folder / "wheel")
+    sdist = build_sdist(folder / "checkout", folder / "sdist", install_tools)
+    return sdist, build_wheel(folder / "checkout", folder / "wheel")
 
 
 def files_of(wheel: Path) -> dict[str, bytes]:
@@ -76,34 +88,175 @@ def test_the_source_distribution_holds_files_and_builds_the_same_wheel(built: tu
     assert "draftsmith/serve/dashboard.html" in again and "draftsmith/py.typed" in again
 
 
+class Installed(NamedTuple):
+    """A virtual environment of its own with the wheel in it, and a folder outside the checkout."""
+
+    python: Path
+    wheel: Path
+    outside: Path
+
+    def draftsmith(self, *arguments: str) -> list[str]:
+        return [str(self.python.with_name("draftsmith")), *arguments]
+
+    def places(self) -> dict[str, Any]:
+        """Where a command runs: the folder outside, and an environment without this machine's."""
+        home = self.outside / "home"
+        home.mkdir(exist_ok=True)
+        own = {"PATH": f"{self.python.parent}:/usr/bin:/bin", "HOME": str(home), "HF_HUB_OFFLINE": "1"}
+        plain = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        return {"cwd": self.outside, "env": own | plain | kept}
+
+    def run(self, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(self.draftsmith(*arguments), text=True, capture_output=True, timeout=RUN_S, **self.places())
+        tails = (done.stdout[-2000:], done.stderr[-2000:])
+        assert done.returncode == status and "Traceback" not in done.stderr, (arguments, *tails)
+        return done
+
+    def install(self, extra: str) -> None:
+        command = [str(self.python), "-m", "pip", "install", "--progress-bar", "off"]
+        checked([*command, "-c", str(ROOT / "constraints.txt"), f"{self.wheel}[{extra}]"])
+
+    def packages(self) -> set[str]:
+        """Names of the installed distributions."""
+        listed = checked([str(self.python), "-m", "pip", "list", "--format", "json"])
+        return {one["name"].lower() for one in json.loads(listed.stdout)}
+
+
+def checked(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs pip with this machine's settings; what lies on PYTHONPATH would count as installed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=INSTALL_S, **options)
+    assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
+    return done
+
+
 @pytest.fixture(scope="module")
-def run(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run(command, ...)` from an empty folder, in an environment with the wheel, and with this one's requirements."""
+def serving(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The build of torch that scripts/environment.sh chooses, and the wheel with `[serve]`."""
     folder = tmp_path_factory.mktemp("installed")
-    venv.create(folder / "venv", with_pip=False)
-    binary = folder / "venv" / "bin"
-    site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
-    command = [sys.executable, "-m", "pip", "--python", str(binary / "python"), "install", "--quiet", "--no-deps", str(built[1])]
-    # A path to the checkout would count as installed.
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": ""}, check=True, timeout=300)
-    # The checkout's editable install is a .pth file or a finder, which a path from another environment does not run.
-    own = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "requirements.pth").write_text("\n".join(own) + "\n")
-    empty = folder / "empty"
-    empty.mkdir()
-
-    def started(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PATH": f"{binary}:/usr/bin:/bin", "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run(
-            [str(binary / name), *arguments], cwd=empty, env=environment, text=True, capture_output=True, timeout=600
-        )
-
-    where = started("python", "-c", "import draftsmith; print(draftsmith.__file__)")
-    assert where.stdout.startswith(str(site)), where
-    return started
+    (folder / "outside").mkdir()
+    venv.create(folder / "venv", with_pip=True)
+    made = Installed(folder / "venv" / "bin" / "python", built[1], folder / "outside")
+    assert made.packages() <= {"pip", "setuptools"}
+    script = 'source scripts/environment.sh && install_torch "$0" "$(torch_source "$0")"'
+    # In the copy: an installer that the choice needs is put beside the environment there.
+    checkout = built[1].parent.parent / "checkout"
+    checked(["bash", "-c", script, str(made.python)], cwd=checkout)
+    made.install("serve")
+    return made
 
 
-def test_every_command_has_its_help(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    for name in COMMANDS:
-        done = run("draftsmith", name, "--help")
-        assert done.returncode == 0 and f"usage: draftsmith {name}" in done.stdout, done.stderr
+@pytest.fixture(scope="module")
+def server(serving: Installed, launch: Callable[..., Any], tiny_target: Callable[..., str], near_draft: str) -> Any:
+    command = ("serve", "--target", tiny_target("llama"), "--draft", near_draft, "--k", "2")
+    recorded = ("--name", "tiny", "--learn", "buffer")
+    return launch(serving.draftsmith(*command, *recorded), **serving.places())
+
+
+@pytest.fixture(scope="module")
+def answers(server: Any) -> list[str]:
+    """Ids of the answers, which the server records."""
+    bodies = [{"model": "tiny", "prompt": TEXT.format(number), "max_tokens": 16} for number in range(PROMPTS)]
+    answered = [httpx.post(f"{server.url}/v1/completions", json=body, timeout=60) for body in bodies]
+    assert {one.status_code for one in answered} == {200}
+    assert max(one.json()["usage"]["completion_tokens"] for one in answered) == 16
+    return [one.json()["id"] for one in answered]
+
+
+def test_the_extra_serve_brings_nothing_of_training(serving: Installed) -> None:
+    packages = serving.packages()
+    assert packages & set(ABSENT) == set() and {"torch", "fastapi", "draftsmith"} <= packages
+    code = "import draftsmith; print(draftsmith.__file__)"
+    where = subprocess.run([str(serving.python), "-c", code], text=True, capture_output=True, **serving.places())
+    assert where.stdout.startswith(str(serving.python.parents[1])), where
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_help(serving: Installed, name: str) -> None:
+    assert f"  {name} " in serving.run("--help").stdout
+    assert f"usage: draftsmith {name}" in serving.run(name, "--help").stdout
+
+
+def test_a_server_answers_and_is_judged_audited_and_measured(
+    serving: Installed, server: Any, answers: list[str], tmp_path: Path
+) -> None:
+    url = ("--url", server.url)
+    assert ", 0 fail" in serving.run("doctor", *url).stdout
+    # Wide as to what may stay unseen, so that few samples do.
+    few = ("--contexts", "2", "--samples", "500", "--greedy-tokens", "8", "--bias", "0.24")
+    assert "LOSSLESS: every " in serving.run("audit", *url, *few).stdout
+    (tmp_path / "prompts.txt").write_text(TEXT)
+    short = ("--num-prompts", "2", "--max-tokens", "8", "--repeats", "1")
+    done = serving.run("bench", *url, "--prompts", str(tmp_path / "prompts.txt"), *short)
+    assert "speculation on / off" in done.stdout
+    gone = serving.run("forget", "--buffer", "buffer", "--request", answers[0]).stdout
+    assert "records of" in gone and int(gone.split()[0]) > 0
+
+
+def test_top_prints_a_line_a_refresh_until_it_is_interrupted(serving: Installed, server: Any) -> None:
+    command = serving.draftsmith("top", "--url", server.url, "--every-s", "0.2")
+    top = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **serving.places())
+    assert top.stdout is not None and "tiny" in top.stdout.readline()
+    top.send_signal(signal.SIGINT)
+    top.communicate(timeout=RUN_S)
+    assert top.returncode == 0
+
+
+def test_commands_of_training_name_their_extra(serving: Installed) -> None:
+    for arguments in (
+        ("generate", "--target", "t", "--prompts", "p", "--out", "o"),
+        ("train", "eagle3", "--target", "t", "--data", "d", "--out", "o"),
+        ("eval", "--target", "t", "--draft", "d", "--data", "d"),
+        ("distill", "--target", "t", "--draft", "d", "--buffer", "b", "--versions", "v"),
+    ):
+        done = serving.run(*arguments, status=2)
+        assert "pip install 'draftsmith[train]'" in done.stderr
+
+
+def test_commands_without_an_extra_run_without_training(
+    serving: Installed, tiny_target: Callable[..., str], near_draft: str
+) -> None:
+    target = ("--target", tiny_target("llama"))
+    assert ", 0 fail" in serving.run("doctor", *target, "--draft", near_draft).stdout
+    serving.run("export", near_draft, "--to", "vllm", *target, "--out", "exported")
+    assert (serving.outside / "exported" / "config.json").is_file()
+    # It times rounds on this machine: one family, one length and short texts keep that short.
+    short = ("--families", "eagle3", "--k", "1", "--streams", "1", "--context", "16")
+    assert "draftsmith train eagle3" in serving.run("plan", *target, *short).stdout
+
+
+@pytest.fixture(scope="module")
+def training(serving: Installed) -> Installed:
+    """The same environment with `[train]` too; what runs after it no longer sees `[serve]` alone."""
+    serving.install("train")
+    assert {"accelerate", "datasets", "deepspeed", "matplotlib", "peft"} <= serving.packages()
+    return serving
+
+
+def test_a_draft_is_made_trained_judged_and_exported(training: Installed, tiny_target: Callable[..., str]) -> None:
+    outside, target = training.outside, ("--target", tiny_target("llama"))
+    (outside / "prompts.txt").write_text("\n".join(TEXT.format(number) for number in range(PROMPTS)))
+    training.run("generate", *target, "--prompts", "prompts.txt", "--max-tokens", "24", "--out", "data")
+    assert (outside / "data" / "provenance.json").is_file()
+    steps = ("--steps", "3", "--eval-every", "0")
+    training.run("train", "eagle3", *target, "--data", "data", "--out", "draft", *steps)
+    assert (outside / "draft" / "model.safetensors").is_file()
+    assert (outside / "draft" / "curves.png").is_file()
+    pair = (*target, "--draft", "draft")
+    assert "alpha_1" in training.run("eval", *pair, "--data", "data").stdout
+    assert ", 0 fail" in training.run("doctor", *pair, "--data", "data").stdout
+    training.run("export", "draft", "--to", "vllm", "--out", "export")
+    assert (outside / "export" / "config.json").is_file()
+
+
+def test_a_learner_learns_from_what_the_server_recorded(
+    training: Installed, answers: list[str], tiny_target: Callable[..., str], near_draft: str
+) -> None:
+    pair = ("--target", tiny_target("llama"), "--draft", near_draft)
+    folders = ("--buffer", "buffer", "--versions", "versions")
+    ends = ("--max-updates", "1", "--until-idle-s", "60")
+    done = training.run("distill", *pair, *folders, *ends)
+    assert "stopped after 1 updates" in done.stdout + done.stderr
+    status = json.loads((training.outside / "versions" / "status.json").read_text())
+    assert status["version"] == 1
