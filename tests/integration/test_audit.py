@@ -31,6 +31,7 @@ SMALL = ("--contexts", "2", "--samples", "500", "--greedy-tokens", "8", "--bias"
 
 # Drafts from the text alone are kept where text repeats itself.
 REPEATING = dict.fromkeys(("ngram", "suffix"), ("--temperature", "0.2", "--top-k", "8"))
+RARE = {*REPEATING, "eagle1"}  # families that reach the deepest places too rarely in text of a random target
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +152,16 @@ def test_a_server_made_wrong_says_so(target: Target, live_server: Callable) -> N
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", ["ngram", "suffix", *FAMILIES])
-def test_no_family_is_cleared_with_a_wrong_q(
+def test_a_wrong_q_is_found_at_each_depth_of_each_family(
     family: str, depth: int, target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
-    """Untrained drafts reach deep rarely, and then there is no verdict on that depth; nowhere before it is anything found."""
+    """Where a family reaches deep rarely there is no verdict on that depth. The others, untrained as they are, reach every depth.
+    Nowhere before it is anything found."""
     options = (*SMALL, "--samples", "1000", "--target", target.name, *REPEATING.get(family, ()))
     _, report = audit(liar(live_server, target, family, depth, 6.0), tmp_path, *options)
     found, checks = broken(report), {check["name"]: check for check in report["checks"]}
-    assert depth_name(depth) in found or checks[depth_name(depth)]["blind"], checks[depth_name(depth)]["said"]
+    rare = family in RARE and checks[depth_name(depth)]["blind"]
+    assert depth_name(depth) in found or rare, checks[depth_name(depth)]["said"]
     assert not found & {depth_name(before) for before in range(1, depth)}
 
 
