@@ -170,9 +170,9 @@ def test_records_tell_the_kept_path_and_the_first_rejected(
 ) -> None:
     target = load("llama")
     drafter = make("eagle3", target)
-    engine = Engine(target, drafter, EngineConfig(tree=tree), sink=records)
+    engine = Engine(target, drafter, EngineConfig(tree=tree, seed=5), sink=records)
     batch = prompts(4)
-    completions = engine.generate(batch, SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, seed=5))
+    completions = engine.generate(batch, SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True))
     texts: dict[str, list[int]] = {}
     drafted = [record for record in records if record.drafted]
     for record in records:

@@ -26,7 +26,7 @@ from draftsmith.files import write_json
 from draftsmith.serve import launch
 from draftsmith.serve.api import Engine
 from draftsmith.serve.audit_config import AuditConfig
-from draftsmith.serve.audit_law import told_by_target
+from draftsmith.serve.audit_law import TargetLaws
 from draftsmith.serve.bench import server_arguments
 from draftsmith.serve.bench_config import BenchConfig
 from draftsmith.serve.config import ServeConfig
@@ -110,10 +110,10 @@ def test_the_python_api_takes_it_too(own_code):
 def test_the_audit_of_a_server_with_a_target_of_ones_own(own_code):
     folder = own_code.make(then=STOP)
     with pytest.raises(UserError, match=FLAG):
-        told_by_target(AuditConfig(url="x", target=str(folder)))
+        TargetLaws(AuditConfig(url="x", target=str(folder)))
     assert not own_code.has_run
     with pytest.raises(UserError, match="the code of the folder ran"):
-        told_by_target(AuditConfig(url="x", target=str(folder), trust_remote_code=True))
+        TargetLaws(AuditConfig(url="x", target=str(folder), trust_remote_code=True))
     assert own_code.has_run and not own_code.was_asked
 
 
