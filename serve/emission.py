@@ -39,6 +39,8 @@ class Emission:
     def take_failed(self) -> list[Failure]:
         """Requests whose text or last record could not be made: told nothing since, to be ended by the caller."""
         failed = list(self._failed.values())
+        # Later shares of theirs would be given after a hole, or after their end.
+        self._pending = deque(share for share in self._pending if share.request.id not in self._failed)
         self._failed.clear()
         return failed
 

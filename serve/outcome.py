@@ -50,8 +50,9 @@ def complaint(request: Request, *, sound: bool) -> str:
 
     "" where the request is not to blame.
     """
-    if request.law_state is not None and request.law_state.error:
-        return request.law_state.error
+    state = request.law_state
+    if state is not None and (error := state.error or state.error_behind_drafts):
+        return error
     if sound and request.params.adjusts:
         return (
             f"what the request allows leaves no token at position {request.num_tokens} "

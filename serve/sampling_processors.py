@@ -7,6 +7,7 @@ must not depend on what it was called with before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,11 +40,16 @@ def check_processors(
 
 
 def run_processors(logits: torch.Tensor, sites: Sequence[Site]) -> bool:
-    """Row by row in place, with the exact text before each; False when there are none."""
+    """Row by row in place, with the exact text before each; False when there are none.
+
+    A row whose processor raises is left without any token. Behind drafted tokens that says nothing about the rows before it.
+    """
     own = [site for site in sites if site.state.params.logits_processors]
     for site in own:
-        with site.state.owning("a logits processor"):
-            logits[site.row] = _processed(logits[site.row], site.state, site.prefix)
+        scores = torch.full_like(logits[site.row], -math.inf)
+        with site.state.owning("a logits processor", site.prefix):
+            scores = _processed(logits[site.row], site.state, site.prefix)
+        logits[site.row] = scores
     return bool(own)
 
 

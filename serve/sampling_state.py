@@ -33,6 +33,8 @@ class LawState:
         self.params, self.num_prompt, self.matcher = params, num_prompt, matcher
         self.tokens: list[int] = []  # the request's own list: its prompt and what is committed
         self.error = ""  # what its processors or its grammar raised: no position has a token from then on
+        # What they raised in this round behind drafted tokens: only a text that comes to hold these tokens ends there.
+        self.error_behind_drafts = ""
         # What ends the answer: until `min_tokens` it is banned, and nobody reads a law behind it.
         self.ends = frozenset(params.stop_token_ids if params.ignore_eos else [*eos_token_ids, *params.stop_token_ids])
         self.bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64, device=device)
@@ -52,17 +54,21 @@ class LawState:
         self._matched = num_prompt
 
     @contextmanager
-    def owning(self, what: str) -> Iterator[None]:
-        """What fails within is the request's, not that of the others in the round."""
+    def owning(self, what: str, prefix: Sequence[int] = ()) -> Iterator[None]:
+        """Keeps a failure within to this request, and one behind drafted tokens (`prefix`) to the position behind them."""
         try:
             yield
         except Exception as error:
             if not is_own(error):
                 raise
+            if prefix:
+                self.error_behind_drafts = sentence(what, error)
+                return
             self.error = sentence(what, error)
             log.warning("%s; its request ends", self.error)
 
     def follow(self, tokens: list[int]) -> None:
+        self.error_behind_drafts = ""
         with self.owning("what the request asks of its text"):
             self._follow(tokens)
 

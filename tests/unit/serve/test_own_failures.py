@@ -254,3 +254,31 @@ def test_tokens_before_a_position_without_one_are_kept(target: Target, fixed_dra
         assert completion.finish_reason is FinishReason.ERROR
         assert drafter is None or engine.stats.num_accepted_tokens > 2
     assert outputs[0] == outputs[1] and outputs[0][0] == text[:5]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_raises_behind_drafts_that_fall_changes_nothing(temperature: float, target: Target) -> None:
+    """Plain decoding never reaches token 7, behind which this processor raises; a draft offers it in every round."""
+    offered = []
+
+    def picky(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > len(PROMPTS[0]) and int(input_ids[0, -1]) == 7:
+            offered.append(input_ids.shape[1])
+            raise ValueError("no scores behind 7")
+        return scores.index_fill(1, torch.tensor([7]), -torch.inf)
+
+    class OffersSeven(Knowing):
+        def propose(self, inputs: DraftInputs) -> Proposal:
+            tokens = torch.full((len(inputs.histories), int(inputs.num_draft.max())), 7)
+            return Proposal(tokens=tokens, lengths=inputs.num_draft, logits=None)
+
+    params = replace(PARAMS, temperature=temperature, logits_processors=(picky,))
+    outputs = []
+    for drafter, k in ((None, {}), (OffersSeven([]), {"k": 3})):
+        engine = Engine(target, drafter, EngineConfig(compile="off", **k))
+        completion = engine.generate([PROMPTS[0]], params)[0]
+        assert completion.finish_reason is FinishReason.LENGTH
+        outputs.append(completion.tokens)
+    assert offered and len(outputs[1]) == PARAMS.max_tokens
+    if temperature == 0:
+        assert outputs[0] == outputs[1]
