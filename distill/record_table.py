@@ -144,6 +144,9 @@ def from_table(table: pa.Table) -> list[RoundRecord]:
         raise ValueError(f"holds records of a newer schema than {SCHEMA_VERSION}")
     columns = {name: table[name].to_pylist() for name in _SCALARS if name in table.column_names}
     columns |= {law: _laws(table, law) for law in _LAWS}
+    if schema < _SINCE["seeded"]:
+        # Not known: a server of that time recorded seeded requests, and repeated its own seeds after a restart.
+        columns["seeded"] = [temperature > 0 for temperature in columns["temperature"]]
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [RoundRecord(**row) for row in rows]
 

@@ -126,12 +126,15 @@ def test_half_of_the_first_schemas_bytes() -> None:
     assert len(to_bytes(records)) / 600 < 512
 
 
-def test_records_of_the_second_schema_are_read_as_unseeded() -> None:
-    table = to_table([record(schema=2, p=[even(3)], q=[even(1)])]).drop_columns(["seeded"])
-    (back,) = from_table(table)
-    assert (back.seeded, back.schema, back.share) == (False, 2, pytest.approx(0.3))
+def test_sampled_records_of_the_second_schema_count_as_seeded() -> None:
+    """It does not say which were; greedy ones draw nothing."""
+    older = [record(schema=2, p=[even(3)], q=[even(1)], temperature=temperature) for temperature in (0.0, 0.7)]
+    table = to_table(older).drop_columns(["seeded"])
+    greedy, sampled = from_table(table)
+    assert (greedy.seeded, greedy.schema, greedy.share) == (False, 2, pytest.approx(0.3))
+    assert sampled.seeded
     data = io.BytesIO()
     record_table.write(table, data)  # as `forget` writes what is left of an older shard
-    assert [one.seeded for one in from_table(record_table.read(data))] == [False]
+    assert [one.seeded for one in from_table(record_table.read(data))] == [False, True]
     with pytest.raises(ValueError, match="lacks column 'seeded'"):
         from_table(to_table([record()]).drop_columns(["seeded"]))
