@@ -40,16 +40,16 @@ minutes() {
     if [ "$1" -lt 90 ]; then echo "$1 s"; else echo "$((($1 + 30) / 60)) min"; fi
 }
 
-# The first Python >= 3.10 with a working venv module.
+# The first Python that pyproject.toml allows, with a working venv module.
 find_python() {
     local candidate
     for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.10 python; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then
             command -v "$candidate"
             return 0
         fi
     done
-    echo "no Python >= 3.10 with the venv module was found; install one (Debian: apt install python3-venv) or set PYTHON" >&2
+    echo "no Python from 3.10 to 3.13 with the venv module was found; install one (Debian: apt install python3-venv) or set PYTHON" >&2
     return 1
 }
 
