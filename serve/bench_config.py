@@ -41,7 +41,7 @@ class BenchConfig(ServedPair):
     repeats: int = option(3, "passes over the prompts, modes taking turns")
     model: str | None = option(None, "model name; default: the first one that the server lists")
     api_key: str | None = option(None, "bearer token")
-    seed: int = option(0, "of the sampled answers")
+    seed: int = option(0, "of the built-in prompts and of the times between requests; sent with no request")
     out: str | None = option(None, "write the figures here as JSON")
     png: str | None = option(None, "draw them here")
     timeout_s: float = option(600.0, "patience with the server's start and with one answer")
