@@ -21,7 +21,7 @@ DIRECTIONS = 8
 # Texts of one kind agree in 1 / k of their pairs. The published 0.8 is for clusters that do not overlap; those of short texts do.
 STRENGTH = 0.65
 SPLITS = 4
-RESTARTS = 10  # with 3 one start in five found two kinds in one cluster, or none, on some Pythons' texts
+RESTARTS = 10  # three let a single start decide whether kinds were found
 MOST_ITERATIONS = 30
 
 
