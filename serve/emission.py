@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from typing import NamedTuple
 
-from draftsmith.serve.blame import is_own
+from draftsmith.serve.blame import LoneFailures, is_own
 from draftsmith.serve.outcome import Outcome, late_text
 from draftsmith.serve.recorder import Recorder
 from draftsmith.serve.request import FinishReason, Request, TokenLogprob, Update
@@ -32,6 +32,7 @@ class Emission:
         self._recorder = recorder
         self._pending: deque[_Share] = deque()
         self._failed: dict[str, Failure] = {}  # by request id
+        self.failures = LoneFailures()
 
     def add(self, request: Request, outcome: Outcome, logprobs: list[TokenLogprob]) -> None:
         self._pending.append(_Share(request, outcome, logprobs))
@@ -53,6 +54,8 @@ class Emission:
             if text is None:
                 continue
             request, outcome, logprobs = share
+            if outcome.finish_reason is not FinishReason.ERROR:
+                self.failures.served(ended=outcome.finish_reason is not None)
             request.text += text
             request.logprobs += logprobs
             if request.on_update is not None:

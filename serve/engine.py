@@ -346,6 +346,7 @@ class Engine:
         if not is_own(error):
             raise error
         log.error("request %s failed and is ended; the others go on", request.id, exc_info=error)
+        self.emission.failures.failed(adjusts=request.params.adjusts)
         if request.finished:
             request.finish_reason = FinishReason.ERROR
         else:

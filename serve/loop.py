@@ -20,6 +20,7 @@ from draftsmith.serve.swap import Swap, SwapLate
 log = logging.getLogger(__name__)
 
 MOST_FAILURES = 3  # rounds in a row that may raise before the engine is given up
+MOST_LONE_FAILURES = 8  # see `LoneFailures`
 
 
 class Action(NamedTuple):
@@ -41,8 +42,9 @@ class EngineLoop:
     """Rounds run while there is work; between two rounds the inbox is emptied. Callbacks run on the engine's thread.
 
     What a failure ends: a callback, or what the engine can lay to one request (`blame.py`), that request; an action the
-    request it is about; any other failure of a round the requests in it; and `MOST_FAILURES` of these in a row, or
-    whatever else escapes, the engine: all requests are told, and no more are taken.
+    request it is about; any other failure of a round the requests in it; and `MOST_FAILURES` of these in a row,
+    `MOST_LONE_FAILURES` rounds that served nobody because each request failed alone, or whatever else escapes, the engine:
+    all requests are told, and no more are taken.
     """
 
     def __init__(self, engine: Engine):
@@ -179,6 +181,10 @@ class EngineLoop:
                 raise RuntimeError(f"{MOST_FAILURES} rounds in a row failed") from error
             for request in self._in_round():
                 self._finish(request, FinishReason.ERROR)
+        lone = self.engine.emission.failures
+        lone.end_round()
+        if lone.rounds == MOST_LONE_FAILURES:
+            raise RuntimeError(f"all requests of {lone.rounds} rounds in a row failed, each alone")
 
     def _in_round(self) -> list[Request]:
         scheduler = self.engine.scheduler

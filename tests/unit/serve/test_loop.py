@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,8 +13,9 @@ from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.api_errors import as_refusal
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.detokenizer import TextStream
 from draftsmith.serve.engine import Engine
-from draftsmith.serve.loop import MOST_FAILURES, EngineDead, EngineLoop, ShuttingDown
+from draftsmith.serve.loop import MOST_FAILURES, MOST_LONE_FAILURES, EngineDead, EngineLoop, ShuttingDown
 from draftsmith.serve.request import FinishReason, Request, SamplingParams, Update
 from draftsmith.serve.routing import LIVE
 from draftsmith.serve.scheduler import QueueFull
@@ -113,6 +115,62 @@ def test_an_engine_that_keeps_failing_tells_everybody_and_takes_nobody(
     assert as_refusal(error.value).status == 503
     with pytest.raises(UserError, match="has stopped"):
         loop.swap("nowhere", "1")
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[str], bool]) -> None:
+    """Text of an answer whose stop string is `chosen` raises."""
+    push = TextStream.push
+
+    def broken(stream: TextStream, tokens: list[int]) -> object:
+        if chosen(stream.stop[0]):
+            raise OverflowError("out of range integral type conversion attempted")
+        return push(stream, tokens)
+
+    monkeypatch.setattr(TextStream, "push", broken)
+
+
+BAD, GOOD = (replace(PARAMS, max_tokens=4, stop=(stop,)) for stop in ("!bad!", "!good!"))
+
+
+def test_what_fails_for_every_request_alone_ends_the_engine(
+    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a tokenizer that fails whatever the text: no round raises, yet nobody is served."""
+    unreadable(monkeypatch, lambda stop: True)
+    loop = make_loop()
+    for _ in range(MOST_LONE_FAILURES):
+        assert loop.healthy
+        assert ask(loop, BAD).reason() is FinishReason.ERROR
+    assert loop.failures == 0
+    wait_until(lambda: not loop.healthy)
+    with pytest.raises(EngineDead, match="restart the server"):
+        ask(loop, GOOD)
+
+
+@pytest.mark.parametrize("between", ["an answer", "a bias"])
+def test_what_fails_for_some_requests_does_not(
+    between: str, make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are answered between them, or what the requests ask of their tokens may be what raises."""
+    unreadable(monkeypatch, lambda stop: stop == "!bad!")
+    loop = make_loop()
+    for _ in range(2 * MOST_LONE_FAILURES):
+        bad = replace(BAD, logit_bias=((9, 1.0),)) if between == "a bias" else BAD
+        assert ask(loop, bad).reason() is FinishReason.ERROR
+        if between == "an answer":
+            assert ask(loop, GOOD).reason() is FinishReason.LENGTH
+    assert loop.healthy and loop.failures == 0
+
+
+def test_what_fails_beside_a_long_answer_does_not(make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+    unreadable(monkeypatch, lambda stop: stop == "!bad!")
+    loop = make_loop(start=False, max_batch=2)
+    long = ask(loop, replace(GOOD, max_tokens=4 * MOST_LONE_FAILURES))
+    readers = [ask(loop, BAD) for _ in range(2 * MOST_LONE_FAILURES)]
+    loop.start()
+    assert {reader.reason() for reader in readers} == {FinishReason.ERROR}
+    assert not long.done.is_set(), "all of them failed beside it"
+    assert long.reason() is FinishReason.LENGTH and loop.healthy
 
 
 def test_a_request_whose_admission_raises_does_not_hold_up_the_queue(
