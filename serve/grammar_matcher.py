@@ -52,7 +52,7 @@ class GrammarCompiler:
             self._compiled[grammar] = matcher
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return GrammarMatcher(self, matcher.deep_copy())
+            return GrammarMatcher(self, matcher)
 
     def _checked(self, grammar: Grammar) -> LLMatcher:
         make = {
@@ -78,23 +78,47 @@ def _refused(grammar: Grammar, reason: str) -> UserError:
     return UserError(f"grammar ({grammar.kind}) cannot be honoured: {' '.join(reason.split())}; change it or leave it out")
 
 
+class GrammarFailure(Exception):
+    """What the library says of a text for which it gave up: one that needs more steps than its limits allow, say."""
+
+
 class GrammarMatcher:
     """How far one request has come in its grammar. Not thread-safe."""
 
-    def __init__(self, compiler: GrammarCompiler, matcher: LLMatcher):
-        self._compiler, self._matcher = compiler, matcher
+    def __init__(self, compiler: GrammarCompiler, compiled: LLMatcher):
+        self._compiler, self._compiled = compiler, compiled
+        self._matcher = compiled.deep_copy()
+        self._committed: list[int] = []
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The answer's next tokens, none of which ends it."""
         accepted = self._matcher.try_consume_tokens(list(tokens))
+        if error := self._matcher.get_error():
+            raise GrammarFailure(error)
         assert accepted == len(tokens), f"token {accepted} of {list(tokens)} left the grammar though its mask forbade it"
+        self._committed += tokens
 
     def masks(self, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
         """[n, V] bool: what may follow the committed text and then each of `prefixes`.
 
         All true behind a prefix that leaves the grammar or ends the text: nobody reads that law. Prefixes that
         share a beginning are cheapest next to one another.
+
+        Raises:
+            GrammarFailure: the library failed behind one of them. Others can still be asked for.
         """
+        try:
+            allowed = self._masks(prefixes)
+            if error := self._matcher.get_error():
+                raise GrammarFailure(error)
+        except Exception:
+            # The library stays in error for good, or stands behind some prefix.
+            self._matcher = self._compiled.deep_copy()
+            self._matcher.try_consume_tokens(self._committed)
+            raise
+        return allowed
+
+    def _masks(self, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
         words = (self._compiler.tokenizer.vocab_size + 31) // 32
         bits = np.zeros((len(prefixes), words), dtype=np.int32)
         unread = np.zeros(len(prefixes), dtype=bool)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from draftsmith.serve.grammar_matcher import GrammarMatcher
 from draftsmith.serve.sampling_state import Site
 
 
@@ -37,9 +38,23 @@ def restrict(logits: torch.Tensor, sites: Sequence[Site]) -> None:
         if state.matcher is not None:
             own = [site for site in sites if site.state is state]
             rows = _rows(own, logits.device)
-            with state.owning("the grammar"):
-                allowed = torch.from_numpy(state.matcher.masks([site.prefix for site in own])).to(logits.device)
-                logits[rows] = logits[rows].masked_fill(~allowed, -math.inf)
+            logits[rows] = logits[rows].masked_fill(~_allowed(state.matcher, own, logits.shape[-1]).to(logits.device), -math.inf)
+
+
+def _allowed(matcher: GrammarMatcher, sites: Sequence[Site], vocab_size: int) -> torch.Tensor:
+    """What the grammar of one request allows at its sites: [n, V] bool.
+
+    Where it fails the sites are asked one by one, and those where it fails again allow nothing: behind drafted tokens that
+    says nothing about the sites before them.
+    """
+    try:
+        return torch.from_numpy(matcher.masks([site.prefix for site in sites]))
+    except Exception:
+        masks = torch.zeros(len(sites), vocab_size, dtype=torch.bool)
+        for mask, site in zip(masks, sites):
+            with site.state.owning("the grammar", site.prefix):
+                mask.copy_(torch.from_numpy(matcher.masks([site.prefix])[0]))
+        return masks
 
 
 def _rows(sites: Sequence[Site], device: torch.device) -> torch.Tensor:

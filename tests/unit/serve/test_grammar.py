@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import Engine
 from draftsmith.serve.grammar import Grammar
-from draftsmith.serve.grammar_matcher import GrammarCompiler
+from draftsmith.serve.grammar_matcher import GrammarCompiler, GrammarFailure, GrammarMatcher
 from draftsmith.serve.request import Completion, FinishReason, SamplingParams
 
 SCHEMA = {
@@ -87,6 +89,75 @@ def test_prefixes_in_any_order_leave_no_trace(compiler: GrammarCompiler, tokeniz
 
 def test_nothing_is_forbidden_behind_a_prefix_that_leaves_the_grammar(compiler: GrammarCompiler) -> None:
     assert compiler.compile(Grammar.regex(PATTERN)).masks([[7, 7, 7]]).all()
+
+
+def fail_behind(monkeypatch: pytest.MonkeyPatch, token: int) -> list[int]:
+    """The library gives up, as it does over its limits, when it walks over `token`; which is for good. Gets a list of such
+    walks."""
+    walk, walks = GrammarMatcher._walk, []
+
+    def limited(matcher: GrammarMatcher, path: list[int], prefix: list[int]) -> bool:
+        if token in prefix:
+            walks.append(len(prefix))
+            matcher._matcher.consume_token(matcher._compiler.end + 10_000)
+        return walk(matcher, path, prefix)
+
+    monkeypatch.setattr(GrammarMatcher, "_walk", limited)
+    return walks
+
+
+def test_a_prefix_on_which_the_library_gives_up_leaves_the_others(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    sound, matcher = (compiler.compile(Grammar.regex(PATTERN)) for _ in range(2))
+    expected = [sound.masks([prefix])[0] for prefix in ([], [a], [a, a])]
+    fail_behind(monkeypatch, b)
+    with pytest.raises(GrammarFailure):
+        matcher.masks([[], [a], [a, b], [a, a]])
+    assert np.array_equal(matcher.masks([[], [a], [a, a]]), expected)
+    matcher.commit([a])
+    with pytest.raises(GrammarFailure):
+        matcher.masks([[], [b]])
+    assert np.array_equal(matcher.masks([[], [a]]), expected[1:]), "behind what was committed"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_fails_behind_drafts_that_fall_changes_nothing(
+    temperature: float,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    fixed_drafter: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The draft offers `b`, which the request's bias keeps out of the text but not the grammar out of the draft's."""
+    (b,) = tokenizer.convert_tokens_to_ids(["b"])
+    walks = fail_behind(monkeypatch, b)
+
+    class OffersB:
+        family, taps = "offers b", ()
+
+        def new_pool(self, *sizes: object) -> None:
+            return None
+
+        def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+            return last + 1
+
+        def propose(self, inputs: DraftInputs) -> Proposal:
+            tokens = torch.full((len(inputs.histories), int(inputs.num_draft.max())), b)
+            return Proposal(tokens=tokens, lengths=inputs.num_draft, logits=None)
+
+    params = SamplingParams(
+        temperature=temperature, seed=3, max_tokens=12, grammar=Grammar.regex("[ab]{12,20}"), logit_bias=((b, -100.0),)
+    )
+    plain = answers(target, None, params, k=0)
+    assert not walks
+    drafted = answers(target, OffersB(), params, k=3)
+    assert walks and [one.finish_reason for one in drafted] == [FinishReason.LENGTH] * len(drafted)
+    assert temperature > 0 or [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert all(b not in one.tokens for one in drafted)
+    kept = answers(target, OffersB(), replace(params, logit_bias=((b, 100.0),)), k=3)
+    assert all(one.finish_reason is FinishReason.ERROR and set(one.tokens) == {b} for one in kept), "a text that holds it ends"
 
 
 def test_a_model_without_an_end_token_ends_where_nothing_may_follow(tokenizer: PreTrainedTokenizerBase, target: Target) -> None:
