@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 import sys
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from draftsmith import files
 from draftsmith.config import to_dict
 from draftsmith.drafters.pair import check_draft_options
 from draftsmith.errors import UserError
+from draftsmith.extras import missing
 from draftsmith.progress import Progress
 from draftsmith.serve.bench_client import Client, PassResult
 from draftsmith.serve.bench_config import BenchConfig
@@ -56,6 +58,8 @@ def check(config: BenchConfig) -> None:
         raise UserError(f"request_rate is {config.request_rate}; it must be above 0")
     if config.burstiness <= 0:
         raise UserError(f"burstiness is {config.burstiness}; it must be above 0")
+    if config.png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise missing("bench --png", "matplotlib", "train")
     check_draft_options(config)
     if config.target is None:
         more = ("synthetic_acceptance", "max_length")
