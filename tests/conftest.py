@@ -130,10 +130,13 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return folder
 
 
+NO_CONNECTION = "after connection broken by"  # pip, of an index that it cannot reach
+
+
 @pytest.fixture(scope="session")
 def install_tools() -> Callable[..., None]:
-    """`install_tools(folder, environment, "uv", ...)` installs packages into a folder; where no
-    registry answers, the test is skipped."""
+    """`install_tools(folder, environment, "uv", ...)` installs packages into a folder; where no connection to a registry is
+    made, the test is skipped, and any other failure of pip is the test's."""
 
     def install(folder: Path, environment: Mapping[str, str], *packages: str) -> None:
         patience = ("--retries", "1", "--timeout", "30")
@@ -144,8 +147,10 @@ def install_tools() -> Callable[..., None]:
         except subprocess.TimeoutExpired:
             pytest.skip("no registry answers within 280 s")
         if done.returncode != 0:
-            reason = (done.stderr.strip() or "pip failed").splitlines()[-1]
-            pytest.skip(f"no registry answers: {reason}")
+            lines = done.stderr.strip().splitlines() or ["it said nothing"]
+            if broken := [line for line in lines if NO_CONNECTION in line]:
+                pytest.skip(f"no registry answers: {broken[-1]}")
+            pytest.fail(f"pip could not install {', '.join(packages)}: {lines[-1]}")
 
     return install
 

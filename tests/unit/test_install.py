@@ -46,6 +46,16 @@ def stranger(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[.
     return run
 
 
+@pytest.mark.parametrize("index, outcome", [("http://127.0.0.1:9/simple", "skip"), ("file:///nowhere/simple", "fail")])
+def test_only_a_registry_that_is_not_reached_skips_a_test(
+    index: str, outcome: str, install_tools: Callable[..., None], tmp_path: Path
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment = kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "NO_PROXY": "127.0.0.1"}
+    with pytest.raises(getattr(pytest, outcome).Exception, match="no registry answers" if outcome == "skip" else "uv"):
+        install_tools(tmp_path / "tools", environment, "uv")
+
+
 def resolve_by_pip(run: Run, constraints: Path, *wanted: str) -> subprocess.CompletedProcess[str]:
     # Ranges of each wheel instead of the whole, from a registry that serves no metadata beside it.
     options = ("--use-feature=fast-deps", "--dry-run", "--ignore-installed", "--progress-bar", "off")
