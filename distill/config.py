@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.drafters.options import LoraOptions
-from draftsmith.drafters.pair import TRUST_HELP
-from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
+from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.train.config import WEIGHTS
 
 POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")

@@ -1,104 +1,232 @@
-"""`draftsmith distill`: learn from served traffic, publish what is proven better, take back what turns out worse."""
+"""The daemon's loop: read, sort texts into lineages, let them work, save, show."""
 
 from __future__ import annotations
 
-import signal
+import math
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable
+from pathlib import Path
 
-import torch
-
-from draftsmith.distill import learner as learning
-from draftsmith.distill import zero
+from draftsmith.config import to_dict
+from draftsmith.distill.buffer.buffer import BufferReader
+from draftsmith.distill.buffer.folder import retain
+from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.crew import follow, joined
-from draftsmith.distill.latency_guard import LatencyGuard, scraper
-from draftsmith.distill.limits import check_numbers
-from draftsmith.distill.lock import learner_lock
-from draftsmith.distill.loop import Daemon
-from draftsmith.distill.place import device_of
+from draftsmith.distill.learn.gradients import OwnGradients
+from draftsmith.distill.learn.learner import Learner
+from draftsmith.distill.learn.ranks import optimizers
+from draftsmith.distill.lineage import Lineage, Site
+from draftsmith.distill.pool.pool import ClassPool
+from draftsmith.distill.publisher import Publisher
+from draftsmith.distill.state import LEARNER, Counters, StateFolder
 from draftsmith.distill.status import Status
-from draftsmith.distill.status_server import StatusServer
-from draftsmith.distill.throttle import Guard, NoGuard, Throttle
-from draftsmith.drafters.ranks import LEADER, Channel
-from draftsmith.errors import UserError
+from draftsmith.distill.throttle import Throttle
+from draftsmith.drafters.published.pool import pool_root
+from draftsmith.drafters.target.device import load_target
+from draftsmith.drafters.target.ranks import Channel
+from draftsmith.files import signature, sweep
+
+RETENTION_S = 30.0
 
 
-def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
-    """Until SIGTERM, SIGINT or `stop`; what was learned is saved and a restart goes on from there."""
-    check(config)
-    stop = stop or threading.Event()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    with joined(device_of(config.device)) as crew:
-        if crew is not None and crew.rank != LEADER:
-            follow(crew.channel, config)
-            return 0
-        channel = None if crew is None else crew.channel
-        with learner_lock(config.versions), stopping(stop):
-            learn(config, stop, channel)
-    return 0
+class Daemon:
+    """Every part of a cycle may fail for want of disk without ending the loop."""
 
-
-def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None) -> None:
-    status, throttle = Status(config.versions), Throttle(config.learn.budget, guard_of(config), stop)
-    with ExitStack() as closing:
-        if config.status_port is not None:
-            server = StatusServer(status, config.status_host, config.status_port)
-            closing.callback(server.close)
-            status.event(f"status at http://{config.status_host}:{server.port}")
-        while True:
-            daemon = begin(config, status, throttle, channel)
-            daemon.loop(stop)
-            if not daemon.is_outdated:
-                return
-            status.event(f"target {config.target!r} has new weights, which the servers run already; reading it again")
-
-
-def begin(config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None) -> Daemon:
-    try:
-        return Daemon(config, status, throttle, channel)
-    except OSError as error:
-        raise UserError(f"the learner cannot begin ({error}); make room, or give another --versions or --buffer") from error
-
-
-def guard_of(config: DistillConfig) -> Guard:
-    if config.server is None or config.tpot_ms is None:
-        return NoGuard()
-    return LatencyGuard(scraper(config.server), config.tpot_ms / 1000)
-
-
-@contextmanager
-def stopping(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main thread's only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handled = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
-        handled.append(signal.SIGHUP)
-    before = [signal.signal(number, lambda *_: stop.set()) for number in handled]
-    try:
-        yield
-    finally:
-        for number, handler in zip(handled, before, strict=True):
-            signal.signal(number, handler)
-
-
-def check(config: DistillConfig) -> None:
-    check_numbers(config)
-    learning.check(config.learn)
-    if config.deepspeed is not None:
-        zero.check(config.deepspeed)
-    if (config.server is None) != (config.tpot_ms is None):
-        raise UserError("server and tpot_ms belong together; give both or neither")
-    learn, gate, pool = config.learn, config.gate, config.pool
-    if learn.reservoir < learn.fresh:
-        raise UserError(f"learn.reservoir is {learn.reservoir}, below learn.fresh {learn.fresh}; no update could ever begin")
-    if gate.window < gate.requests:
-        raise UserError(f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision could ever be made")
-    if pool.idle_requests < pool.requests:
-        raise UserError(
-            f"pool.idle_requests is {pool.idle_requests}, below pool.requests {pool.requests}; no class could ever begin"
+    def __init__(self, config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None = None):
+        """`channel` leads to other processes that share the work of an update."""
+        self.config, self.status, self.throttle = config, status, throttle
+        self.root = Path(config.versions)
+        classes = pool_root(self.root)
+        for folder in (self.root, self.root / LEARNER, classes, *classes.glob("*/")):
+            sweep(folder)
+        self.target_files = signature(config.target, "*.safetensors")
+        self.is_outdated = False  # the servers run weights that have come into the target's folder since
+        self.target = load_target(
+            config.target, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
         )
+        self.counters, self.open = Counters(), OpenRequests()
+        optimizer = optimizers(config, OwnGradients(self.target, config.learn), channel)
+        site = Site(config, self.target, optimizer, throttle, self.counters, status.event, self.save, lambda: self.reader.cursor)
+        self.shared = Lineage(self.root, site, draft=config.draft)
+        self.pool = ClassPool(self.root, site, self.shared)
+        self.reader = BufferReader(config.buffer)
+        self.saves = StateFolder(self.root)
+        throttle.look_up = lambda: self.guarded(self.look_up)
+        self.forgotten: frozenset[str] = frozenset()
+        self.saved_s = self.retained_s = self.active_s = time.monotonic()
+        self._restore()
+        self.saved_cursor = dict(self.reader.cursor)
+
+    @property
+    def lineages(self) -> dict[str, Lineage]:
+        """By folder; the shared one, which learns from all traffic, is ""."""
+        return {"": self.shared, **self.pool.lineages}
+
+    def _restore(self) -> None:
+        learners = {name: one.learner for name, one in self.lineages.items()}
+        restored = self.saves.restore(learners, target_revision=self.target.revision)
+        known = restored.lineages if restored else {}
+        if restored is not None:
+            self.reader.cursor = dict(restored.cursor)
+            self.counters.take_over(restored.counters)
+            self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
+            self.pool.restore(restored.pool)
+        for name, one in self.lineages.items():
+            one.begin(known.get(name))
+        if restored is not None:
+            self.status.event(f"goes on after update {self.counters.updates}, version {self.publisher.version} is live")
+
+    # What most of a daemon is about.
+
+    @property
+    def publisher(self) -> Publisher:
+        return self.shared.publisher
+
+    @property
+    def learner(self) -> Learner:
+        return self.shared.learner
+
+    @property
+    def fresh(self) -> list[ServedText]:
+        return self.shared.fresh
+
+    @property
+    def window(self) -> list[ServedText]:
+        return self.shared.window
+
+    # The loop.
+
+    def loop(self, stop: threading.Event) -> None:
+        self.active_s = time.monotonic()
+        while not stop.is_set() and not self.is_done() and not self.is_outdated:
+            if self.guarded(self.cycle):
+                self.active_s = time.monotonic()
+            else:
+                stop.wait(self.config.poll_s)
+        is_over = self.config.until_idle_s is not None and not self.is_outdated
+        while is_over and not stop.is_set() and not self.guarded(self.finish):
+            stop.wait(self.config.poll_s)
+        self.guarded(self.save)
+        self.status.event(f"stopped after {self.counters.updates} updates, version {self.publisher.version} is live")
+
+    def finish(self) -> bool:
+        """The traffic is over. False when a decision waits to be logged."""
+        self.sort_in_finished(idle_s=0.0)
+        for one in self.lineages.values():
+            one.finish()
+        self.pool.judge()
+        self.show()
+        return not any(one.log.waiting for one in self.lineages.values())
+
+    def is_done(self) -> bool:
+        limit, idle_s = self.config.max_updates, self.config.until_idle_s
+        if limit is not None and self.counters.updates >= limit:
+            return True
+        return idle_s is not None and time.monotonic() - self.active_s > idle_s
+
+    def guarded(self, work: Callable[[], object]) -> bool:
+        """A full disk or an unreachable buffer is waited out."""
+        try:
+            return bool(work())
+        except OSError as error:
+            self.status.event(f"{error}; trying again")
+            return False
+
+    def cycle(self) -> bool:
+        """True when there was something to do. While work is owed a rest, nothing is worked on."""
+        for one in self.lineages.values():
+            one.follow()
+        arrived = self.take_in()
+        is_rested = self.throttle.pay()
+        has_update = is_rested and self.work()
+        if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
+            self.save()
+        self.retain()
+        self.show()
+        return arrived or has_update or not is_rested
+
+    def work(self) -> bool:
+        worked = [one.work() for one in self.lineages.values()]
+        self.pool.judge()
+        return any(worked)
+
+    def look_up(self) -> None:
+        """Between the steps of an update that rests for long: at what somebody chose meanwhile; and shows that it is there."""
+        for one in self.lineages.values():
+            one.follow()
+        self.reader.mark()
+        self.show()
+
+    def forget(self, answers: frozenset[str]) -> None:
+        """What was taken out of the buffer on demand leaves this process and its saved state too."""
+        if answers == self.forgotten:
+            return
+        self.open.forget(answers)
+        for one in self.lineages.values():
+            one.forget(answers)
+        self.save()
+        self.forgotten = answers
+        self.status.event(f"{len(answers)} answers are forgotten")
+
+    def take_in(self) -> bool:
+        reading = self.reader.read()
+        self.counters.records += len(reading.records)
+        self.counters.damaged_shards += reading.damaged
+        self.counters.seeded += reading.seeded
+        own = [record for record in reading.records if record.target_revision in ("", self.target.revision)]
+        self.open.add(own)  # first of all: the reader goes on behind them, whatever happens here
+        self.forget(reading.forgotten)
+        if len(own) < len(reading.records):
+            if not self.counters.foreign:
+                self.status.event(f"records of another target than {self.target.name!r} are left out")
+            self.counters.foreign += len(reading.records) - len(own)
+            self.is_outdated = signature(self.config.target, "*.safetensors") != self.target_files
+        # What is still to be read may be of any request.
+        self.sort_in_finished(idle_s=math.inf if reading.more else SILENCE_S)
+        return bool(reading.records)
+
+    def sort_in_finished(self, *, idle_s: float) -> None:
+        for text in self.open.take(idle_s=idle_s):
+            self.sort_in(text)
+        self.counters.orphans = self.open.orphans
+
+    def sort_in(self, text: ServedText) -> None:
+        self.counters.held_out += is_held_out(text, self.config.gate.held_out)
+        self.shared.take(text)
+        self.pool.take(text)
+
+    # Keeping.
+
+    def save(self) -> None:
+        self.saves.save(
+            {name: one.kept for name, one in self.lineages.items()},
+            cursor=self.reader.cursor,
+            counters=self.counters,
+            target_revision=self.target.revision,
+            pool=self.pool.to_dict(),
+            open_records=self.open.all_records(),
+            with_records=not self.reader.folder.is_memory,
+        )
+        self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
+
+    def retain(self) -> None:
+        """Only what a restart would not read again counts as read."""
+        if time.monotonic() - self.retained_s < RETENTION_S:
+            return
+        limits = self.config.retention
+        retain(self.reader.folder, self.saved_cursor, max_bytes=limits.bytes, max_age_s=limits.age_s)
+        self.reader.forget_gone_writers()
+        self.retained_s = time.monotonic()
+
+    def show(self) -> None:
+        line = f"{self.counters.updates} updates, {self.counters.texts} texts, {self.shared.describe()}"
+        values = {
+            **to_dict(self.counters),
+            **self.shared.to_dict(),
+            "pool": self.pool.numbers(),
+            "share": self.throttle.share,
+            "worked_s": self.throttle.worked_s,
+            "rested_s": self.throttle.rested_s,
+        }
+        self.status.show(line, values)

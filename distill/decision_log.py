@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters import versions
+from draftsmith.drafters.published import versions
 
 
 class DecisionLog:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import httpx
 
 from draftsmith.errors import UserError
-from draftsmith.train.checkup.scrape import Scrape, parse
+from draftsmith.metrics_text import Scrape, parse
 
 LOOK_S = 2.0
 LEAST = 1 / 64

@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.config import to_dict
-from draftsmith.distill import learner as learning
-from draftsmith.distill.canary import CanaryDesk
+from draftsmith.distill.buffer.traffic import ServedText, depth_of, is_held_out, remembered
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.decision_log import DecisionLog
-from draftsmith.distill.drift import Drift
-from draftsmith.distill.gate import Decision, decide
-from draftsmith.distill.learner import Learner, UpdateReport
-from draftsmith.distill.optimizer import NewOptimizer
+from draftsmith.distill.gate.distill_canary import CanaryDesk
+from draftsmith.distill.gate.drift import Drift
+from draftsmith.distill.gate.gate import Decision, decide
+from draftsmith.distill.gate.quarantine import enough, notice, regate
+from draftsmith.distill.gate.regression import LiveWatch, Watched
+from draftsmith.distill.gate.scoring import Scorer
+from draftsmith.distill.gate.sequential import Ledger
+from draftsmith.distill.learn import learner as learning
+from draftsmith.distill.learn.learner import Learner, UpdateReport
+from draftsmith.distill.learn.optimizer import NewOptimizer
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.quarantine import enough, notice, regate
-from draftsmith.distill.regression import LiveWatch, Watched
-from draftsmith.distill.scoring import Scorer
-from draftsmith.distill.sequential import Ledger
 from draftsmith.distill.state import Counters, Kept, LineageState
 from draftsmith.distill.status import describe
 from draftsmith.distill.throttle import Throttle
-from draftsmith.distill.traffic import ServedText, depth_of, is_held_out, remembered
-from draftsmith.drafters import versions
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.version import __version__
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 logger = logging.getLogger("draftsmith.distill")

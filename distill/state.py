@@ -23,13 +23,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from draftsmith import files
-from draftsmith.distill import record_table
-from draftsmith.distill.folder import Cursor
-from draftsmith.distill.learner import Learner
-from draftsmith.distill.sequential import Ledger
-from draftsmith.distill.traffic import ServedText, stitch
-from draftsmith.distill.trial import Trial
-from draftsmith.serve.record import RoundRecord
+from draftsmith.distill.buffer import record_table
+from draftsmith.distill.buffer.folder import Cursor
+from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.gate.canary import Trial
+from draftsmith.distill.gate.sequential import Ledger
+from draftsmith.distill.learn.learner import Learner
+from draftsmith.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from draftsmith import files
-from draftsmith.distill.gate import Decision
+from draftsmith.distill.gate.gate import Decision
 
 STATUS = "status.json"
 

@@ -11,11 +11,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from draftsmith import files
-from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.foreign_lm import ForeignLm
-from draftsmith.drafters.pair import Pair
+from draftsmith.drafters.config import Pair
+from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference, tokenizer_record
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError

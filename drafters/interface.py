@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from draftsmith.drafters.segments import positions_of
-from draftsmith.kernels.filters import SamplingRows
-from draftsmith.kernels.paged_attention import PagedPool
+from draftsmith.drafters.target.segments import positions_of
+from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.sampling.filters import SamplingRows
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.target import Target
+    from draftsmith.drafters.target.target import Target
     from draftsmith.drafters.tree_shape import TreeShape
 
 # (raw logits [R, V] in target ids, rows [R], prefixes: the tokens drafted so far of each) -> logits [R, V] under the request's
@@ -61,7 +61,7 @@ class Proposal:
     tokens: torch.Tensor  # [B, K] int64, -1 beyond lengths
     lengths: torch.Tensor  # [B] int64, <= num_draft
     logits: torch.Tensor | None  # [B, K, V] float32, processed (filtered, tempered) as sampled; None = deterministic, one-hot q
-    parents: torch.Tensor | None = None  # [B, K] int64, as in `kernels/trees.py: DraftTree`; `logits` is then [Q, V]
+    parents: torch.Tensor | None = None  # [B, K] int64, as in `kernels/verify/draft_tree.py: DraftTree`; `logits` is then [Q, V]
     q_rows: torch.Tensor | None = None  # [B, K + 1] int64: the row of `logits` that the children of each slot were drawn from
     sound: torch.Tensor | None = None  # [B, K] bool, False where a law had no mass; None: where `logits` say so
     copied: frozenset[int] = (

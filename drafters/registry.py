@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftsmith.drafters.appended_names import is_appended
-from draftsmith.drafters.dflash import Dflash
-from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.dspark import Dspark
-from draftsmith.drafters.eagle1 import ARCHITECTURES as EAGLE1_ARCHITECTURES
-from draftsmith.drafters.eagle1 import Eagle1
-from draftsmith.drafters.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.blocks.dflash import Dflash
+from draftsmith.drafters.blocks.dspark import Dspark
+from draftsmith.drafters.heads.appended_names import is_appended
+from draftsmith.drafters.heads.eagle1 import ARCHITECTURES as EAGLE1_ARCHITECTURES
+from draftsmith.drafters.heads.eagle1 import Eagle1
+from draftsmith.drafters.heads.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.heads.medusa import Medusa
+from draftsmith.drafters.heads.mlp import Mlp
+from draftsmith.drafters.heads.mtp import Mtp
+from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as NATIVE_MTP
+from draftsmith.drafters.heads.peagle import ARCHITECTURES as PEAGLE_ARCHITECTURES
+from draftsmith.drafters.heads.peagle import Peagle, drafts_in_parallel
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.medusa import Medusa
-from draftsmith.drafters.mlp import Mlp
-from draftsmith.drafters.mtp import Mtp
-from draftsmith.drafters.native_mtp import ARCHITECTURE as NATIVE_MTP
-from draftsmith.drafters.peagle import ARCHITECTURES as PEAGLE_ARCHITECTURES
-from draftsmith.drafters.peagle import Peagle, drafts_in_parallel
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.target.target import Target
 
 FAMILIES: dict[str, type[TrainedDrafter]] = {
     "eagle3": Eagle3,

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from draftsmith.errors import UserError
 
-MAX_NODES = 62  # as kernels/trees.py, which needs torch
+MAX_NODES = 62  # as kernels/verify/draft_tree.py, which needs torch
 FORMS = "'auto', 'dynamic', 'dynamic:nodes=24,depth=5,width=4', 'sampled:3x2x1x1' or two of these joined by '+'"
 
 

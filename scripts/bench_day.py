@@ -23,12 +23,12 @@ from online_domains import Ask, asks
 from online_setting import MAX_LENGTH, Setting, learning, open_setting
 from online_world import K, Pipe, World
 
-from draftsmith.distill.scoring import score
-from draftsmith.distill.traffic import OpenRequests, ServedText
+from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
+from draftsmith.distill.gate.scoring import score
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.files import write_json, write_text
 from draftsmith.progress import Progress
-from draftsmith.serve.record import RoundRecord
+from draftsmith.record import RoundRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOWS, WINDOW_S = 72, 600.0

@@ -19,13 +19,13 @@ from drafter_report import draw, tables
 from drafter_served import exported, served_tau
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.progress import Progress
 from draftsmith.train.config import EvalConfig
-from draftsmith.train.data import Corpus, TokenSequence, read_corpus
-from draftsmith.train.evaluate import answer_again
-from draftsmith.train.evaluation import evaluate_draft
+from draftsmith.train.data.dataset import Corpus, TokenSequence, read_corpus
+from draftsmith.train.evaluate.command import answer_again
+from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"

@@ -14,13 +14,13 @@ import torch
 from draftsmith.corpus import stdlib_code
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
-from draftsmith.train.batches import BatchPlan, pack
-from draftsmith.train.data import TokenSequence, read_corpus
-from draftsmith.train.objective import unrolled_loss
-from draftsmith.train.position_weights import Exponential
-from draftsmith.train.teacher import LiveTeacher
-from draftsmith.train.weighted_text import WeightedText
+from draftsmith.drafters.target.target import Target
+from draftsmith.train.data.batches import BatchPlan, pack
+from draftsmith.train.data.dataset import TokenSequence, read_corpus
+from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.unrolled_loss import unrolled_loss
 
 ROOT = Path(__file__).parents[1]
 STEPS, DECAY = 4, 0.8

@@ -20,15 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from draftsmith.distill.buffer import BufferReader, BufferWriter
-from draftsmith.distill.folder import Folder
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.folder import Folder
 from draftsmith.drafters.checkpoint import load
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import bootstrap_ratio
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.recorder import Recorder
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.recorder import Recorder
+from draftsmith.serve.requests.request import SamplingParams
 
 
 def main() -> None:

@@ -20,13 +20,13 @@ import torch
 import transformers
 
 from draftsmith.drafters.checkpoint import load
-from draftsmith.drafters.target import Target
-from draftsmith.serve.bench_client import Client
-from draftsmith.serve.bench_prompts import read_prompts
-from draftsmith.serve.bench_server import started
+from draftsmith.drafters.target.target import Target
+from draftsmith.serve.bench.client import Client
+from draftsmith.serve.bench.prompts import read_prompts
+from draftsmith.serve.bench.server import started
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
 from draftsmith.serve.stats import PHASES
 
 ROOT = Path(__file__).resolve().parent.parent

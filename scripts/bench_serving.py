@@ -28,9 +28,9 @@ from quickstart_traffic import write_bench_prompts
 
 from draftsmith.files import write_json
 from draftsmith.progress import Progress
-from draftsmith.serve.bench_client import Client
-from draftsmith.serve.bench_prompts import read_prompts
-from draftsmith.serve.bench_server import started
+from draftsmith.serve.bench.client import Client
+from draftsmith.serve.bench.prompts import read_prompts
+from draftsmith.serve.bench.server import started
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600.0

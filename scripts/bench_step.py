@@ -16,13 +16,13 @@ import torch
 import transformers
 from torch import nn
 
+from draftsmith.drafters.compiled.recorded import record_forwards
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
-from draftsmith.drafters.recorded import record_forwards
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
-from draftsmith.kernels.filters import SamplingRows
-from draftsmith.kernels.paged_attention import PagedPass
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.sampling.filters import SamplingRows
 
 TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.files import write_json
-from draftsmith.train.data import TokenSequence
-from draftsmith.train.evaluate import prompt_of
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.evaluate.command import prompt_of
 
 # The one that the end-to-end tests run in vLLM's interpreter.
 PROBE = Path(__file__).resolve().parent.parent / "tests" / "e2e" / "vllm_probe.py"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from kernel_peers import installed, liger_forward_kl, liger_jsd
 
-from draftsmith.kernels.divergence import HeadLogits, default_chunk_size, divergence
-from draftsmith.kernels.divergence_kind import Kind, kind_of
+from draftsmith.kernels.divergence.fused import HeadLogits, default_chunk_size, divergence
+from draftsmith.kernels.divergence.kind import Kind, kind_of
 
 if TYPE_CHECKING:
     from kernel_cases import Case, Sizes

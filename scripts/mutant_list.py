@@ -3,7 +3,7 @@
 `tests/mutants/*.yaml` hold them, one file for each code folder. An entry is
 
     - id: K1                     # unique
-      file: kernels/verify.py    # relative to the repository root
+      file: kernels/verify/chain.py    # relative to the repository root
       old: text                  # occurs exactly once in the file
       new: text                  # what replaces it
       why: one sentence          # what would go wrong

@@ -11,13 +11,13 @@ from online_figures import pooled_tau
 from online_setting import LEARN, Setting, learning
 from online_world import Answer, World
 
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.learner import Learner
-from draftsmith.distill.traffic import ServedText
-from draftsmith.drafters import versions
+from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
-from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.suffix import Suffix
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 
 WARM_SHARE, RECENT = 0.9, 100  # of the warm draft's tau, over so many requests
 EVALUATED = 10**6  # numbers of the requests that drafts are compared on, away from any stream

@@ -14,12 +14,12 @@ from online_domains import asks
 from online_setting import GATE, LEARN, MAX_LENGTH, Setting, learning
 from online_world import K, World
 
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.gate import decide
-from draftsmith.distill.learner import Learner
-from draftsmith.distill.scoring import Scorer
-from draftsmith.distill.sequential import Evidence
-from draftsmith.distill.traffic import ServedText
+from draftsmith.distill.gate.gate import decide
+from draftsmith.distill.gate.scoring import Scorer
+from draftsmith.distill.gate.sequential import Evidence
+from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.interface import TrainedDrafter
 
 AWAY = 2 * 10**6  # numbers of these requests, away from those of any stream

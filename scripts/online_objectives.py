@@ -10,9 +10,9 @@ import numpy as np
 from online_cells import SECOND, Cell
 from online_setting import LEARN, Setting
 
-from draftsmith.distill.learner import Learner
-from draftsmith.distill.traffic import ServedText
-from draftsmith.train.roles import Role
+from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.learn.learner import Learner
+from draftsmith.train.data.roles import Role
 
 AWAY = 3 * 10**6
 STEPS = 24

@@ -16,14 +16,15 @@ from online_target import make_target
 from online_world import SAMPLING, Answer, K, Server, Texts
 
 from draftsmith import cli
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import GateConfig, LearnConfig
-from draftsmith.distill.scoring import score
-from draftsmith.distill.traffic import ServedText
-from draftsmith.drafters import checkpoint, versions
+from draftsmith.distill.gate.scoring import score
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 
 MAX_LENGTH = 128
 # A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it much of what it knows.

@@ -21,7 +21,7 @@ from online_streams import blocks
 from online_world import SAMPLING, K
 from quickstart_traffic import pooled_alpha, process, wait_until_healthy
 
-from draftsmith.drafters import versions
+from draftsmith.drafters.published import versions
 from draftsmith.files import write_text
 
 COMMAND = [sys.executable, "-m", "draftsmith.cli"]

@@ -11,8 +11,8 @@ from online_domains import DOMAINS
 from train_target import fit, mean_loss, pack
 
 from draftsmith.corpus import held_out
-from draftsmith.drafters.pruned import pruned_target
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.lm.pruned import pruned_target
+from draftsmith.drafters.target.target import Target
 from draftsmith.files import atomic_folder, write_json
 
 SHIPPED = Path(__file__).resolve().parent / "quickstart_target"

@@ -15,19 +15,19 @@ from typing import Any
 
 from online_domains import Ask
 
-from draftsmith.distill.buffer import BufferReader, Reading
+from draftsmith.distill.buffer.buffer import BufferReader, Reading
+from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
-from draftsmith.distill.loop import Daemon
+from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import NoGuard, Throttle
-from draftsmith.distill.traffic import OpenRequests, ServedText
-from draftsmith.drafters import versions
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.record import RoundRecord
-from draftsmith.serve.request import Request, SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import Request, SamplingParams
 
 K = 3
 BATCH = 16

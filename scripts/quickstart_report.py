@@ -7,7 +7,7 @@ from typing import Any
 
 from quickstart_traffic import pooled_alpha, read_shift
 
-from draftsmith.drafters import versions
+from draftsmith.drafters.published import versions
 from draftsmith.files import read_json, write_json, write_text
 
 WINDOW = 30  # requests an alpha of the curve is pooled over

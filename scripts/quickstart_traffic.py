@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from draftsmith.corpus import CORPORA, held_out
-from draftsmith.drafters.pretrained import load_tokenizer
+from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.files import read_json, write_json, write_text
 from draftsmith.progress import Progress
 

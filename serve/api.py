@@ -12,16 +12,16 @@ from types import TracebackType
 import torch
 
 from draftsmith.drafters.checkpoint import load_draft
+from draftsmith.drafters.config import Pair, check_draft_options
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.pair import Pair, check_draft_options
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine as RoundEngine
-from draftsmith.serve.engine import completion
-from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.request import Completion, FinishReason, Request, SamplingParams, Update
-from draftsmith.serve.tokens import completion_prompts
+from draftsmith.serve.engine.engine import Engine as RoundEngine
+from draftsmith.serve.engine.engine import completion
+from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.http.tokens import completion_prompts
+from draftsmith.serve.requests.request import Completion, FinishReason, Request, SamplingParams, Update
 
 Prompts = str | list[str] | list[int] | list[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None

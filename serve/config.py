@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from draftsmith.config import option
 from draftsmith.errors import UserError
-from draftsmith.serve.control import MAX_AUTO_K, parse_schedule
+from draftsmith.serve.control.control import MAX_AUTO_K, parse_schedule
 from draftsmith.serve.served_pair import ServedPair
 
 TREE_HELP = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from draftsmith.drafters.pair import check_draft_options
+from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
-from draftsmith.serve.control import MAX_K
+from draftsmith.serve.control.control import MAX_K
 
 
 def check_engine(config: EngineConfig) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.drafters.config import Pair
 from draftsmith.drafters.options import SuffixOptions
-from draftsmith.drafters.pair import Pair
 
 
 @dataclass(frozen=True, kw_only=True)

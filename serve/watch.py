@@ -9,15 +9,15 @@ import logging
 import threading
 from pathlib import Path
 
-from draftsmith.drafters.canary import Canary, read_canary
-from draftsmith.drafters.draft_pool import DraftPool, pool_root, read_pool
-from draftsmith.drafters.versions import folder_of, latest, open_version, stranger
+from draftsmith.drafters.published.canary import Canary, read_canary
+from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
+from draftsmith.drafters.published.versions import folder_of, latest, open_version, stranger
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature
-from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.routing import CANARY, LIVE, class_draft, shown
-from draftsmith.serve.served_draft import PROBE
-from draftsmith.serve.swap import SwapLate
+from draftsmith.serve.drafts.routing import CANARY, LIVE, class_draft, shown
+from draftsmith.serve.drafts.served import PROBE
+from draftsmith.serve.drafts.swap import SwapLate
+from draftsmith.serve.engine.loop import EngineLoop
 
 log = logging.getLogger(__name__)
 

@@ -106,7 +106,7 @@ def make_model(arch: str, seed: int = 0) -> Any:
 def server_seed() -> Iterator[None]:
     """Requests without a seed draw the same in every run of the tests, as under `serve --seed 0`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.serve.intake.secrets", SimpleNamespace(randbits=lambda bits: 0))
+        patch.setattr("draftsmith.serve.requests.intake.secrets", SimpleNamespace(randbits=lambda bits: 0))
         yield
 
 

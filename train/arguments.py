@@ -7,10 +7,10 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
+from draftsmith.drafters.target.place import Place
 from draftsmith.errors import UserError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.moved import reads_joined
-from draftsmith.train.place import Place
 from draftsmith.train.resolve import deepspeed_config, save_interval
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
+from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.drafters.options import (
     DflashOptions,
     DrafterOptions,
@@ -17,8 +18,7 @@ from draftsmith.drafters.options import (
     MtpOptions,
     PeagleOptions,
 )
-from draftsmith.drafters.pair import TRUST_HELP
-from draftsmith.kernels.divergence_kind import DIVERGENCE_HELP
+from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 
 WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
 DTYPES = ("auto", "float32", "bfloat16")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from draftsmith.kernels.divergence_kind import Kind
-from draftsmith.train.objective import UnrolledLoss
-from draftsmith.train.walk import deepen, predicted_tau
+from draftsmith.kernels.divergence.kind import Kind
+from draftsmith.train.objective.rounds_of_text import deepen, predicted_tau
+from draftsmith.train.objective.unrolled_loss import UnrolledLoss
 
 
 class MetricWindow:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.speculate import SpeculatedText, speculate
+from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import OnPolicyConfig
-from draftsmith.train.data import TokenSequence
-from draftsmith.train.roles import Role, RoleWeights, Row, branch_of, branch_row, padded_rows, roles_of, text_row
-from draftsmith.train.rounds import SpeculatedText, speculate
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.data.roles import Role, RoleWeights, Row, branch_of, branch_row, padded_rows, roles_of, text_row
 
 # Texts decoded at once.
 DECODED = 32

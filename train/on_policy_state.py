@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from draftsmith.drafters.speculate import Round, SpeculatedText
 from draftsmith.files import read_json, write_json
 from draftsmith.train.on_policy import OnPolicy
-from draftsmith.train.rounds import Round, SpeculatedText
 
 
 class KeepTexts(TrainerCallback):

@@ -1,7 +1,7 @@
 """Gradient checkpointing of a draft: its MLPs, which hold most activations, are run again in the backward pass.
 
 Attention is not: an unroll's steps leave their keys behind for later steps, and long texts recompute its weights anyway
-(`drafters/unroll.py`).
+(`drafters/training/unroll.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from draftsmith.config import to_dict
 from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
-from draftsmith.kernels.divergence_kind import kind_of
+from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.config import TrainConfig
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it trains, not what.

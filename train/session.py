@@ -12,28 +12,28 @@ from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.spread import load_spread
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.place import Place, find_place
+from draftsmith.drafters.target.sharded import load_spread
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
-from draftsmith.kernels.divergence_kind import kind_of
+from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train import arguments, resolve
-from draftsmith.train.batches import batches_per_epoch
 from draftsmith.train.best import BestDraft, Kept
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.curves import draw_curves
-from draftsmith.train.data import Corpus, check_tokenizer, read_corpus
-from draftsmith.train.measurement import Figures, measure
+from draftsmith.train.data.batches import batches_per_epoch
+from draftsmith.train.data.dataset import Corpus, check_tokenizer, read_corpus
+from draftsmith.train.evaluate.measured import Figures, measure
 from draftsmith.train.moved import join_parts
+from draftsmith.train.objective.stored_teacher import LawTeacher, stored_teacher
+from draftsmith.train.objective.teacher import LiveTeacher, Teacher
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.on_policy_state import KeepTexts, load_texts
-from draftsmith.train.place import Place, find_place
 from draftsmith.train.recompute import recompute_mlps
 from draftsmith.train.reporting import Reporter
 from draftsmith.train.schedule import Clock
-from draftsmith.train.stored_teacher import LawTeacher, stored_teacher
-from draftsmith.train.teacher import LiveTeacher, Teacher
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 

@@ -14,21 +14,21 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from draftsmith.errors import UserError
-from draftsmith.kernels.divergence_kind import FORWARD_KL, Kind
-from draftsmith.kernels.divergence_weights import per_sample, text_sums
-from draftsmith.train.batches import BatchPlan, pack
+from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
 from draftsmith.train.config import OptimConfig, UnrollConfig
-from draftsmith.train.data import Sequences, TokenSequence
-from draftsmith.train.feature_noise import FeatureNoise
-from draftsmith.train.measurement import Figures
+from draftsmith.train.data.batches import BatchPlan, pack
+from draftsmith.train.data.dataset import Sequences, TokenSequence
+from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.divergence_weights import per_sample, text_sums
+from draftsmith.train.evaluate.measured import Figures
 from draftsmith.train.metrics import MetricWindow
-from draftsmith.train.muon import muon_with_adamw
-from draftsmith.train.objective import Unrollable, UnrolledLoss, unrolled_loss
+from draftsmith.train.objective.depth_weights import step_weighting
+from draftsmith.train.objective.feature_noise import FeatureNoise
+from draftsmith.train.objective.teacher import Teacher
+from draftsmith.train.objective.unrolled_loss import Unrollable, UnrolledLoss, unrolled_loss
 from draftsmith.train.on_policy import OnPolicy
-from draftsmith.train.position_weights import step_weighting
+from draftsmith.train.optim import muon_with_adamw
 from draftsmith.train.schedule import Clock, lr_factor
-from draftsmith.train.teacher import Teacher
-from draftsmith.train.weighted_text import WeightedText
 
 LEAST_ITEMS = 1e-6
 

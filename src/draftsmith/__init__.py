@@ -13,11 +13,11 @@ check_links(Path(__file__).parent)
 
 if TYPE_CHECKING:
     from draftsmith.serve.api import Engine
-    from draftsmith.serve.request import SamplingParams
+    from draftsmith.serve.requests.request import SamplingParams
 
 __all__ = ["Engine", "SamplingParams", "__version__"]
 
-_HOMES = {"Engine": "draftsmith.serve.api", "SamplingParams": "draftsmith.serve.request"}
+_HOMES = {"Engine": "draftsmith.serve.api", "SamplingParams": "draftsmith.serve.requests.request"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,14 +6,14 @@ from draftsmith.serve.config import ServeConfig
 
 
 def run(config: ServeConfig) -> int:
-    from draftsmith.distill.buffer import BufferWriter, Screen
-    from draftsmith.distill.record_table import tokens_only
-    from draftsmith.distill.redaction import Redactor, load_hook, mask_of
-    from draftsmith.drafters.target import Target
-    from draftsmith.serve.launch import launch, must_launch
-    from draftsmith.serve.record import Sink
-    from draftsmith.serve.run import check
-    from draftsmith.serve.run import run as serve
+    from draftsmith.distill.buffer.buffer import BufferWriter, Screen
+    from draftsmith.distill.buffer.record_table import tokens_only
+    from draftsmith.distill.buffer.redaction import Redactor, load_hook, mask_of
+    from draftsmith.drafters.target.target import Target
+    from draftsmith.record import Sink
+    from draftsmith.serve.command import check
+    from draftsmith.serve.command import run as serve
+    from draftsmith.serve.parallel.launch import launch, must_launch
 
     if must_launch(config):
         check(config)

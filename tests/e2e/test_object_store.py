@@ -19,10 +19,10 @@ STEPS = """
 import dataclasses, os, subprocess, sys, time
 import fsspec
 from draftsmith.distill import marks
-from draftsmith.distill.buffer import BufferReader, BufferWriter
-from draftsmith.distill.folder import Folder, retain
-from draftsmith.distill.forget import forget
-from draftsmith.serve.record import Law, RoundRecord, hashed
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.folder import Folder, retain
+from draftsmith.distill.buffer.forget import forget
+from draftsmith.record import Law, RoundRecord, hashed
 
 URL = "s3://traffic/served"
 BASE = RoundRecord(

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
-from draftsmith.train.export import run
-from draftsmith.train.export_config import ExportConfig
+from draftsmith.train.export.command import run
+from draftsmith.train.export.config import ExportConfig
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -23,12 +23,12 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.appended_names import is_appended
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.heads.appended_names import is_appended
+from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

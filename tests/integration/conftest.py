@@ -15,27 +15,28 @@ import torch
 import uvicorn
 from safetensors.torch import load_file
 
-from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
 from draftsmith.distill.state import StateFolder
-from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
-from draftsmith.serve.api_gate import Limits
-from draftsmith.serve.api_report import Level
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import Sink
+from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.dashboard import Dashboard
-from draftsmith.serve.dashboard_samples import History
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.http import Server, create_app
-from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.metrics import ServerMetrics
-from draftsmith.serve.record import Sink
-from draftsmith.serve.request import SamplingParams
-from draftsmith.serve.run import bind
+from draftsmith.serve.dashboard.page import Dashboard
+from draftsmith.serve.dashboard.samples import History
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.http.completions import Server, create_app
+from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.speculation_report import Level
+from draftsmith.serve.metrics.server import ServerMetrics
+from draftsmith.serve.requests.request import SamplingParams
 
 MODEL = "tiny"
 DEFAULT_LIMITS = Limits()

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from draftsmith.cli import main
-from draftsmith.drafters.draft_lm import DraftLm
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import OPTIONS as FAMILY_OPTIONS
 from draftsmith.drafters.options import DraftLmOptions, SuffixOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.suffix import Suffix
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
+from draftsmith.serve.engine.engine import Engine
 
 K = 4
 CONFIG = EngineConfig(k=K, max_batch=64, max_length=96, max_round_tokens=1024)

@@ -16,7 +16,7 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Script = Callable[[str], ModuleType]
@@ -80,7 +80,7 @@ def test_updates_of_known_worth_meet_the_gate(script: Script, work: Path, monkey
 
 
 def test_the_published_off_by_one_trains_behind_what_was_wrong(script: Script) -> None:
-    from draftsmith.distill.traffic import ServedText
+    from draftsmith.distill.buffer.traffic import ServedText
 
     text = ServedText(records=[], tokens=[5, 6, 7, 8, 9, 3], roles=np.array([0, 1, 2, 1, 3, 1], dtype=np.int8))
     assert script("online_objectives").off_by_one(text).roles.tolist() == [0, 0, 0, 2, 0, 2]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.stats import PHASES
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_round.py"

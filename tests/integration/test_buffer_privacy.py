@@ -12,22 +12,23 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith.distill import buffer, daemon, marks
-from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill import command as daemon
+from draftsmith.distill.buffer import buffer, marks
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.redaction import Redactor
+from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
-from draftsmith.distill.folder import Folder
-from draftsmith.distill.redaction import Redactor
-from draftsmith.distill.traffic import stitch
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.mtp import Mtp
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.options import MtpOptions
-from draftsmith.drafters.target import Target
-from draftsmith.serve.api_gate import Limits
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.record import hashed_answer
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.record import hashed_answer
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.requests.request import SamplingParams
 
 BODY = {"model": "tiny", "max_tokens": 8, "ignore_eos": True, "temperature": 1.0}
 

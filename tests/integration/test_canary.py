@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.distill import daemon
-from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill import command as daemon
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
-from draftsmith.drafters import checkpoint, versions
-from draftsmith.drafters.canary import Canary, read_canary, write_canary
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions, MtpOptions
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.published.canary import Canary, read_canary, write_canary
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
-from draftsmith.serve.routing import CANARY
+from draftsmith.serve.drafts.routing import CANARY
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
 
 # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
 SAMPLING = SamplingParams(max_tokens=16, temperature=0.5)

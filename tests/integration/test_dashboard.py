@@ -20,14 +20,14 @@ import httpx
 import pytest
 
 from draftsmith.cli import main
-from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.target import Target
-from draftsmith.drafters.versions import publish, record_decision
-from draftsmith.serve.api_gate import Limits
+from draftsmith.drafters.published.versions import publish, record_decision
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.dashboard_learning import Learning
-from draftsmith.serve.dashboard_schema import DashboardBody
-from draftsmith.serve.dashboard_text import TextView
+from draftsmith.serve.dashboard.learning import Learning
+from draftsmith.serve.dashboard.live_text import TextView
+from draftsmith.serve.dashboard.schema import DashboardBody
+from draftsmith.serve.http.gate import Limits
 
 REPEATS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 KEYS = Limits(api_keys=("secret",))

@@ -16,16 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.distill import daemon
+from draftsmith.distill import command as daemon
 from draftsmith.distill.config import GateConfig, LearnConfig
-from draftsmith.distill.loop import Daemon
+from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.state import StateFolder
-from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import LoraOptions
+from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
+from draftsmith.serve.engine.engine import Engine
 
 # Medusa learns too, but on this text, which depends on every drafted token, too little to be told apart live.
 LONG = [pytest.param(family, marks=pytest.mark.long) for family in DEFAULTS if family not in ("eagle3", "medusa")]

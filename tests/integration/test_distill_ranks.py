@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.distill import daemon
+from draftsmith.distill import command as daemon
 from draftsmith.distill.config import DistillConfig
 
 SCRIPT = """

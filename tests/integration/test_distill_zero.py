@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.distill import zero
-from draftsmith.distill.buffer import BufferReader
-from draftsmith.distill.traffic import stitch
+from draftsmith.distill.buffer.buffer import BufferReader
+from draftsmith.distill.buffer.traffic import stitch
+from draftsmith.distill.learn import zero
 from draftsmith.errors import UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -24,10 +24,10 @@ SCRIPT = """
 import copy, pickle, sys
 from pathlib import Path
 import torch
-from draftsmith.distill.crew import follow, joined, optimizers
-from draftsmith.distill.gradients import OwnGradients
-from draftsmith.distill.learner import Learner
-from draftsmith.distill.place import load_target
+from draftsmith.distill.learn.ranks import follow, joined, optimizers
+from draftsmith.distill.learn.gradients import OwnGradients
+from draftsmith.distill.learn.learner import Learner
+from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters import checkpoint
 
 config, texts = pickle.loads(Path(sys.argv[1]).read_bytes())

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from draftsmith.drafters.eagle3 import Eagle3
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.target import Target
-from draftsmith.serve.api_gate import Limits
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.train.doctor import run
-from draftsmith.train.doctor_config import DoctorConfig
+from draftsmith.serve.http.gate import Limits
+from draftsmith.train.doctor.command import run
+from draftsmith.train.doctor.config import DoctorConfig
 
 PROMPT = [7, 8, 9] * 5
 OPTIONS = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters import drawing, tree_laws
+from draftsmith.drafters.autoregressive import drawing
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.trees import candidates as tree_laws
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.decide import Streams
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.verify import Streams
+from draftsmith.serve.requests.request import SamplingParams
 
 K = 4
 PARAMS = SamplingParams(draft_temperature=100.0, max_tokens=14, ignore_eos=True)

@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.distill import marks
+from draftsmith.distill.buffer import marks
+from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
-from draftsmith.distill.drift import BASELINE
-from draftsmith.distill.folder import Folder
-from draftsmith.distill.gate import Decision
-from draftsmith.distill.loop import Daemon
+from draftsmith.distill.daemon import Daemon
+from draftsmith.distill.gate.drift import BASELINE
+from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import NoGuard, Throttle
-from draftsmith.distill.traffic import ServedText, stitch
-from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
-from draftsmith.serve.record import RoundRecord
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import RoundRecord
 
 
 def served(number: int, accepted: int, name: str) -> ServedText:

@@ -25,25 +25,26 @@ import pytest
 import torch
 
 from draftsmith import files
-from draftsmith.distill import daemon, lineage
-from draftsmith.distill.buffer import BufferReader, BufferWriter, Reading
-from draftsmith.distill.folder import LEFTOVER_AGE_S, Folder, retain
-from draftsmith.distill.gate import Decision
-from draftsmith.distill.learner import Learner, UpdateReport
+from draftsmith.distill import command as daemon
+from draftsmith.distill import lineage
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter, Reading
+from draftsmith.distill.buffer.folder import LEFTOVER_AGE_S, Folder, retain
+from draftsmith.distill.buffer.traffic import SILENCE_S
+from draftsmith.distill.gate.gate import Decision
+from draftsmith.distill.learn.learner import Learner, UpdateReport
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import NoGuard, Throttle
-from draftsmith.distill.traffic import SILENCE_S
-from draftsmith.drafters import versions
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
+from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.record import RoundRecord
-from draftsmith.train.teacher import LiveTeacher, Taught
-from draftsmith.train.weighted_text import WeightedText
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.objective.teacher import LiveTeacher, Taught
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -311,7 +312,7 @@ def test_two_learners_are_refused_and_a_dead_ones_lock_is_taken_over(loop: Calla
 
 KILLED_SERVER = """
 import os, sys
-from draftsmith.distill.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 source, copy = sys.argv[1:]
 writer = BufferWriter(copy, flush_s=60.0, flush_records=10**6)
 for number, record in enumerate(BufferReader(source).read(max_records=10**6).records):
@@ -349,7 +350,7 @@ RUN = """
 import os, sys
 from draftsmith.config import build
 from draftsmith.distill import daemon
-from draftsmith.distill.buffer import BufferReader
+from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.state import StateFolder
 import json

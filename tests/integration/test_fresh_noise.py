@@ -16,22 +16,22 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.drafters.drawing import Drawing
-from draftsmith.drafters.dspark import Dspark
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.autoregressive.drawing import Drawing
+from draftsmith.drafters.blocks.dspark import Dspark
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.options import DsparkOptions, Eagle3Options
-from draftsmith.drafters.suffix import Draft
-from draftsmith.drafters.target import Target
-from draftsmith.drafters.text_first import TextFirst
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Draft
+from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.kernels.statistics import Fit, chi_square_survival
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control import FixedControl, RoundPlan, RoundResult, Wish
-from draftsmith.serve.decide import Streams
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, Wish
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.verify import Streams
+from draftsmith.serve.requests.request import SamplingParams
 
 FALSE_ALARM, CAUGHT = 1e-9, 1e-6
 A, B, C, D = range(4)

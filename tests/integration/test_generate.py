@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from draftsmith.distill import generate
 from draftsmith.distill.config import GenerateConfig
-from draftsmith.distill.server_writer import ServerWriter
-from draftsmith.drafters.target import Target
+from draftsmith.distill.generate import command as generate
+from draftsmith.distill.generate.server_writer import ServerWriter
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 

@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.mtp import Mtp
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
 from draftsmith.drafters.registry import FAMILIES as REGISTRY
-from draftsmith.drafters.suffix import Suffix
-from draftsmith.drafters.target import Target
-from draftsmith.drafters.text_first import TextFirst
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
 FAMILIES = ["ngram", "suffix", "eagle3", "mtp", "draft-lm"]

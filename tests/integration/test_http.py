@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

@@ -10,10 +10,10 @@ import openai
 import pytest
 import torch
 
-from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.target import Target
-from draftsmith.serve.api_schema import ChatBody, CompletionBody
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.http.schema import ChatBody, CompletionBody
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 PROMPT = "def draft(self, tokens):\n    return"

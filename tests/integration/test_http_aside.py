@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 
 PROMPT = {"model": "tiny", "prompt": "x", "max_tokens": 1}

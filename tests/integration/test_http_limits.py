@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from draftsmith.drafters.target import Target
-from draftsmith.serve.api_gate import Limits
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.http.gate import Limits
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
 

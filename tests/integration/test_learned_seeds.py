@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.distill.buffer import BufferReader, BufferWriter
-from draftsmith.distill.traffic import OpenRequests
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.target import Target
-from draftsmith.kernels.filters import process
-from draftsmith.kernels.randomness import Purpose, sample
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.sampling.filters import process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import chi_square_survival
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import Request, SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import Request, SamplingParams
 
 ALLOWED = (40, 41, 42, 43)
 BIAS = (2.7, 1.8, 1.0, 0.0)  # one of the four is likely and one rare, whatever the tiny target thinks

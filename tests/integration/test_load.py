@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.drafters.eagle3 import Eagle3
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
 
 SHARED = [20 + i * 7 % 90 for i in range(40)]
 PROMPTS = [SHARED[:cut] + [100 + index] * (index % 3) for index, cut in enumerate((40, 33, 32, 20, 9, 1))]

@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.drafters import causal_lm, probe
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.pretrained import load_tokenizer
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import causal_lm, probe
+from draftsmith.drafters.target.load import load_tokenizer
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
-from draftsmith.serve.bench import check as check_bench
-from draftsmith.serve.bench import server_arguments
-from draftsmith.serve.bench_config import BenchConfig
+from draftsmith.serve.bench.command import check as check_bench
+from draftsmith.serve.bench.command import server_arguments
+from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
-from draftsmith.train.checkup.target import check_target
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
 from draftsmith.train.config import EvalConfig, TrainConfig
-from draftsmith.train.evaluate import run as evaluate
+from draftsmith.train.doctor.target import check_target
+from draftsmith.train.evaluate.command import run as evaluate
 from draftsmith.train.session import load_corpus
 
 ORIGINAL, LONGEST, VOCAB_SIZE = 32, 256, 288

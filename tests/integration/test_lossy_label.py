@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.target import Target
-from draftsmith.serve.audit_client import AuditClient
-from draftsmith.serve.audit_server import declared
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.serve.audit.client import AuditClient
+from draftsmith.serve.audit.server import declared
 from draftsmith.serve.config import EngineConfig
 
 MESSAGES = [{"role": "user", "content": "hello"}]

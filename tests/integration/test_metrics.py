@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from draftsmith.drafters.ngram import Ngram
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.metrics import MAX_CLASSES, OTHER_CLASSES
+from draftsmith.serve.metrics.server import MAX_CLASSES, OTHER_CLASSES
 from draftsmith.serve.stats import MAX_VERSIONS, TEXT, EngineStats
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
@@ -155,7 +155,7 @@ def test_versions_are_counted_apart_and_the_oldest_forgotten() -> None:
     assert stats.by_version[TEXT].rounds == 1
 
 
-@pytest.mark.parametrize("source", ["docs/operations.md", "train/checkup/drafting.py", "train/checkup/load.py"])
+@pytest.mark.parametrize("source", ["docs/operations.md", "train/doctor/drafting.py", "train/doctor/load.py"])
 def test_every_metric_that_is_written_about_or_judged_is_exported(source: str, server: Any) -> None:
     """What `draftsmith doctor --url` sums up is 0 for a name that nobody exports, so a renamed metric would look fine."""
     declared = set(re.findall(r"^# TYPE (\S+)", server.http.get("/metrics").text, re.MULTILINE))

@@ -13,14 +13,14 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
-from draftsmith.train.data import TokenSequence
-from draftsmith.train.evaluation import count_documents
-from draftsmith.train.run import run
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.evaluate.teacher_forced import count_documents
 
 K = 3
 

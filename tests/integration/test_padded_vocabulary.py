@@ -14,16 +14,16 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
-from draftsmith.train import export
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OptimConfig, TrainConfig
-from draftsmith.train.evaluate import run as evaluate
-from draftsmith.train.export_config import ExportConfig
-from draftsmith.train.run import run
+from draftsmith.train.evaluate.command import run as evaluate
+from draftsmith.train.export import command as export
+from draftsmith.train.export.config import ExportConfig
 
 PADDED, OTHERWISE_PADDED = 151_936, 152_064
 PROMPTS = [[5, 6, 7], [9, PADDED - 1, 31, 8]]

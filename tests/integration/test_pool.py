@@ -13,24 +13,25 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.distill import pool
-from draftsmith.distill.buffer import BufferWriter
+from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, PoolConfig
-from draftsmith.distill.loop import Daemon
+from draftsmith.distill.daemon import Daemon
+from draftsmith.distill.pool import pool
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import NoGuard, Throttle
-from draftsmith.drafters import checkpoint, versions
-from draftsmith.drafters.draft_pool import DraftPool, read_pool
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.published.pool import DraftPool, read_pool
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.record import RoundRecord
-from draftsmith.serve.request import SamplingParams
-from draftsmith.serve.routing import LIVE
-from draftsmith.serve.swap import Swap
+from draftsmith.serve.drafts.routing import LIVE
+from draftsmith.serve.drafts.swap import Swap
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 
 WORDS = range(4, 68)

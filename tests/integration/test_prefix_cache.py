@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.drafters.dflash import Dflash
-from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.blocks.dflash import Dflash
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.heads.medusa import Medusa
+from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.medusa import Medusa
-from draftsmith.drafters.mtp import Mtp
+from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DflashOptions, DraftLmOptions, Eagle3Options, MedusaOptions, MtpOptions
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.prefix import PrefixCache
-from draftsmith.serve.request import Request, SamplingParams
-from draftsmith.serve.routing import LIVE
+from draftsmith.serve.drafts.routing import LIVE
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import Request, SamplingParams
 
 SHARED = [20 + i * 7 % 90 for i in range(45)]
 # The second goes on where the first's answer may not; the third leaves the shared text at a block's end, the fourth inside one.

@@ -13,10 +13,10 @@ import pytest
 
 import draftsmith
 from draftsmith import Engine, SamplingParams
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.request import FinishReason
+from draftsmith.serve.requests.request import FinishReason
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 README = Path(__file__).parents[2] / "README.md"

@@ -9,20 +9,20 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from draftsmith.distill.record_table import from_table, to_table
-from draftsmith.distill.scoring import positions_of
-from draftsmith.distill.traffic import stitch
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.distill.buffer.record_table import from_table, to_table
+from draftsmith.distill.buffer.traffic import stitch
+from draftsmith.distill.gate.scoring import positions_of
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.ngram import Ngram
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.record import Law, RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.record import Law, RoundRecord
-from draftsmith.serve.request import Request, SamplingParams
-from draftsmith.train.roles import Role
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.train.data.roles import Role
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]
 

@@ -8,13 +8,13 @@ import torch
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.speculate import speculate
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
-from draftsmith.train.data import TokenSequence
-from draftsmith.train.evaluation import count_documents
-from draftsmith.train.rounds import speculate
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.evaluate.teacher_forced import count_documents
 
 K, TOKENS = 3, 24
 PROMPTS = [[17], [40, 200, 11], [5, 6, 7, 8, 9, 10, 11, 12], [250, 3]]

@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 import pytest
 
-from draftsmith.drafters.dflash import Dflash
-from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.eagle1 import Eagle1
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.blocks.dflash import Dflash
+from draftsmith.drafters.heads.eagle1 import Eagle1
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.heads.medusa import Medusa
+from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.medusa import Medusa
-from draftsmith.drafters.mtp import Mtp
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DflashOptions, DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MtpOptions
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import Request, SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import Request, SamplingParams
 
 PROMPTS = [[5, 60, 7, 200, 9, 33] * 4, [9, 8, 7], [40 + i % 11 for i in range(33)]]
 FAMILIES: dict[str, Callable[[Target], ServingDrafter | None]] = {
@@ -83,7 +83,7 @@ def test_tokens_do_not_depend_on_preemption_chunking_or_rows(family: str, told: 
 
 def test_a_token_decided_while_refilling_would_be_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the rule that a refill decides nothing the same request goes on with other tokens."""
-    from draftsmith.serve.scheduler import Row, Schedule, Scheduler
+    from draftsmith.serve.engine.scheduler import Row, Schedule, Scheduler
 
     def deciding(self: Scheduler, schedule: Schedule, request: Request, budget: int) -> int:
         row = Row(request, request.computed, min(budget, request.num_tokens - request.computed))

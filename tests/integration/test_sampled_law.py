@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.draft_lm import DraftLm
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.mtp import Mtp
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.suffix import Suffix
-from draftsmith.drafters.target import Target
-from draftsmith.drafters.text_first import TextFirst
-from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control import FixedControl, RoundPlan, Wish
+from draftsmith.serve.control.control import FixedControl, RoundPlan, Wish
 
 HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 DRAFTERS = ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS]

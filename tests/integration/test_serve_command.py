@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from draftsmith.cli import main
-from draftsmith.distill.buffer import BufferReader
+from draftsmith.distill.buffer.buffer import BufferReader
 
 TIMEOUT_S = 90
 

@@ -13,24 +13,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.drafters import checkpoint, versions
-from draftsmith.drafters.canary import Canary, remove_canary, write_canary
-from draftsmith.drafters.draft_pool import DraftPool, pool_root, write_pool
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import OPTIONS, SuffixOptions
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.published.canary import Canary, remove_canary, write_canary
+from draftsmith.drafters.published.pool import DraftPool, pool_root, write_pool
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.suffix import Suffix
-from draftsmith.drafters.target import Target
-from draftsmith.drafters.text_first import TextFirst
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
-from draftsmith.serve import routing
+from draftsmith.record import RoundRecord, hashed
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.record import RoundRecord, hashed
-from draftsmith.serve.request import Request, SamplingParams, Update
-from draftsmith.serve.routing import CANARY, LIVE, class_draft
+from draftsmith.serve.drafts import routing
+from draftsmith.serve.drafts.routing import CANARY, LIVE, class_draft
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.requests.request import Request, SamplingParams, Update
 from draftsmith.serve.watch import VersionWatcher
 
 PROMPT = [5, 60, 7, 200, 9, 33]

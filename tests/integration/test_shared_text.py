@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.drafters.suffix import Suffix
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.kernels.statistics import homogeneity
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import Request, SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import Request, SamplingParams
 
 NUM_PROMPTS = 240
 ALLOWED = (40, 41, 42)

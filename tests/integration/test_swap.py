@@ -11,19 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.drafters import checkpoint, versions
-from draftsmith.drafters.eagle3 import Eagle3
-from draftsmith.drafters.mtp import Mtp
-from draftsmith.drafters.ngram import Ngram
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.options import Eagle3Options, MtpOptions
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve import watch
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.request import FinishReason, SamplingParams
-from draftsmith.serve.swap import Swap
+from draftsmith.serve.drafts.swap import Swap
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.requests.request import FinishReason, SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]

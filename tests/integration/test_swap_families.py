@@ -14,21 +14,22 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.draft_pool import DraftPool
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, TrainedDrafter
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions, SuffixOptions
+from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.suffix import Suffix
-from draftsmith.drafters.target import Target
-from draftsmith.drafters.text_first import TextFirst
-from draftsmith.kernels.filters import SamplingRows, process
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
-from draftsmith.serve import drafting, routing
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts import Drafts, Part, joined
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import SamplingParams
-from draftsmith.serve.routing import CANARY, LIVE, class_draft
+from draftsmith.serve.drafts import routing
+from draftsmith.serve.drafts.routing import CANARY, LIVE, class_draft
+from draftsmith.serve.engine import propose as drafting
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.proposal import Drafts, Part, joined
+from draftsmith.serve.requests.request import SamplingParams
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
 FALSE_ALARM = 1e-6

@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.distill import daemon
-from draftsmith.distill.buffer import BufferWriter
+from draftsmith.distill import command as daemon
+from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
-from draftsmith.drafters import checkpoint, versions
-from draftsmith.drafters.draft_lm import DraftLm
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.loop import EngineLoop
-from draftsmith.serve.request import SamplingParams
-from draftsmith.serve.served_draft import PROBE
+from draftsmith.serve.drafts.served import PROBE
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.requests.request import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 
 # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.

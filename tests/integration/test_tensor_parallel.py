@@ -18,9 +18,9 @@ import pytest
 from draftsmith.drafters.checkpoint import save
 from draftsmith.drafters.options import Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.parallel import join
+from draftsmith.serve.parallel.target import join
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(20, 60)), [9]]
 REQUEST = {"prompt": PROMPTS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -132,13 +132,13 @@ def test_two_processes_answer_as_one(
 
 FAILING = """
 import sys
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.loop import EngineLoop
-from draftsmith.drafters.ranks import LEADER, Channel
-from draftsmith.serve.parallel import LeadingTarget, follow, join
-from draftsmith.serve.request import SamplingParams
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.drafters.target.ranks import LEADER, Channel
+from draftsmith.serve.parallel.target import LeadingTarget, follow, join
+from draftsmith.serve.requests.request import SamplingParams
 import threading
 
 folder, failing = sys.argv[1], int(sys.argv[2])

@@ -22,13 +22,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.train.checkpoints import Checkpoint, RunFolder
+from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
-from draftsmith.train.run import run
 
 ROOT = Path(__file__).parents[2]
 # What a line of metrics says about the clock, not about the training.

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import TreeShape, parse_tree
-from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.kernels.randomness import Purpose, sample_without_replacement
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
-from draftsmith.serve import engine as engine_module
-from draftsmith.serve import runner as runner_module
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.request import Request, SamplingParams, Update
-from draftsmith.serve.trees import Laid, lay_out
+from draftsmith.serve.engine import engine as engine_module
+from draftsmith.serve.engine import runner as runner_module
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.trees import Laid, lay_out
+from draftsmith.serve.requests.request import Request, SamplingParams, Update
 
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 768

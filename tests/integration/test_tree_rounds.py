@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.drafters.eagle1 import Eagle1
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.heads.eagle1 import Eagle1
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.mtp import Mtp
 from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
+from draftsmith.record import RoundRecord
+from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.record import RoundRecord
-from draftsmith.serve.request import SamplingParams
-from draftsmith.serve.run import check
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 NOISE = 1e-4  # the largest gap of the two best logits that rounding in another batch shape could turn round

@@ -16,8 +16,8 @@ import pytest
 from draftsmith import cli
 from draftsmith.errors import UserError
 from draftsmith.extras import NEEDED, OPTIONAL, check_extra, extra_of
-from draftsmith.serve.bench import check
-from draftsmith.serve.bench_config import BenchConfig
+from draftsmith.serve.bench.command import check
+from draftsmith.serve.bench.config import BenchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("src/draftsmith", "kernels", "drafters", "train", "serve", "distill")
@@ -144,7 +144,8 @@ def test_the_table_is_what_pyproject_declares() -> None:
 def test_serving_imports_neither_trainers_nor_plots() -> None:
     script = (
         "import sys\nfor name in ('accelerate', 'datasets', 'peft', 'deepspeed', 'matplotlib'): sys.modules[name] = None\n"
-        "import draftsmith.serve_command, draftsmith.serve.run, draftsmith.distill.buffer, draftsmith.distill.record_table\n"
+        "import draftsmith.serve_command, draftsmith.serve.command, draftsmith.distill.buffer.buffer\n"
+        "import draftsmith.distill.buffer.record_table\n"
         "from draftsmith import Engine\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)

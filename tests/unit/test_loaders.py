@@ -1,4 +1,4 @@
-"""No call loads a model, tokenizer or configuration but through `drafters/pretrained.py`, which says whether code may run."""
+"""No call loads a model, tokenizer or configuration but through `drafters/target/load.py`, which says whether code may run."""
 
 from __future__ import annotations
 

@@ -16,20 +16,20 @@ import yaml
 
 from draftsmith.cli import COMMANDS, load, main
 from draftsmith.drafters.checkpoint import save
+from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.pair import TRUST_HELP
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_record
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.serve import launch
 from draftsmith.serve.api import Engine
-from draftsmith.serve.audit_config import AuditConfig
-from draftsmith.serve.audit_law import TargetLaws
-from draftsmith.serve.bench import server_arguments
-from draftsmith.serve.bench_config import BenchConfig
+from draftsmith.serve.audit.config import AuditConfig
+from draftsmith.serve.audit.reference import TargetLaws
+from draftsmith.serve.bench.command import server_arguments
+from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.parallel import launch
 
 FLAG = "--trust-remote-code"
 STOP = 'raise ValueError("the code of the folder ran")'

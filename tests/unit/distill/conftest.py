@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
-from draftsmith.drafters.target import Target
-from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.kernels.laws import top_law
-from draftsmith.kernels.randomness import Purpose, sample
-from draftsmith.kernels.verify import verify_chain
-from draftsmith.serve.record import Law, RoundRecord
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.sampling.top_tokens import top_law
+from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.record import Law, RoundRecord
 
 
 class Bigram(torch.nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from draftsmith.config import build, field_types
+from draftsmith.distill.command import check, run
 from draftsmith.distill.config import DistillConfig, GenerateConfig
-from draftsmith.distill.daemon import check, run
 from draftsmith.distill.limits import LIMITS, Limits, check_numbers
 from draftsmith.errors import UserError
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from draftsmith.distill.publisher import Publisher
-from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from draftsmith.distill.state import TOTALS
 from draftsmith.distill.status import Status
 from draftsmith.distill.status_server import StatusServer
 from draftsmith.errors import UserError
-from draftsmith.train.checkup.scrape import parse
+from draftsmith.metrics_text import parse
 
 
 class FullDisk(io.StringIO):

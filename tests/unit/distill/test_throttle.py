@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from draftsmith.distill.latency_guard import LEAST, LOOK_S, LatencyGuard, quantile, scraper
 from draftsmith.distill.throttle import MOST_REST_S, NoGuard, Throttle
 from draftsmith.errors import UserError
-from draftsmith.train.checkup.scrape import parse
+from draftsmith.metrics_text import parse
 
 
 class Time:

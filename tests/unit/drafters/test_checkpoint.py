@@ -21,7 +21,7 @@ from draftsmith.drafters.options import (
     PeagleOptions,
 )
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 KINDS = {

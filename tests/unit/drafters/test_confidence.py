@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.dspark import Dspark
+from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
 from draftsmith.drafters.options import DsparkOptions
-from draftsmith.drafters.target import Target
-from draftsmith.kernels.filters import SamplingRows
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.sampling.filters import SamplingRows
 
 K = 4
 ROWS = 64

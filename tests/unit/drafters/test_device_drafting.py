@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.chain_graphs import ChainGraphs
-from draftsmith.drafters.dflash import Dflash
-from draftsmith.drafters.drawing import Draw
-from draftsmith.drafters.heads import FeatureHead
+from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
+from draftsmith.drafters.autoregressive.drawing import Draw
+from draftsmith.drafters.blocks.dflash import Dflash
+from draftsmith.drafters.heads.feature_head import FeatureHead
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import (
     DflashOptions,
@@ -29,13 +29,13 @@ from draftsmith.drafters.options import (
     PeagleOptions,
 )
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape
-from draftsmith.kernels import paged_attention
+from draftsmith.kernels.attention import paged as paged_attention
+from draftsmith.kernels.attention.paged import PagedPool, TreeLayout
+from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.cuda_graphs import CudaRecorder
-from draftsmith.kernels.filters import SamplingRows
-from draftsmith.kernels.paged_attention import PagedPool, TreeLayout
-from draftsmith.kernels.paged_attention_torch import reference_attention
+from draftsmith.kernels.sampling.filters import SamplingRows
 
 BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 12, 5
 CHAINS = {

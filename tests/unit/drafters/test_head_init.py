@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.drafters.dflash import Dflash
-from draftsmith.drafters.eagle3 import Eagle3
-from draftsmith.drafters.head_init import fitted_norm, frequent_tokens, gains, output_table, spread
+from draftsmith.drafters.blocks.dflash import Dflash
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.init_from_target import fitted_norm, frequent_tokens, gains, output_table, spread
 from draftsmith.drafters.options import DflashOptions, Eagle3Options
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 

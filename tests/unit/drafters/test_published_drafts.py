@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 

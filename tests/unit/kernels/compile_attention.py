@@ -7,7 +7,7 @@ from typing import Any
 import triton
 from compile_kernels import F32, I64, check
 
-from draftsmith.kernels import paged_attention_triton as paged
+from draftsmith.kernels.attention import paged_triton as paged
 
 INDICES = ("block_tables", "starts", "positions", "places", "ancestors", "first")
 NUMBERS = {"scale": "fp32", "softcap": "fp32"}

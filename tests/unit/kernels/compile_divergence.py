@@ -6,7 +6,7 @@ import itertools
 
 from compile_kernels import F32, I64, check
 
-from draftsmith.kernels import divergence_triton
+from draftsmith.kernels.divergence import rows_triton as divergence_triton
 
 ROWS = {"weights": F32, "losses": F32, "alphas": F32, "keeps": F32, "outsides": F32, "parameter": "fp32"}
 

@@ -8,7 +8,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from draftsmith.kernels import law_triton, verify_block_triton, verify_tree_triton, verify_triton
+from draftsmith.kernels.verify import block_triton as verify_block_triton
+from draftsmith.kernels.verify import chain_triton as verify_triton
+from draftsmith.kernels.verify import rows_triton as law_triton
+from draftsmith.kernels.verify import tree_triton as verify_tree_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 F32, I64, I32 = "*fp32", "*i64", "i32"

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.drafters.ngram import find
-from draftsmith.kernels.filters import SamplingRows, process
-from draftsmith.kernels.randomness import Purpose, round_seeds, sample
+from draftsmith.drafters.text.ngram import find
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.trees import DraftTree, chain_tree
-from draftsmith.kernels.verify import Verdict, accepts, verify_chain
-from draftsmith.kernels.verify_block import verify_block
-from draftsmith.kernels.verify_tree import verify_tree
-from draftsmith.serve.request import SamplingParams
-from draftsmith.serve.sampling import Adjustments, chain_prefixes
-from draftsmith.serve.sampling_state import LawState
+from draftsmith.kernels.verify.block import verify_block
+from draftsmith.kernels.verify.chain import Verdict, accepts, verify_chain
+from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
+from draftsmith.kernels.verify.tree import verify_tree
+from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes
+from draftsmith.serve.sampling.state import LawState
 
 Verify = Callable[..., Verdict]
 
@@ -300,7 +300,9 @@ def test_u_of_zero_keeps_nothing_impossible_in_triton(way: str, monkeypatch: pyt
     """Rows: token without mass in p, in q, in neither; the last one is kept, as u = 0 keeps whatever is possible."""
     from triton.language import float64
 
-    from draftsmith.kernels import verify_block_triton, verify_tree_triton, verify_triton
+    from draftsmith.kernels.verify import block_triton as verify_block_triton
+    from draftsmith.kernels.verify import chain_triton as verify_triton
+    from draftsmith.kernels.verify import tree_triton as verify_tree_triton
 
     for module in (verify_triton, verify_block_triton, verify_tree_triton):
         monkeypatch.setattr(module, "uniform", lambda key, number: (key - key).to(float64))

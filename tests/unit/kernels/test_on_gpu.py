@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.divergence_kind import PARAMETERS, kind_of
-from draftsmith.kernels.divergence_rows import RowInputs, divergence_rows, draft_columns
-from draftsmith.kernels.randomness import Purpose, round_seeds, sample, sample_without_replacement, uniform
+from draftsmith.kernels.divergence.kind import PARAMETERS, kind_of
+from draftsmith.kernels.divergence.rows import RowInputs, divergence_rows, draft_columns
+from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, sample_without_replacement, uniform
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.trees import DraftTree
-from draftsmith.kernels.verify import verify_chain
-from draftsmith.kernels.verify_block import verify_block
-from draftsmith.kernels.verify_tree import verify_tree
+from draftsmith.kernels.verify.block import verify_block
+from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.tree import verify_tree
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_divergences_equal_the_reference(name: str, dtype: torch.dtype, poisoned
     vocab_map = torch.randperm(151_936, generator=generator, device=CUDA)[:32_000]
     tokens = torch.randint(151_936, (33,), generator=generator, device=CUDA)
     weights = torch.rand(33, generator=generator, device=CUDA)
-    from draftsmith.kernels.divergence_triton import divergence_rows_triton
+    from draftsmith.kernels.divergence.rows_triton import divergence_rows_triton
 
     kind, columns = kind_of(name), draft_columns(tokens, vocab_map)
     exact = divergence_rows(kind, RowInputs(draft.double(), target.double(), weights.double(), vocab_map, columns))
@@ -135,8 +135,8 @@ def test_streams_are_the_cpus() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_compiled_kernels_pass_the_audit() -> None:
-    from draftsmith.serve.audit_config import AuditConfig
-    from draftsmith.serve.audit_kernels import audit_kernels
+    from draftsmith.serve.audit.config import AuditConfig
+    from draftsmith.serve.audit.kernels.checks import audit_kernels
 
     report = audit_kernels(AuditConfig(kernels=True, device="cuda", impl="triton"))
     assert report.verdict == "lossless", report.lines()

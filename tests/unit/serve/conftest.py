@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.target import Target
-from draftsmith.kernels.filters import process
-from draftsmith.kernels.randomness import Purpose, sample
-from draftsmith.serve.request import SamplingParams
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.sampling.filters import process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.serve.requests.request import SamplingParams
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
-from draftsmith.train.muon import MuonWithAdamW, muon_with_adamw
+from draftsmith.train.optim import MuonWithAdamW, muon_with_adamw
 
 TOKENS = 12
 

@@ -13,19 +13,19 @@ import torch
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.speculate import SpeculatedText, speculate
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
 from draftsmith.train.config import OnPolicyConfig, TrainConfig
-from draftsmith.train.data import TokenSequence
-from draftsmith.train.evaluation import evaluate_draft
-from draftsmith.train.objective import unrolled_loss
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.data.roles import Role, RoleWeights, Row, padded_rows, roles_of
+from draftsmith.train.evaluate.teacher_forced import evaluate_draft
+from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from draftsmith.train.on_policy import OnPolicy, prefix, rows_of
 from draftsmith.train.on_policy_state import load_texts, save_texts
-from draftsmith.train.position_weights import Exponential
-from draftsmith.train.roles import Role, RoleWeights, Row, padded_rows, roles_of
-from draftsmith.train.rounds import SpeculatedText, speculate
-from draftsmith.train.teacher import LiveTeacher
 
 ALIKE = RoleWeights(accepted=1.0, first_rejected=1.0, bonus=1.0, later_rejected=1.0)
 

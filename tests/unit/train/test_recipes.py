@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from draftsmith.config import build, merge, read_yaml
+from draftsmith.drafters.target.place import find_place
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train import resolve
 from draftsmith.train.arguments import training_arguments
 from draftsmith.train.config import TrainConfig, UnrollConfig
-from draftsmith.train.place import find_place
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FAMILIES = ("draft-lm", "eagle3", "p-eagle", "mtp", "eagle1", "medusa", "mlp", "dflash", "dspark")

@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.recompute import recompute_mlps
 

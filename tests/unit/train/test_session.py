@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 
 from draftsmith import cli
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptions, PeagleOptions
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.kernels.divergence_kind import kind_of
+from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train import session, trainer
+from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
-from draftsmith.train.measurement import Figures, measure
-from draftsmith.train.run import run
-from draftsmith.train.teacher import LiveTeacher
+from draftsmith.train.evaluate.measured import Figures, measure
+from draftsmith.train.objective.teacher import LiveTeacher
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FAST = OptimConfig(lr=1e-2)

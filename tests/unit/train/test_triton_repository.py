@@ -13,12 +13,12 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
-from draftsmith.train.export import open_source, run
-from draftsmith.train.export_config import ExportConfig
-from draftsmith.train.layouts.triton import draft_folder, model_name
+from draftsmith.train.export.command import open_source, run
+from draftsmith.train.export.config import ExportConfig
+from draftsmith.train.export.layouts.triton import draft_folder, model_name
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -1,0 +1,285 @@
+"""The traffic buffer, between the servers that write round records and the learner that reads them.
+
+Parquet shards under one folder or fsspec URL, each whole or absent: many writers, and every reader keeps its own cursor.
+`datasets.load_dataset("parquet", data_files=...)` opens the folder as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
+
+from draftsmith.distill.buffer import marks, record_table
+from draftsmith.distill.buffer.folder import Cursor, Folder, Shard, in_turn, is_unread, parse, retain
+from draftsmith.distill.buffer.forget import SETTLE_S, forget
+from draftsmith.record import RoundRecord
+
+logger = logging.getLogger("draftsmith.buffer")
+
+# Looks at a shard that the file system does not give before it is skipped.
+MAX_FAILURES = 10
+# How long a server that stops waits for a disk that hangs.
+CLOSE_S = 10.0
+
+# Makes of a record those that may be stored now: none, or more when it was waited for.
+Screen = Callable[[RoundRecord], list[RoundRecord]]
+
+
+class Batch(NamedTuple):
+    """The front of a writer's queue, made ready once however often the disk refuses it."""
+
+    taken: int
+    table: pa.Table
+    refused: int  # records that Arrow cannot hold
+
+
+class BufferWriter:
+    """A `draftsmith.record.Sink`. `put` only appends to a bounded queue; a thread writes a shard a second or every
+    `flush_records`.
+
+    A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk refuses or hangs, records wait
+    in the queue and the newest beyond its bound are dropped; `dropped` counts them. When readers are more than `backlog_bytes`
+    behind, fewer requests are asked for, so that what is unread stops growing.
+
+    Args:
+        screens: applied in order on the writer's thread; each makes of a record those that may be stored now.
+        share: of new requests that are asked for while readers keep up.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        screens: Sequence[Screen] = (),
+        flush_s: float = 1.0,
+        flush_records: int = 512,
+        queue_records: int = 16384,
+        max_bytes: int = 8 << 30,
+        backlog_bytes: int = 64 << 20,
+        share: float = 1.0,
+    ):
+        self.folder = Folder(url)
+        self.flush_s, self.flush_records, self.queue_records, self.max_bytes = flush_s, flush_records, queue_records, max_bytes
+        self.screens, self.backlog_bytes = screens, backlog_bytes
+        self.writer = uuid.uuid4().hex[:12]
+        self.written = self.dropped = self.deleted = 0
+        self._number = 0
+        self._most = self._share = share
+        self._forgotten: frozenset[str] = frozenset()
+        self._looked_s = -marks.LOOK_S
+        self._queue: deque[RoundRecord] = deque()
+        self._batch: Batch | None = None
+        self._wake = threading.Event()
+        self._closing = False
+        self._failing = False
+        if isinstance(self.folder.fs, LocalFileSystem):
+            Path(self.folder.root).mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._run, name="buffer-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def share(self) -> float:
+        # A queue that fills is a disk that does not follow: room is left for the requests that are recorded already.
+        return 0.0 if len(self._queue) > self.queue_records // 2 else self._share
+
+    def put(self, record: RoundRecord) -> None:
+        if len(self._queue) >= self.queue_records or self._closing:
+            self.dropped += 1
+            return
+        self._queue.append(record)
+        if len(self._queue) >= self.flush_records:
+            self._wake.set()
+
+    def forget(self, answer: str) -> int:
+        """Of one answer, by the id that its client was given: how many records were deleted. Takes some seconds, so that servers
+        that write into the same buffer have seen the mark."""
+        return forget(self.folder, answer, settle_s=SETTLE_S)
+
+    def close(self) -> None:
+        """Flushes what is queued; tries once if the disk refuses, and does not wait long for one that hangs."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.error("buffer %s hangs; %d records are lost", self.folder.url, len(self._queue))
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(self.flush_s)
+            self._wake.clear()
+            self._look()
+            self._flush()
+        self._flush()
+        self.dropped += len(self._queue)
+
+    def _look(self) -> None:
+        """How far the readers are, and what is to be forgotten."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < marks.LOOK_S:
+            return
+        self._looked_s = now_s
+        try:
+            names = self.folder.names()
+            unread = marks.unread_bytes(self.folder, names)
+            self._forgotten = marks.forgotten(names)
+        except OSError as error:
+            logger.debug("buffer %s cannot be looked into (%s)", self.folder.url, error)
+            return
+        self._share = self._most * min(1.0, self.backlog_bytes / max(1, unread))
+
+    def _flush(self) -> None:
+        while self._queue:
+            if self._batch is None:
+                self._batch = self._prepare(min(len(self._queue), self.flush_records))
+            if self._batch.table.num_rows and not self._write(self._batch.table):
+                return
+            for _ in range(self._batch.taken):
+                self._queue.popleft()
+            self.written += self._batch.table.num_rows
+            self.dropped += self._batch.refused
+            self._batch = None
+
+    def _prepare(self, taken: int) -> Batch:
+        records = [self._queue[index] for index in range(taken)]
+        records = [record for record in records if not marks.is_forgotten(record.request, self._forgotten)]
+        for screen in self.screens:
+            records = [ready for record in records for ready in screen(record)]
+        table, kept = tabulate(records)
+        return Batch(taken, table, len(records) - kept)
+
+    def _write(self, table: pa.Table) -> bool:
+        """False when the disk refused: the records stay queued."""
+        data = io.BytesIO()
+        record_table.write(table, data)
+        try:
+            self.folder.write(f"{int(time.time() * 1000):013d}-{self.writer}-{self._number:08d}.parquet", data.getvalue())
+        except OSError as error:
+            if not self._failing:
+                logger.error("buffer %s cannot be written (%s); records wait and the newest are dropped", self.folder.url, error)
+            self._failing = True
+            return False
+        if self._failing:
+            logger.warning("buffer %s can be written again", self.folder.url)
+        self._failing = False
+        self._number += 1
+        if self._number % 64 == 0:
+            self._bound()
+        return True
+
+    def _bound(self) -> None:
+        """Without a learner nobody else keeps the buffer from filling the disk."""
+        try:
+            self.deleted += len(retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf")).deleted)
+        except OSError as error:
+            logger.warning("buffer %s cannot be cleaned (%s)", self.folder.url, error)
+
+
+def tabulate(records: list[RoundRecord]) -> tuple[pa.Table, int]:
+    """The table and how many records it holds: one that Arrow refuses (an id beyond 32 bits) must not cost its neighbours."""
+    try:
+        return record_table.to_table(records), len(records)
+    except (ValueError, TypeError, OverflowError) as error:
+        if len(records) == 1:
+            logger.error("a round record cannot be stored (%s); it is dropped", error)
+            return record_table.to_table([]), 0
+    parts = [tabulate([record]) for record in records]
+    return pa.concat_tables([table for table, _ in parts]), sum(kept for _, kept in parts)
+
+
+@dataclass(frozen=True)
+class Reading:
+    records: list[RoundRecord]
+    cursor: Cursor  # what to save together with what was made of the records
+    more: bool  # whether shards are left
+    damaged: int
+    # Answers whose records may be kept nowhere any more; `marks.is_forgotten` tells by a record's request.
+    forgotten: frozenset[str] = frozenset()
+    seeded: int = 0  # records left out because the draws behind them can be repeated; see `RoundRecord.seeded`
+
+
+class BufferReader:
+    """Reads each shard once. The cursor is the caller's to save: with the state that the records led to, by one rename."""
+
+    def __init__(self, url: str, cursor: Cursor | None = None):
+        self.folder = Folder(url)
+        self.cursor: Cursor = dict(cursor or {})
+        self.damaged = 0
+        self.name = uuid.uuid4().hex[:12]
+        self._marked_s = -marks.LOOK_S
+        self._failures = 0  # in a row, at the first unread shard
+
+    def read(self, *, max_records: int = 4096) -> Reading:
+        """New records in the order of their shards, whole shards until `max_records` is passed.
+
+        Those of seeded sampled requests are left out here, so that nothing is learned, scored or decided by them, whichever
+        server wrote them.
+        """
+        # First whatever the file system may refuse: behind the cursor nothing is read again. One listing, since stores charge.
+        names = self.folder.names()
+        answers = marks.forgotten(names)
+        unread = in_turn([shard for shard in self.folder.shards_among(names) if is_unread(shard, self.cursor)])
+        records: list[RoundRecord] = []
+        done, damaged = 0, self.damaged
+        for shard in unread:
+            found = self._take(shard) if len(records) < max_records else None
+            if found is None:
+                break
+            records += found
+            self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
+            done += 1
+        self.mark()
+        unseeded = [record for record in records if not record.seeded]
+        kept = [record for record in unseeded if not marks.is_forgotten(record.request, answers)]
+        seeded = len(records) - len(unseeded)
+        return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers, seeded)
+
+    def mark(self) -> None:
+        """Tells the writers how far it is, and that it is there. They do not wait for a reader that may not write to the
+        buffer."""
+        now_s = time.monotonic()
+        if now_s - self._marked_s < marks.LOOK_S:
+            return
+        self._marked_s = now_s
+        try:
+            marks.leave_progress(self.folder, self.name, self.cursor)
+        except OSError as error:
+            logger.debug("buffer %s takes no mark (%s)", self.folder.url, error)
+
+    def _take(self, shard: Shard) -> list[RoundRecord] | None:
+        """None when the file system fails, which may pass; a shard that it never gives is skipped in the end."""
+        try:
+            data = self.folder.fetch(shard)
+        except FileNotFoundError:
+            logger.info("shard %s was deleted before it was read", shard.path)
+            return []
+        except OSError as error:
+            self._failures += 1
+            logger.warning("shard %s cannot be read (%s), attempt %d of %d", shard.path, error, self._failures, MAX_FAILURES)
+            if self._failures < MAX_FAILURES:
+                return None
+            data = b""
+        self._failures = 0
+        try:
+            return parse(data)
+        except (OSError, ValueError) as error:
+            logger.warning("shard %s is damaged and skipped (%s)", shard.path, str(error).splitlines()[0])
+            self.damaged += 1
+            return []
+
+    def forget_gone_writers(self) -> None:
+        """Every server start is a new writer; those whose shards are deleted never write again under that name."""
+        present = {shard.writer for shard in self.folder.shards()}
+        newest = {writer: number for writer, number in self.cursor.items() if writer in present}
+        self.cursor = newest
+        marks.sweep(self.folder)

@@ -1,0 +1,181 @@
+"""A buffer's folder: shards of round records named by time, writer and number, on any file system that fsspec knows."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from draftsmith import files
+from draftsmith.distill.buffer import record_table
+from draftsmith.errors import UserError
+from draftsmith.record import RoundRecord
+
+logger = logging.getLogger("draftsmith.buffer")
+
+Cursor = dict[str, int]  # writer -> number of its last shard that was read
+LEFTOVER_AGE_S = 3600.0
+NAME = re.compile(r"(?P<time_ms>\d{13,})-(?P<writer>[0-9a-z]+)-(?P<number>\d{8})\.parquet")
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    time_ms: int
+    writer: str
+    number: int
+    path: str = field(compare=False)
+    bytes: int = field(compare=False)
+
+
+class Folder:
+    """A buffer's root on any file system that fsspec knows."""
+
+    def __init__(self, url: str):
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"buffer {url!r} cannot be opened ({error}); give a folder or an fsspec URL") from error
+        self.url = url
+
+    def shards(self) -> list[Shard]:
+        return self.shards_among(self.names())
+
+    def shards_among(self, names: Mapping[str, int]) -> list[Shard]:
+        """In order of time; `names` as listed."""
+        found = []
+        for name, size in names.items():
+            if match := NAME.fullmatch(name):
+                path = f"{self.root}/{name}"
+                found.append(Shard(int(match["time_ms"]), match["writer"], int(match["number"]), path, size))
+        return sorted(found)
+
+    def names(self) -> dict[str, int]:
+        """Every file with its size in bytes."""
+        with as_os_errors():
+            if not self.fs.isdir(self.root):
+                return {}
+            self.fs.invalidate_cache(self.root)
+            listed = self.fs.ls(self.root, detail=True)
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry.get("size") or 0) for entry in listed}
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether nothing in it ever reaches a disk."""
+        if not isinstance(self.fs, LocalFileSystem):
+            return isinstance(self.fs, MemoryFileSystem)
+        return file_system_of(Path(self.root)) in ("tmpfs", "ramfs")
+
+    def write(self, name: str, data: bytes) -> None:
+        """Whole or not at all: a rename where there is one, a single put on an object store."""
+        path = f"{self.root}/{name}"
+        if isinstance(self.fs, LocalFileSystem):
+            with files.atomic_path(path) as temporary:
+                temporary.write_bytes(data)
+        else:
+            with as_os_errors():
+                self.fs.pipe_file(path, data)
+
+    def fetch(self, shard: Shard) -> bytes:
+        """An `OSError` says something about the file system, not about the shard."""
+        return self.read(shard.path.rsplit("/", 1)[-1])
+
+    def read(self, name: str) -> bytes:
+        with as_os_errors():
+            return self.fs.cat_file(f"{self.root}/{name}")
+
+    def sweep(self) -> None:
+        """Half-written files of killed writers."""
+        if isinstance(self.fs, LocalFileSystem):
+            for leftover in Path(self.root).glob(".*.parquet.*.tmp"):
+                if time.time() - leftover.stat().st_mtime > LEFTOVER_AGE_S:
+                    leftover.unlink(missing_ok=True)
+
+    def delete(self, shard: Shard) -> None:
+        self.remove(shard.path.rsplit("/", 1)[-1])
+
+    def remove(self, name: str) -> None:
+        try:
+            with as_os_errors():
+                self.fs.rm_file(f"{self.root}/{name}")
+        except FileNotFoundError:
+            logger.debug("%s/%s was deleted by another process", self.root, name)
+
+
+@contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Object stores have errors of their own for a store that is not reached, and each library others."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the mount that holds `path`; "" where the system does not tell."""
+    table = Path("/proc/self/mounts")
+    if not table.exists():
+        return ""
+    found, kind = "", ""
+    for line in table.read_text(encoding="utf-8").splitlines():
+        _, place, fs_type, *_ = line.split(" ")
+        if len(place) >= len(found) and path.absolute().is_relative_to(place):
+            found, kind = place, fs_type
+    return kind
+
+
+def in_turn(shards: Sequence[Shard]) -> list[Shard]:
+    """By time, and each writer's by number: its clock may be set back, but a cursor has passed all numbers below its own."""
+    by_number = sorted(shards, key=lambda shard: shard.number)
+    own = {writer: iter([one for one in by_number if one.writer == writer]) for writer in {shard.writer for shard in shards}}
+    return [next(own[shard.writer]) for shard in sorted(shards)]
+
+
+def is_unread(shard: Shard, cursor: Cursor) -> bool:
+    return shard.number > cursor.get(shard.writer, -1)
+
+
+def parse(data: bytes) -> list[RoundRecord]:
+    """A `ValueError` or `OSError` when the shard is damaged."""
+    table = record_table.read(io.BytesIO(data))
+    try:
+        return record_table.from_table(table)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"a column is of another type ({error})") from error
+
+
+@dataclass(frozen=True)
+class Retained:
+    deleted: list[Shard]
+    unread: int  # how many of them nobody had learned from
+
+
+def retain(folder: Folder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
+    """Deletes read shards that are too old, then the oldest until the size fits: read ones first, unread ones only if it must."""
+    folder.sweep()
+    present = folder.shards()
+    now_ms = time.time() * 1000
+    doomed = [shard for shard in present if not is_unread(shard, cursor) and now_ms - shard.time_ms > max_age_s * 1000]
+    size = sum(shard.bytes for shard in present) - sum(shard.bytes for shard in doomed)
+    left = sorted((shard for shard in present if shard not in set(doomed)), key=lambda shard: (is_unread(shard, cursor), shard))
+    for shard in left:
+        if size <= max_bytes:
+            break
+        doomed.append(shard)
+        size -= shard.bytes
+    for shard in doomed:
+        folder.delete(shard)
+    unread = sum(is_unread(shard, cursor) for shard in doomed)
+    if unread and cursor:
+        logger.warning("buffer %s passed %d bytes: %d shards were deleted unread", folder.url, max_bytes, unread)
+    return Retained(doomed, unread)

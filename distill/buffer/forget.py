@@ -1,0 +1,72 @@
+"""`draftsmith forget`: the records of one answer leave the buffer, and with the mark that stays there everything made of it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from draftsmith.distill.buffer import marks, record_table
+from draftsmith.distill.buffer.folder import Folder, Shard
+from draftsmith.distill.config import ForgetConfig
+from draftsmith.errors import UserError
+from draftsmith.record import hashed_answer
+
+logger = logging.getLogger("draftsmith.buffer")
+
+# A server that has seen the mark writes nothing of it any more; what it had in hand before is written by then.
+SETTLE_S = marks.LOOK_S + 3.0
+
+
+def run(config: ForgetConfig) -> int:
+    folder = Folder(config.buffer)
+    if not folder.names():
+        raise UserError(f"buffer {config.buffer!r} is empty or not there; give the one that serve --learn writes to")
+    removed = forget(folder, config.request, settle_s=SETTLE_S)
+    print(f"{removed} records of {config.request} were deleted; servers write no more of them, learners drop what they hold")
+    return 0
+
+
+def forget(folder: Folder, answer: str, *, settle_s: float) -> int:
+    """How many records were deleted; a second pass finds what a server still had in hand."""
+    name = hashed_answer(answer)
+    marks.forget(folder, name)
+    removed = _sweep(folder, name)
+    time.sleep(settle_s)
+    return removed + _sweep(folder, name)
+
+
+def _sweep(folder: Folder, name: str) -> int:
+    return sum(_without(folder, shard, name) for shard in folder.shards())
+
+
+def _without(folder: Folder, shard: Shard, name: str) -> int:
+    """Rewrites a shard in place, whole or not at all."""
+    try:
+        data = folder.fetch(shard)
+    except FileNotFoundError:
+        return 0
+    try:
+        of_answer = _of_answer(data, name)
+        if not pc.any(of_answer).as_py():
+            return 0
+        kept = record_table.read(io.BytesIO(data)).filter(pc.invert(of_answer))
+    except (ValueError, OSError) as error:
+        logger.warning("shard %s is damaged and deleted, since nobody can tell what is in it (%s)", shard.path, error)
+        folder.delete(shard)
+        return 0
+    if kept.num_rows:
+        rewritten = io.BytesIO()
+        record_table.write(kept, rewritten)
+        folder.write(shard.path.rsplit("/", 1)[-1], rewritten.getvalue())
+    else:
+        folder.delete(shard)
+    return len(of_answer) - kept.num_rows
+
+
+def _of_answer(data: bytes, name: str) -> pa.ChunkedArray:
+    """Of each record, whether it is of the answer; records name their requests `ANSWER-NUMBER`."""
+    return pc.starts_with(record_table.read(io.BytesIO(data), columns=["request"])["request"], f"{name}-")

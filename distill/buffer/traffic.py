@@ -1,0 +1,121 @@
+"""Round records stitched back into the texts that were served, and what is known about each of their positions."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from draftsmith.distill.buffer.marks import is_forgotten
+from draftsmith.distill.buffer.record_table import without_laws
+from draftsmith.record import RoundRecord
+from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
+
+# A request that ends has a last record, unless its server was killed. Servers write every second, and no record while a request
+# drafts nothing: one that is taken for finished too soon loses the records that come later.
+SILENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServedText:
+    """One request, from its prompt to the last token that is known without a gap."""
+
+    records: list[RoundRecord]  # in order of round
+    tokens: list[int]
+    roles: np.ndarray  # [len(tokens)] int8, of `Role`
+
+    @property
+    def request(self) -> str:
+        return self.records[0].request
+
+    @property
+    def is_scorable(self) -> bool:
+        """Whether a round of it carries laws: it drafted, and its request asked for nothing that the records do not tell."""
+        return any(record.p for record in self.records)
+
+    def slim(self) -> ServedText:
+        """Without the logged laws, which only scoring needs."""
+        return replace(self, records=[without_laws(record) for record in self.records])
+
+
+def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
+    """None when the beginning is missing. A gap (a dropped or damaged record) ends the text: what follows lacks its context."""
+    ordered = sorted(records, key=lambda record: record.round)
+    kept: list[RoundRecord] = []
+    tokens: list[int] = []
+    roles: list[int] = []
+    for number, record in enumerate(ordered):
+        if record.round != number or len(tokens) + len(record.context) != record.position:
+            break
+        tokens += [*record.context, *record.committed]
+        roles += [Role.CONTEXT] * len(record.context)
+        roles += roles_of(len(record.drafted), record.accepted, len(record.committed))
+        kept.append(record)
+    return ServedText(kept, tokens, np.array(roles, dtype=np.int8)) if kept else None
+
+
+def branches(text: ServedText) -> list[Branch]:
+    """The later-rejected positions, one branch a round that has any."""
+    found = [branch_of(text.tokens[: record.position], record.drafted, record.accepted) for record in text.records]
+    return [branch for branch in found if branch is not None]
+
+
+def is_held_out(text: ServedText, share: float) -> bool:
+    """By the prompt, so that one asked twice is never both trained on and scored."""
+    digest = hashlib.sha256(np.array(text.records[0].context, dtype=np.int32).tobytes()).digest()
+    return int.from_bytes(digest[:4], "big") < share * 2**32
+
+
+def is_whole(records: Sequence[RoundRecord]) -> bool:
+    """Whether nothing is missing up to a last record, in whatever order they came."""
+    return any(record.last and record.round == len(records) - 1 for record in records)
+
+
+def depth_of(texts: Iterable[ServedText]) -> int:
+    """The most tokens that were drafted in a round."""
+    return max((len(record.drafted) for text in texts for record in text.records), default=1)
+
+
+def remembered(texts: Sequence[ServedText], answers: frozenset[str]) -> list[ServedText]:
+    """Those that nobody asked to forget."""
+    return [text for text in texts if not is_forgotten(text.request, answers)]
+
+
+class OpenRequests:
+    """Requests whose records are still coming. One is over with its last record, or after `idle_s` of silence."""
+
+    def __init__(self, records: Sequence[RoundRecord] = (), *, orphans: int = 0):
+        self.records: dict[str, list[RoundRecord]] = {}
+        self.seen_s: dict[str, float] = {}
+        self.orphans = orphans  # records that came after their request was taken, or without its beginning
+        self.add(records)
+
+    def add(self, records: Iterable[RoundRecord]) -> None:
+        now_s = time.monotonic()
+        for record in records:
+            self.records.setdefault(record.request, []).append(record)
+            self.seen_s[record.request] = now_s
+
+    def forget(self, answers: frozenset[str]) -> None:
+        for request in [request for request in self.records if is_forgotten(request, answers)]:
+            del self.records[request], self.seen_s[request]
+
+    def take(self, *, idle_s: float) -> list[ServedText]:
+        """Texts of the requests that are over, in order of arrival."""
+        now_s = time.monotonic()
+        over = [request for request, seen_s in self.seen_s.items() if now_s - seen_s >= idle_s or is_whole(self.records[request])]
+        texts = []
+        for request in over:
+            del self.seen_s[request]
+            records = self.records.pop(request)
+            text = stitch(records)
+            self.orphans += len(records) - (len(text.records) if text else 0)
+            if text is not None:
+                texts.append(text)
+        return texts
+
+    def all_records(self) -> list[RoundRecord]:
+        return [record for records in self.records.values() for record in records]

@@ -1,0 +1,104 @@
+"""`draftsmith distill`: learn from served traffic, publish what is proven better, take back what turns out worse."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.daemon import Daemon
+from draftsmith.distill.latency_guard import LatencyGuard, scraper
+from draftsmith.distill.learn import learner as learning
+from draftsmith.distill.learn import zero
+from draftsmith.distill.learn.ranks import follow, joined
+from draftsmith.distill.limits import check_numbers
+from draftsmith.distill.lock import learner_lock
+from draftsmith.distill.status import Status
+from draftsmith.distill.status_server import StatusServer
+from draftsmith.distill.throttle import Guard, NoGuard, Throttle
+from draftsmith.drafters.target.device import device_of
+from draftsmith.drafters.target.ranks import LEADER, Channel
+from draftsmith.errors import UserError
+
+
+def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
+    """Until SIGTERM, SIGINT or `stop`; what was learned is saved and a restart goes on from there."""
+    check(config)
+    stop = stop or threading.Event()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with joined(device_of(config.device)) as crew:
+        if crew is not None and crew.rank != LEADER:
+            follow(crew.channel, config)
+            return 0
+        channel = None if crew is None else crew.channel
+        with learner_lock(config.versions), stopping(stop):
+            learn(config, stop, channel)
+    return 0
+
+
+def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None) -> None:
+    status, throttle = Status(config.versions), Throttle(config.learn.budget, guard_of(config), stop)
+    with ExitStack() as closing:
+        if config.status_port is not None:
+            server = StatusServer(status, config.status_host, config.status_port)
+            closing.callback(server.close)
+            status.event(f"status at http://{config.status_host}:{server.port}")
+        while True:
+            daemon = begin(config, status, throttle, channel)
+            daemon.loop(stop)
+            if not daemon.is_outdated:
+                return
+            status.event(f"target {config.target!r} has new weights, which the servers run already; reading it again")
+
+
+def begin(config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None) -> Daemon:
+    try:
+        return Daemon(config, status, throttle, channel)
+    except OSError as error:
+        raise UserError(f"the learner cannot begin ({error}); make room, or give another --versions or --buffer") from error
+
+
+def guard_of(config: DistillConfig) -> Guard:
+    if config.server is None or config.tpot_ms is None:
+        return NoGuard()
+    return LatencyGuard(scraper(config.server), config.tpot_ms / 1000)
+
+
+@contextmanager
+def stopping(stop: threading.Event) -> Iterator[None]:
+    """SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main thread's only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
+        handled.append(signal.SIGHUP)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in handled]
+    try:
+        yield
+    finally:
+        for number, handler in zip(handled, before, strict=True):
+            signal.signal(number, handler)
+
+
+def check(config: DistillConfig) -> None:
+    check_numbers(config)
+    learning.check(config.learn)
+    if config.deepspeed is not None:
+        zero.check(config.deepspeed)
+    if (config.server is None) != (config.tpot_ms is None):
+        raise UserError("server and tpot_ms belong together; give both or neither")
+    learn, gate, pool = config.learn, config.gate, config.pool
+    if learn.reservoir < learn.fresh:
+        raise UserError(f"learn.reservoir is {learn.reservoir}, below learn.fresh {learn.fresh}; no update could ever begin")
+    if gate.window < gate.requests:
+        raise UserError(f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision could ever be made")
+    if pool.idle_requests < pool.requests:
+        raise UserError(
+            f"pool.idle_requests is {pool.idle_requests}, below pool.requests {pool.requests}; no class could ever begin"
+        )

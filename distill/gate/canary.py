@@ -1,0 +1,141 @@
+"""A version on trial: is it accepted on live requests as the gate foresaw, or less than the version that it would replace?
+
+Which requests are its share is decided by their ids (`drafters/published/canary.py`), by nothing that they are or meet. The
+comparison is therefore randomised, and fair while traffic changes and with servers that have not taken the version up. Let x
+in [0, 1] be what part of a request's drafted tokens stood (of those reached), A whether it is of the share s, and m whatever
+was known before it. Then (A - s)(x - m) is on average s (1 - s) times the difference that being of the share makes to x. A
+bet that pays it is fair where there is no difference, and the money won from a stake of 1 passes 1 / error with at most that
+chance, at any request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.config import GateConfig
+from draftsmith.distill.gate.sequential import BoundedEvidence
+from draftsmith.drafters.published.canary import in_canary
+
+# So many times `gate.canary_requests` in vain, while the live version drafts: servers do not draft with this one.
+PATIENCE = 10
+# Request classes with a level of their own, however many clients invent.
+MOST_LEVELS = 64
+
+
+class Verdict(NamedTuple):
+    decision: str  # "promoted", "rolled back", or "undecided" by what is live
+    reason: str
+
+
+@dataclass
+class Mean:
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, x: float) -> None:
+        self.total, self.count = self.total + x, self.count + 1
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    @property
+    def guess(self) -> float:
+        """Of the next one; before the first, nothing is known."""
+        return (self.total + 0.5) / (self.count + 1)
+
+
+@dataclass
+class Trial:
+    version: int
+    share: float
+    drafted: int = 0  # requests of the share that this version drafted for
+    missed: int = 0  # and those that it did not draft for
+    elsewhere: int = 0  # requests of the others that were drafted for
+    chosen: Mean = field(default_factory=Mean)  # x of the share
+    others: Mean = field(default_factory=Mean)
+    worse: BoundedEvidence = field(default_factory=BoundedEvidence)  # it is accepted less than the live version
+    fine: BoundedEvidence = field(default_factory=BoundedEvidence)  # it is not accepted less by `gate.drop`
+    levels: dict[str, Mean] = field(default_factory=dict)  # x of a request class, whoever drafts
+
+    def observe(self, text: ServedText, *, live: str, canary: str, drop: float) -> None:
+        """`live` and `canary` as records name them. What another version, a class's draft or a server without a trained draft
+        drafted takes no part."""
+        rounds = [record for record in text.records if record.drafted]
+        if any(record.draft_version not in (live, canary) for record in rounds):
+            return
+        is_chosen = in_canary(text.request, self.share)
+        is_drafted = is_chosen and any(record.draft_version == canary for record in rounds)
+        self.drafted += is_drafted
+        self.missed += is_chosen and not is_drafted
+        self.elsewhere += bool(rounds) and not is_chosen
+        reached = sum(min(record.accepted + 1, len(record.drafted)) for record in rounds)
+        # Nothing drafted is nothing accepted: that is how a version that fails, or is never sure enough, shows.
+        x = sum(record.accepted for record in rounds) / max(1, reached)
+        self.bet(x, text.records[0].request_class, is_chosen=is_chosen, allowance=drop if is_drafted else 0.0)
+
+    def bet(self, x: float, request_class: str, *, is_chosen: bool, allowance: float) -> None:
+        """`allowance` only for those that the version drafted for: the others show nothing of it."""
+        is_kept = request_class in self.levels or len(self.levels) < MOST_LEVELS
+        level = self.levels.setdefault(request_class if is_kept else "", Mean())
+        # At most 1, so that no bet can cost more than there is.
+        weight = (is_chosen - self.share) / max(self.share, 1 - self.share)
+        self.worse.bet(np.array([-weight * (x - level.guess)]))
+        self.fine.bet(np.array([weight * (x - level.guess + allowance)]))
+        level.add(x)
+        (self.chosen if is_chosen else self.others).add(x)
+
+    @property
+    def awaited(self) -> float:
+        """For how many requests of the share it should have drafted: as often as servers draft elsewhere. They draft for none
+        where no draft pays, which is no reason to give a version up."""
+        often = self.elsewhere / self.others.count if self.others.count else 1.0
+        return (self.drafted + self.missed) * often
+
+    def is_unseen(self, config: GateConfig) -> bool:
+        """Servers draft for next to nobody: the trial waits, without evidence."""
+        return self.missed >= config.canary_requests and self.others.count > 0 and self.drafted == 0 and self.awaited < 1
+
+    def verdict(self, config: GateConfig) -> Verdict | None:
+        """None while it goes on."""
+        told = f"accepted {self.chosen.value:.3f} in its share, {self.others.value:.3f} elsewhere, in {self.drafted} requests"
+        if self.worse.value * config.error >= 1:
+            return Verdict("rolled back", told)
+        if self.fine.value * config.error >= 1:
+            return Verdict("promoted", told)
+        if self.awaited >= PATIENCE * config.canary_requests and self.drafted < config.canary_requests:
+            return Verdict("rolled back", f"servers drafted with it in {self.drafted} of {self.drafted + self.missed} requests")
+        if self.drafted < config.canary_requests:
+            return None
+        if self.chosen.value < self.others.value - config.drop:
+            return Verdict("rolled back", told)
+        return Verdict("undecided", told)
+
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "share": self.share,
+            "requests": self.drafted,
+            "missed": self.missed,
+            "elsewhere": self.elsewhere,
+            "acceptance": self.chosen.value,
+            "acceptance_elsewhere": self.others.value,
+            "worse_evidence": self.worse.value,
+            "fine_evidence": self.fine.value,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Trial:
+        read = dict(values)
+        read |= {name: Mean(**values[name]) for name in ("chosen", "others")}
+        read |= {name: BoundedEvidence(**values[name]) for name in ("worse", "fine")}
+        read["levels"] = {name: Mean(**one) for name, one in values["levels"].items()}
+        return cls(**read)

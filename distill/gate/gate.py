@@ -1,0 +1,153 @@
+"""Whether a candidate may replace the live draft, decided on recent held-out traffic without serving a token.
+
+Both drafts are scored at the same positions of the same served texts; the differences are paired by request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.config import GateConfig
+from draftsmith.distill.gate.scoring import Scored, Scorer
+from draftsmith.distill.gate.sequential import Evidence
+
+
+class Comparison(NamedTuple):
+    """Paired by request: `gain` is the mean over requests of the mean difference over their positions."""
+
+    gain: float
+    p_value: float  # bound on the chance of so much gain, or loss if it is one, if there were no difference
+    requests: int
+    positions: int
+    first: float  # mean over positions
+    second: float
+
+
+class Predicted(NamedTuple):
+    """alpha that needs no target: from the logged laws alone, the middles of their bounds."""
+
+    alpha_logged_live: float
+    alpha_logged_candidate: float
+    logged_open: float  # how far alpha of the candidate may lie from it
+    logged_share: float  # of the scored positions
+
+
+def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Comparison:
+    """Does `second` exceed `first`? One array a request, the same positions in both.
+
+    If neither is better, swapping their names changes nothing, so that each request's difference d is as likely as -d.
+    Then P(sum d >= s) <= exp(-s^2 / (2 sum d^2)), and so for -s, whatever the sizes of the differences and however few.
+    """
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a)]
+    if not pairs:
+        return Comparison(0.0, 1.0, 0, 0, math.nan, math.nan)
+    differences = np.array([difference(a, b) for a, b in pairs])
+    total, square = float(differences.sum()), float((differences**2).sum())
+    p_value = math.exp(-(total**2) / (2 * square)) if square > 0 else 1.0
+    everything = [np.concatenate(side) for side in zip(*pairs, strict=True)]
+    return Comparison(
+        float(differences.mean()),
+        p_value,
+        len(pairs),
+        len(everything[0]),
+        float(everything[0].mean()),
+        float(everything[1].mean()),
+    )
+
+
+def difference(first: np.ndarray, second: np.ndarray) -> float:
+    """Of one request, over its positions."""
+    return float(np.mean(second - first))
+
+
+def differences_of(texts: Sequence[ServedText], first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> dict[str, float]:
+    """By request, where it has a position."""
+    return {text.request: difference(a, b) for text, a, b in zip(texts, first, second, strict=True) if len(a)}
+
+
+@dataclass(frozen=True)
+class Decision:
+    decision: str  # accept, hold or refuse
+    reason: str
+    comparison: Comparison | None = None
+    evidence: float = math.nan  # for this line of candidates, over all looks; see `sequential.py`
+    level: float = math.nan  # what its inverse is held against
+    predicted: Predicted | None = None
+
+    @property
+    def p_value(self) -> float:
+        """Bound on the chance of so much evidence at any look ever, if no candidate were better."""
+        return min(1.0, 1 / self.evidence) if self.evidence > 0 else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        numbers = self.comparison._asdict() if self.comparison else {}
+        renamed = {"first": "alpha_live", "second": "alpha_candidate"}
+        return {
+            "decision": self.decision,
+            "reason": self.reason,
+            **{renamed.get(name, name): value for name, value in numbers.items()},
+            "p_value": self.p_value,
+            "evidence": self.evidence,
+            "level": self.level,
+            **(self.predicted._asdict() if self.predicted else {}),
+        }
+
+
+def decide(
+    live: Scorer,
+    candidate: torch.nn.Module,
+    texts: Sequence[ServedText],
+    config: GateConfig,
+    *,
+    max_depth: int,
+    evidence: Evidence,
+) -> Decision:
+    """`evidence` of all looks since the last promotion; this look is added to it."""
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in candidate.parameters()):
+        return Decision("refuse", "the candidate has weights that are not finite")
+    if len(texts) < config.requests:
+        return Decision("hold", f"{len(texts)} held-out requests, {config.requests} are needed")
+    scored = live.score(texts, max_depth=max_depth)
+    agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
+    if len(agreeing) < config.requests:
+        count = len(texts) - len(agreeing)
+        return Decision("refuse", f"{count} of {len(texts)} held-out requests contradict this target in their logged laws")
+    chosen = [texts[index] for index in agreeing]
+    new = Scorer(candidate, live.target, max_length=live.max_length).score(chosen, max_depth=max_depth)
+    if not all(one.is_finite for one in new):
+        return Decision("refuse", "the candidate gives laws that are not finite")
+    old = [scored[index] for index in agreeing]
+    before, after = [one.alpha for one in old], [one.alpha for one in new]
+    value = evidence.look(differences_of(chosen, before, after), config.error)
+    return dataclasses.replace(weigh(compare(before, after), value, config), predicted=predicted(old, new))
+
+
+def predicted(live: Sequence[Scored], candidate: Sequence[Scored]) -> Predicted:
+    """From the positions where p is logged and both drafts are finite, so that the numbers are about the same text."""
+    first, second = (np.concatenate([one.logged for one in side]) for side in (live, candidate))
+    told = ~(np.isnan(first) | np.isnan(second)).any(-1)
+    if not told.any():
+        return Predicted(math.nan, math.nan, math.nan, 0.0)
+    is_open = float(np.diff(second[told]).mean()) / 2
+    return Predicted(float(first[told].mean()), float(second[told].mean()), is_open, float(told.mean()))
+
+
+def weigh(comparison: Comparison, evidence: float, config: GateConfig) -> Decision:
+    decision = Decision("hold", "", comparison, evidence, config.error)
+    if comparison.requests < config.requests:
+        return dataclasses.replace(decision, reason=f"{comparison.requests} scored requests, {config.requests} are needed")
+    if comparison.gain <= 0:
+        return dataclasses.replace(decision, reason="no gain")
+    if comparison.gain < config.gain:
+        return dataclasses.replace(decision, reason=f"a gain below {config.gain}")
+    if evidence * config.error < 1:
+        return dataclasses.replace(decision, reason="a gain without enough evidence")
+    return dataclasses.replace(decision, decision="accept", reason="a gain with evidence")

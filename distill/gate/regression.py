@@ -1,0 +1,159 @@
+"""Did a published version turn out worse? Judged on the traffic that it serves, none of which it was trained on, held out or not.
+
+Live acceptance alone cannot tell: it falls as well when the traffic gets harder. Two comparisons can, each paired by request:
+what the version was accepted with against what it should have been (served wrongly), and earlier versions on the same records:
+its parent (a gain that did not last), and the static draft, which is the floor however many versions came since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from draftsmith.distill.buffer.traffic import ServedText, depth_of, remembered
+from draftsmith.distill.config import GateConfig
+from draftsmith.distill.gate.gate import Comparison, compare, differences_of
+from draftsmith.distill.gate.scoring import Scorer
+from draftsmith.distill.gate.sequential import Ledger
+from draftsmith.distill.publisher import Publisher
+from draftsmith.drafters.interface import TrainedDrafter
+
+
+class Earlier(NamedTuple):
+    """A version that the live one is held to."""
+
+    version: int
+    scorer: Scorer
+    least: float  # gain in alpha that calls for going back to it
+
+
+@dataclass(frozen=True)
+class Watched:
+    reason: str  # "" when all is well
+    version: int | None  # to return to, where there is a reason and such a version
+    acceptance: float  # share of the offered tokens that the live version really had accepted
+    served: Comparison  # real acceptance -> alpha it should have had
+    earlier: dict[int, Comparison]  # live -> that version
+    evidence: Ledger
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "reason": self.reason,
+            "acceptance": self.acceptance,
+            "alpha_scored": self.served.second,
+            "served_gap": self.served.gain,
+            "served_evidence": self.evidence.served.value,
+            "earlier": {
+                str(version): {"gain": one.gain, "evidence": self.evidence.against(version).value}
+                for version, one in self.earlier.items()
+            },
+            "requests": self.served.requests,
+        }
+
+
+class LiveWatch:
+    """The live version and the earlier ones that it is held to, with the scores that they have already."""
+
+    def __init__(self, publisher: Publisher, config: GateConfig, live: Scorer):
+        self.publisher, self.config = publisher, config
+        self.latest: Watched | None = None
+        self.begin(live)
+
+    def begin(self, live: Scorer) -> None:
+        """With whatever is live now."""
+        self.live = live
+        self.held_to: list[Earlier] | None = None
+        self.texts: list[ServedText] = []
+        self.num_new = 0  # since the last look
+
+    def take(self, text: ServedText, served_as: str) -> None:
+        """What the live version drafted in, in part at least: a window of it is kept."""
+        if text.is_scorable and any(record.draft_version == served_as for record in text.records):
+            self.texts = [*self.texts, text][-self.config.window :]
+            self.num_new += 1
+
+    def forget(self, answers: frozenset[str]) -> None:
+        self.texts = remembered(self.texts, answers)
+        for one in self.held_to or ():
+            one.scorer.forget(answers)
+
+    def _scorer(self, drafter: TrainedDrafter) -> Scorer:
+        return Scorer(drafter, self.publisher.target, max_length=self.live.max_length)
+
+    def _earlier(self) -> list[Earlier]:
+        """The parent first. It has to be better by `drop`, since learning goes on; the floor, as a candidate, by what is worth a
+        swap."""
+        publisher = self.publisher
+        floor_version, floor = publisher.open_floor()
+        found = []
+        if publisher.parent_version is not None and publisher.parent is not None:
+            least = self.config.gain if floor is None else self.config.drop
+            found.append(Earlier(publisher.parent_version, self._scorer(publisher.parent), least))
+        if floor_version is not None and floor is not None:
+            found.append(Earlier(floor_version, self._scorer(floor), self.config.gain))
+        return found
+
+    @property
+    def is_due(self) -> bool:
+        return self.num_new >= self.config.requests
+
+    def look(self, evidence: Ledger, served_as: str) -> Watched:
+        self.num_new = 0
+        if self.held_to is None:
+            # Read now, not before: a version that serves nobody needs no floor in memory.
+            self.held_to = self._earlier()
+        depth = depth_of(self.texts)
+        self.latest = watch(
+            self.live, self.held_to, self.texts, self.config, version=served_as, max_depth=depth, evidence=evidence
+        )
+        return self.latest
+
+
+def watch(
+    live: Scorer,
+    earlier: Sequence[Earlier],
+    texts: Sequence[ServedText],
+    config: GateConfig,
+    *,
+    version: str,
+    max_depth: int,
+    evidence: Ledger,
+) -> Watched:
+    """`texts` were served by `version`, in part at least. A reason is given only for a loss with evidence, to which this look is
+    added. `earlier` begins with the version to return to where this one is served wrongly."""
+    everything = live.score(texts, max_depth=max_depth)
+    agreeing = [index for index, one in enumerate(everything) if one.is_consistent]
+    texts, scored = [texts[index] for index in agreeing], [everything[index] for index in agreeing]
+    now = [one.alpha for one in scored]
+    found = {}
+    for one in earlier:
+        before = [old.alpha for old in one.scorer.score(texts, max_depth=max_depth)]
+        found[one.version] = compare(now, before)
+        evidence.against(one.version).look(differences_of(texts, now, before))
+    mine = [np.array([name == version for name in one.version], dtype=bool) for one in scored]
+    kept = [one.kept[chosen] for one, chosen in zip(scored, mine, strict=True)]
+    should = [one.alpha[chosen] for one, chosen in zip(scored, mine, strict=True)]
+    served = compare(kept, should)
+    evidence.served.look(differences_of(texts, kept, should))
+    # The questions share the error.
+    error = config.error / (1 + len(earlier))
+    better = [
+        one.version
+        for one in earlier
+        if is_loss(found[one.version], one.least, config) and evidence.against(one.version).value * error >= 1
+    ]
+    reason, back = "", None
+    if is_loss(served, config.drop, config) and evidence.served.value * error >= 1:
+        reason = f"served alpha is {served.gain:.3f} below what the same draft scores on the same records"
+        back = earlier[0].version if earlier else None
+    elif better:
+        back = max(better, key=lambda one: found[one].gain)
+        reason = f"the alpha of version {back} is {found[back].gain:.3f} higher on the newest records"
+    return Watched(reason, back, served.first, served, found, evidence)
+
+
+def is_loss(comparison: Comparison, least: float, config: GateConfig) -> bool:
+    return comparison.requests >= config.requests and comparison.gain > least

@@ -1,0 +1,180 @@
+"""The alpha that a draft would have had on served traffic, at every drafted position whose context became text.
+
+The draft is unrolled over the text, and alpha = sum_v min(p_v, q_v) is taken over the full vocabulary under the request's own
+sampling, with p from the target's states that the unroll needs anyway. The 64 tokens of p that a record holds would prove only
+a lower bound, far too low for a target whose laws are flat; they tell whether this target served the text. Where they do suffice,
+the alpha that they give is told beside it: it needs no trust in the learner's own target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from draftsmith.distill.buffer.marks import is_forgotten
+from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.gate.logged import Logged, disagreement, sampling_rows
+from draftsmith.distill.gate.logged_alpha import logged_alpha
+from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.acceptance import overlap
+from draftsmith.kernels.sampling.filters import process
+from draftsmith.train.objective.unrolled_loss import Unrollable
+
+# Rows of full-vocabulary logits held at once.
+CHUNK = 512
+# Texts whose scores a draft keeps: several windows ask for them, of which some texts are the same.
+MOST_KNOWN = 4096
+# Mean total variation of a text between logged and own p: a server in another precision differs by less, another target by more.
+MAX_DISAGREEMENT = 0.1
+
+
+class Scored(NamedTuple):
+    """One text under one draft: an entry for each scored position, in the order of its rounds."""
+
+    alpha: np.ndarray  # [n]; 0 where the draft's law is not finite, which is never accepted
+    kept: np.ndarray  # [n] whether the token that was really offered there was accepted
+    version: list[str]  # [n] the draft that really offered it
+    is_consistent: bool  # the logged p agrees with this target
+    logged: np.ndarray  # [n, 2] bounds of alpha from the logged p alone; NaN where none is logged
+    is_finite: bool = True  # all laws of the draft
+
+
+class Position(NamedTuple):
+    row: int  # of the batch
+    logged: Logged
+
+    @property
+    def absolute(self) -> int:
+        return self.logged.record.position + self.logged.depth
+
+
+class Rows(NamedTuple):
+    """[n] each, or [n, 2], on the CPU."""
+
+    alpha: torch.Tensor  # NaN where the draft's law is not finite
+    disagreement: torch.Tensor
+    logged: torch.Tensor
+
+
+class Scorer:
+    """A draft with the scores it already has: a live draft meets a text at every decision, in more windows than one."""
+
+    def __init__(self, drafter: Unrollable, target: Target, *, max_length: int):
+        self.drafter, self.target, self.max_length = drafter, target, max_length
+        self._known: dict[tuple[str, int], Scored] = {}
+
+    def score(self, texts: Sequence[ServedText], *, max_depth: int) -> list[Scored]:
+        keys = [(text.request, max_depth) for text in texts]
+        new = [text for text, key in zip(texts, keys, strict=True) if key not in self._known]
+        found = score(self.drafter, self.target, new, max_depth=max_depth, max_length=self.max_length)
+        fresh = {(text.request, max_depth): one for text, one in zip(new, found, strict=True)}
+        asked = {key: fresh[key] if key in fresh else self._known.pop(key) for key in dict.fromkeys(keys)}
+        # Last what was asked for last; what nobody has asked for since longest is forgotten first.
+        kept = list((self._known | asked).items())
+        self._known = dict(kept[-max(MOST_KNOWN, len(asked)) :])
+        return [asked[key] for key in keys]
+
+    def forget(self, answers: frozenset[str]) -> None:
+        self._known = {key: one for key, one in self._known.items() if not is_forgotten(key[0], answers)}
+
+
+@torch.no_grad()
+def score(
+    drafter: Unrollable, target: Target, texts: Sequence[ServedText], *, max_depth: int, max_length: int, batch: int = 8
+) -> list[Scored]:
+    scored: list[Scored] = []
+    for begin in range(0, len(texts), batch):
+        scored += _score_batch(drafter, target, texts[begin : begin + batch], max_depth, max_length)
+    return scored
+
+
+def _score_batch(
+    drafter: Unrollable, target: Target, texts: Sequence[ServedText], max_depth: int, max_length: int
+) -> list[Scored]:
+    ids, mask = padded([text.tokens[:max_length] for text in texts], target.device)
+    taps, target_hidden = target.states(ids, mask, drafter.taps)
+    steps = list(drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=max_depth)))
+    positions = [
+        position
+        for row, text in enumerate(texts)
+        for position in positions_of(text, row, max_depth=max_depth, max_length=max_length)
+        if is_drafted(steps, position)
+    ]
+    chunks = [positions[at : at + CHUNK] for at in range(0, len(positions), CHUNK)]
+    parts = [_alphas(drafter, target, target_hidden, steps, chunk) for chunk in chunks]
+    nothing = Rows(torch.zeros(0), torch.zeros(0), torch.zeros(0, 2))
+    alphas = Rows(*(torch.cat(values) for values in zip(nothing, *parts, strict=True)))
+    return [_gather(row, positions, alphas) for row in range(len(texts))]
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask [B, L], padded on the right."""
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    return ids, mask
+
+
+def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int) -> list[Position]:
+    """The accepted positions and the first rejected one of each round."""
+    found = []
+    for record in text.records:
+        known = min(len(record.p), record.accepted + 1, max_depth, max_length - record.position)
+        found += [Position(row, Logged(record, depth)) for depth in range(known)]
+    return found
+
+
+def step_of(steps: Sequence[UnrolledStep], depth: int) -> UnrolledStep:
+    """A language model's unroll has one step: it drafts alike at every depth."""
+    return steps[min(depth, len(steps) - 1)]
+
+
+def is_drafted(steps: Sequence[UnrolledStep], position: Position) -> bool:
+    step = step_of(steps, position.logged.depth)
+    column = position.absolute - step.offset
+    # The last known position may lie one behind the text when a stop string cut it.
+    return 0 <= column < step.valid.shape[1] and bool(step.valid[position.row, column])
+
+
+def _alphas(
+    drafter: Unrollable, target: Target, target_hidden: torch.Tensor, steps: Sequence[UnrolledStep], positions: Sequence[Position]
+) -> Rows:
+    chosen = [step_of(steps, position.logged.depth) for position in positions]
+    hidden = torch.stack([step.hidden[one.row, one.absolute - step.offset] for step, one in zip(chosen, positions, strict=True)])
+    logits = full_vocabulary(hidden @ drafter.head_weight().T, drafter.vocab_map, target.vocab_size)
+    rows = [position.row for position in positions]
+    before = [position.absolute - 1 for position in positions]
+    logged = [position.logged for position in positions]
+    sampling = sampling_rows(logged, logits.device)
+    q_logits = process(logits, sampling)
+    target_logits = target.head(target_hidden[rows, before])
+    alpha = overlap(process(target_logits, sampling), q_logits)
+    is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
+    told = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
+    return Rows(torch.where(is_finite, alpha, math.nan).cpu(), disagreement(logged, target_logits), told)
+
+
+def full_vocabulary(logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Draft logits [n, Vd] -> [n, V], tokens that the draft does not know at -inf."""
+    spread = torch.full((logits.shape[0], vocab_size), -math.inf, device=logits.device)
+    if vocab_map is None:
+        shared = min(vocab_size, logits.shape[1])
+        spread[:, :shared] = logits[:, :shared]
+        return spread
+    return spread.index_copy_(1, vocab_map.to(logits.device), logits.float())
+
+
+def _gather(row: int, positions: Sequence[Position], alphas: Rows) -> Scored:
+    mine = [index for index, position in enumerate(positions) if position.row == row]
+    logged = [positions[index].logged for index in mine]
+    kept = np.array([one.depth < one.record.accepted for one in logged], dtype=np.float64)
+    is_consistent = not mine or float(alphas.disagreement[mine].mean()) <= MAX_DISAGREEMENT
+    alpha = alphas.alpha[mine].double().numpy()
+    versions = [one.record.draft_version for one in logged]
+    is_finite = not np.isnan(alpha).any()
+    return Scored(np.nan_to_num(alpha), kept, versions, is_consistent, alphas.logged[mine].double().numpy(), is_finite)

@@ -1,0 +1,248 @@
+"""Training on served text: the trainer's objective, at the positions that verification visited.
+
+Fresh texts are mixed with the latest ones before them and with a reservoir of all: a few texts trained on again and again before
+the next ones come teach less than the same steps spread over many, and what the draft knew is not unlearned.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from draftsmith.distill.buffer.traffic import ServedText, branches, remembered
+from draftsmith.distill.config import POSITIONS, LearnConfig
+from draftsmith.distill.learn.adapters import adapt, rebase
+from draftsmith.distill.learn.gradients import OwnGradients
+from draftsmith.distill.learn.optimizer import NewOptimizer, WholeOptimizer, trained
+from draftsmith.distill.limits import check_numbers
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.kernels.divergence.kind import kind_of
+from draftsmith.train.data.roles import RoleWeights, Row, branch_row, text_row
+from draftsmith.train.objective.unrolled_loss import StepSums
+
+# So many steps in a row without a finite gradient mean that the candidate is lost.
+MAX_BROKEN_STEPS = 3
+LATEST = 128  # texts
+# Saved among the optimizer's moments.
+AVERAGE = "average"
+
+Rest = Callable[[float], None]  # hears the seconds of a piece of work
+
+
+def no_rest(worked_s: float) -> None:
+    """On a device of its own the learner needs none."""
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    steps: int
+    broken: int  # steps skipped because their gradient was not finite
+    loss: float  # token mean of the divergence over the depths, before the last step
+    alpha: list[float]  # of each depth, on the same batch
+    tokens: int  # trained positions in the update
+
+
+@dataclass
+class Reservoir:
+    """A uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the latest ones; without laws."""
+
+    capacity: int
+    texts: list[ServedText] = field(default_factory=list)
+    latest: list[ServedText] = field(default_factory=list)
+    seen: int = 0
+
+    def arrived(self, fresh: Sequence[ServedText]) -> None:
+        self.latest = [*self.latest, *(text.slim() for text in fresh)][-LATEST:]
+
+    def sample(self, count: int, rng: random.Random) -> list[ServedText]:
+        """Half of them of the latest, half of all; fewer where there are not so many."""
+        of_all = min(count // 2, len(self.texts))
+        of_latest = min(count - count // 2, len(self.latest))
+        return rng.sample(self.texts, of_all) + rng.sample(self.latest, of_latest)
+
+    def forget(self, answers: frozenset[str]) -> None:
+        self.texts, self.latest = remembered(self.texts, answers), remembered(self.latest, answers)
+
+    def add(self, text: ServedText, rng: random.Random) -> None:
+        self.seen += 1
+        if len(self.texts) < self.capacity:
+            self.texts.append(text.slim())
+        elif (place := rng.randrange(self.seen)) < self.capacity:
+            self.texts[place] = text.slim()
+
+
+class Learner:
+    """Owns the candidate's optimizer and the reservoir. Randomness depends on `seed` and the number of the update alone.
+    The optimizer is this process's own where none is given."""
+
+    def __init__(
+        self, drafter: torch.nn.Module, target: Target, config: LearnConfig, *, seed: int, optimizer: NewOptimizer | None = None
+    ):
+        check(config)
+        self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
+        self.reservoir = Reservoir(config.reservoir)
+        self.weights = role_weights(config.positions)
+        if config.lora is not None:
+            adapt(drafter, config.lora, seed=seed)
+        self.parameters = trained(drafter)
+        new_optimizer = optimizer or partial(WholeOptimizer, OwnGradients(target, config), config)
+        self.optimizer = new_optimizer(drafter)
+        self.updates = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """From the draft's weights as they are, which are the live version's."""
+        self.steps = 0
+        self.average: dict[str, torch.Tensor] = {}
+        self.anchor = self._copies() if self.config.proximal else {}
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def restart(self, live: Mapping[str, torch.Tensor]) -> None:
+        """From the live version's weights, with a fresh optimizer."""
+        if self.config.lora is None:
+            self.drafter.load_state_dict(live)
+        else:
+            rebase(self.drafter, live, seed=self.seed)
+        self.optimizer.forget()
+        self._begin()
+
+    def live_changed(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Another version is live, this candidate perhaps: it is what the candidate is held to. Adapters begin anew on it."""
+        if self.config.lora is not None:
+            self.restart(live)
+        elif self.config.proximal:
+            self.anchor = {name: live[name].detach().clone() for name in self.parameters}
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """What the steps left beside the weights, the mean of these included, as "<parameter>:<moment>"."""
+        return self.optimizer.moments() | {f"{name}:{AVERAGE}": value for name, value in self.average.items()}
+
+    def fill(self, steps: int, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
+        """Goes on where a saved one was."""
+        self.steps = steps
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
+        averages = {name: moments.get(f"{name}:{AVERAGE}") for name in self.parameters}
+        self.average = {name: value.to(self.parameters[name].device) for name, value in averages.items() if value is not None}
+        self.optimizer.fill({key: value for key, value in moments.items() if not key.endswith(f":{AVERAGE}")})
+
+    def update(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:
+        """A bounded number of steps, however much came in; every fresh text then may enter the reservoir. `rest` is told how
+        long each step took."""
+        rng = random.Random(f"{self.seed} {self.updates}")
+        queue = list(fresh)
+        rng.shuffle(queue)
+        self.reservoir.arrived(queue)
+        broken = in_a_row = tokens = 0
+        loss, alpha = math.nan, [math.nan]
+        for step in range(self.config.steps):
+            begun_s = time.perf_counter()
+            rows = self._rows(self._batch(queue, step, rng), rng)
+            if not any(row.weights.any() for row in rows):
+                continue
+            sums = self._step(rows)
+            if sums is not None:
+                loss, alpha = summary(sums)
+                in_a_row = 0
+            else:
+                broken, in_a_row = broken + 1, in_a_row + 1
+            tokens += int(sum((row.weights > 0).sum() for row in rows))
+            rest(time.perf_counter() - begun_s)
+            if in_a_row == MAX_BROKEN_STEPS:
+                break
+        for text in fresh:
+            self.reservoir.add(text, rng)
+        self.updates += 1
+        return UpdateReport(self.config.steps, broken, loss, alpha, tokens)
+
+    def _batch(self, queue: list[ServedText], step: int, rng: random.Random) -> list[ServedText]:
+        older = self.reservoir.sample(round(self.config.replay * self.config.batch), rng)
+        num_fresh = self.config.batch - len(older)
+        # Few fresh texts are not repeated within a batch; over the steps all get their turn.
+        picked = [queue[(step * num_fresh + index) % len(queue)] for index in range(min(num_fresh, len(queue)))]
+        return picked + older
+
+    def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[Row]:
+        rows = [text_row(text.tokens, text.roles, self.weights) for text in texts]
+        if self.weights.later_rejected:
+            found = [branch for text in texts for branch in branches(text)]
+            rows += [branch_row(branch, self.weights) for branch in rng.sample(found, min(self.config.branches, len(found)))]
+        return [row.cut(min(self.config.max_length, self.target.max_positions)) for row in rows]
+
+    def _step(self, rows: Sequence[Row]) -> StepSums | None:
+        """None, and nothing changed, when the gradient is not finite."""
+        lr = self.config.lr * min(1.0, (self.steps + 1) / max(1, self.config.warmup))
+        sums = self.optimizer.step(rows, lr=lr)
+        if sums is not None:
+            self.steps += 1
+            self._pull(lr)
+            self._average()
+        return sums
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """At a constant rate the last weights are as noisy as on the first day; their mean is not. A young one decays faster, so
+        that it soon leaves where it began."""
+        if self.config.average == 0:
+            return
+        if not self.average:
+            self.average = self._copies()
+            return
+        decay = min(self.config.average, (1 + self.steps) / (10 + self.steps))
+        for name, parameter in self.parameters.items():
+            self.average[name].lerp_(parameter, 1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[torch.nn.Module]:
+        """The draft as it is judged and published: in here it has the mean of its weights, afterwards its own again."""
+        self._exchange()
+        try:
+            yield self.drafter
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, average in self.average.items():
+            held = self.parameters[name].detach().clone()
+            self.parameters[name].copy_(average)
+            average.copy_(held)
+
+    @torch.no_grad()
+    def _pull(self, lr: float) -> None:
+        """Towards the live version, decoupled from the gradient as AdamW's decay towards zero is."""
+        share = min(1.0, lr * self.config.proximal)
+        for name, live in self.anchor.items():
+            self.parameters[name].lerp_(live, share)
+
+
+def summary(sums: StepSums) -> tuple[float, list[float]]:
+    weight = sums.weight.clamp(min=1e-9)
+    loss = float(sums.divergence.sum() / weight.sum())
+    return loss, (sums.alpha / weight).tolist()
+
+
+def role_weights(positions: Sequence[str]) -> RoleWeights:
+    """Each of the named ones counts alike."""
+    return RoleWeights(**{name.replace("-", "_"): float(name in positions) for name in POSITIONS})
+
+
+def check(config: LearnConfig) -> None:
+    check_numbers(config, "learn.")
+    kind_of(config.divergence)
+    for name in config.positions:
+        if name not in POSITIONS:
+            raise UserError(f"learn.positions holds {name!r}; choose from {', '.join(POSITIONS)}")
+    if not config.positions:
+        raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")

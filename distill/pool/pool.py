@@ -1,0 +1,234 @@
+"""Drafts that learn from one class of requests each: sorted by tag or cluster, begun, served, given up (`pool_policy.py`).
+
+Every text also goes to the lineage that all classes share: its draft serves who has none, and it is what the others are held to.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.gate.class_standing import Standing
+from draftsmith.distill.gate.scoring import Scored
+from draftsmith.distill.lineage import Lineage, Site
+from draftsmith.distill.pool.clusters import find_clusters
+from draftsmith.distill.pool.policy import ClassTraffic, Member, Move, moves, resolved
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.published.pool import DraftPool, next_folder, pool_root, read_pool, write_pool
+from draftsmith.drafters.published.prompt_clusters import cluster_name
+
+# Texts without a tag that are enough to look for clusters in; while no draft goes by clusters, anew each time they have doubled.
+FIRST_CLUSTERS = 256
+# As decisions name them.
+DECISIONS = {
+    "learn": "class learns",
+    "serve": "new class",
+    "merge": "merged class",
+    "stop": "class stops learning",
+    "retire": "retired class",
+}
+
+
+@dataclass
+class Pooled:
+    """A class with a lineage. While it learns, its live version is a copy of the live draft, which its candidate must beat."""
+
+    name: str
+    folder: str
+    lineage: Lineage
+    standing: Standing
+    is_serving: bool
+    requests: int = 0  # since it began to learn
+
+    def copied(self, version: int) -> int | None:
+        """Which version of the live draft a version of its own is a copy of; None for a candidate that won."""
+        return versions.read_manifest(self.lineage.root, version)["data_range"].get("copy_of")
+
+    @property
+    def has_won(self) -> bool:
+        return not self.is_serving and self.copied(self.lineage.publisher.version) is None
+
+    @property
+    def held_to(self) -> int | None:
+        """The version of the live draft that its candidate must beat, or did."""
+        version = self.lineage.publisher.version
+        if self.has_won:
+            version = versions.read_manifest(self.lineage.root, version)["parent"]
+        return None if version is None else self.copied(version)
+
+    def numbers(self) -> dict[str, Any]:
+        latest = self.standing.latest
+        return {
+            "folder": self.folder,
+            "serving": self.is_serving,
+            "version": self.lineage.publisher.version,
+            "gain": latest.gain if latest else None,
+            "requests": self.requests,
+            "updates": self.lineage.learner.updates,
+            "window": len(self.lineage.window),
+        }
+
+
+class ClassPool:
+    """`pool.json` says which lineages there are, the learner's state what they know."""
+
+    def __init__(self, root: Path, site: Site, shared: Lineage):
+        self.root, self.site, self.shared = root, site, shared
+        self.written = pool = read_pool(root) or DraftPool()
+        self.config, self.gate = resolved(site.config.pool, len(pool.classes) + len(pool.learning)), site.config.gate
+        self.clusters = pool.clusters
+        self.traffic = ClassTraffic(self.config.idle_requests)
+        self.untagged, self.clusters_due = 0, FIRST_CLUSTERS
+        self.members: dict[str, Pooled] = {}
+        for classes, is_serving in ((pool.classes, True), (pool.learning, False)):
+            for name, folder in classes.items():
+                self.members[name] = self._open(name, folder, is_serving=is_serving)
+        self._sweep()
+        if site.config.pool.most is None and self.members:
+            names = ", ".join(map(repr, self.members))
+            site.tell(f"the pool goes on with {names}; give pool.most to let more classes begin, or fewer stay")
+
+    def _open(self, name: str, folder: str, *, is_serving: bool) -> Pooled:
+        draft = str(versions.folder_of(self.root, self.shared.publisher.version))
+        lineage = Lineage(pool_root(self.root) / folder, self.site, draft=draft, name=name)
+        return Pooled(name, folder, lineage, Standing(self.gate), is_serving)
+
+    @property
+    def lineages(self) -> dict[str, Lineage]:
+        """By folder."""
+        return {one.folder: one.lineage for one in self.members.values()}
+
+    # Traffic.
+
+    def take(self, text: ServedText) -> None:
+        tag = text.records[0].request_class
+        self.untagged += not tag
+        name = DraftPool(clusters=self.clusters).class_of(tag, text.records[0].context)
+        self.traffic.observe(name)
+        if name in self.members:
+            self.members[name].requests += 1
+            self.members[name].lineage.take(text)
+
+    def _find_clusters(self) -> None:
+        """In the sample of all traffic that the shared lineage keeps."""
+        names = [] if self.clusters is None else [cluster_name(number) for number in range(len(self.clusters.centroids))]
+        if self.untagged < self.clusters_due or any(name in self.members for name in names):
+            return
+        self.clusters_due = 2 * self.untagged
+        kept = self.shared.learner.reservoir.texts
+        texts = [text.tokens for text in kept if not text.records[0].request_class]
+        self.clusters = find_clusters(texts, most=max(2, self.config.most), seed=self.site.config.seed)
+        self.traffic.leave_out(names)
+        count = len(self.clusters.centroids) if self.clusters else 1
+        self.site.tell(f"requests without a tag are of {count} kind{'s' if count > 1 else ''}")
+
+    # Decisions.
+
+    def judge(self) -> None:
+        """Looks at what has new held-out requests, and moves."""
+        if not self.config.most and not self.members:
+            return
+        for one in self.members.values():
+            if not one.is_serving:
+                self._follow_live(one)
+            elif self._num_new(one) >= self.gate.requests:
+                with self.site.throttle.work():
+                    self._look(one)
+        members = [self._member(one) for one in sorted(self.members.values(), key=lambda one: not one.is_serving)]
+        for move in moves(members, self.traffic, self.config):
+            self._apply(move)
+        self._find_clusters()
+        self._write()
+
+    def _follow_live(self, one: Pooled) -> None:
+        """What a class that learns must beat is the live draft of today, even if it did beat yesterday's."""
+        version = self.shared.publisher.version
+        if one.held_to != version:
+            one.lineage.rebase(self.shared.publisher.live, version)
+
+    def _num_new(self, one: Pooled) -> int:
+        seen = set(one.standing.window)
+        return sum(text.request not in seen for text in one.lineage.window)
+
+    def _look(self, one: Pooled) -> None:
+        if one.lineage.made_for or self.shared.made_for:
+            return
+        texts, depth = one.lineage.window, one.lineage.depth
+        own, live = (scorer.score(texts, max_depth=depth) for scorer in (one.lineage.live, self.shared.live))
+        pair = (one.lineage.publisher.version, self.shared.publisher.version)
+        one.standing.look([text.request for text in texts], alphas(live), alphas(own), versions=pair)
+
+    def _member(self, one: Pooled) -> Member:
+        told = one.standing.describe() if one.is_serving else f"version {one.lineage.publisher.version} won"
+        return Member(one.name, one.is_serving, one.has_won, one.standing.is_no_better, one.requests, told)
+
+    def _apply(self, move: Move) -> None:
+        name = move.name
+        if move.kind == "learn":
+            self.members[name] = self._open(name, next_folder(self.root), is_serving=False)
+            self.members[name].lineage.begin(None)
+        one = self.members[name]
+        if move.kind == "serve":
+            one.is_serving = True
+        elif move.kind != "learn":
+            self.members.pop(name).lineage.learner.optimizer.close()
+            self.traffic.given_up[name] = self.traffic.num_seen
+        decision = DECISIONS[move.kind]
+        self.shared.log.add({"decision": decision, "class": name, "reason": move.reason, **one.numbers()})
+        self.site.tell(f"{decision}: {name!r} ({one.folder}), {move.reason}")
+
+    # Keeping.
+
+    def _pool(self) -> DraftPool:
+        serving = {one.name: one.folder for one in self.members.values() if one.is_serving}
+        learning = {one.name: one.folder for one in self.members.values() if not one.is_serving}
+        return DraftPool(serving, learning, self.clusters)
+
+    def _write(self) -> None:
+        """Whatever moved. A full disk is tried again."""
+        pool = self._pool()
+        if pool == self.written:
+            return
+        write_pool(self.root, pool)
+        self.site.save()
+        self.written = pool
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Versions of classes that have no draft any more; their decisions stay."""
+        named = {one.folder for one in self.members.values()}
+        for folder in pool_root(self.root).glob("c*/"):
+            if folder.name not in named:
+                for version in versions.versions(folder):
+                    shutil.rmtree(versions.folder_of(folder, version), ignore_errors=True)
+
+    def numbers(self) -> dict[str, Any]:
+        return {one.name: one.numbers() for one in self.members.values()}
+
+    def to_dict(self) -> dict[str, Any]:
+        members = {one.folder: {"requests": one.requests, "standing": one.standing.to_dict()} for one in self.members.values()}
+        return {
+            "traffic": self.traffic.to_dict(),
+            "untagged": self.untagged,
+            "clusters_due": self.clusters_due,
+            "members": members,
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        self.traffic = ClassTraffic.from_dict(values["traffic"], window=self.config.idle_requests)
+        self.untagged, self.clusters_due = values["untagged"], values["clusters_due"]
+        for one in self.members.values():
+            if one.folder in values["members"]:
+                saved = values["members"][one.folder]
+                one.requests, one.standing = saved["requests"], Standing.from_dict(saved["standing"], self.gate)
+
+
+def alphas(scored: Sequence[Scored]) -> list[np.ndarray]:
+    """None of a text that contradicts this target."""
+    return [one.alpha if one.is_consistent else np.zeros(0) for one in scored]

@@ -1,0 +1,147 @@
+"""Draws draft tokens depth by depth and keeps the law each was drawn from (law 2: q is what was sampled).
+
+B rows of the batch, K depths, R rows that draft at a depth, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
+
+
+class Draw(NamedTuple):
+    """One token a row."""
+
+    tokens: torch.Tensor  # [R] target ids
+    law: torch.Tensor | None  # [R, Vd] processed, over the draft's ids; None where all rows are greedy
+    best: torch.Tensor | None  # [R] the largest logits where all rows are greedy: not finite without mass
+
+    def select(self, chosen: torch.Tensor | slice) -> Draw:
+        return Draw(self.tokens[chosen], *(None if part is None else part[chosen] for part in self[1:]))
+
+
+class Depth(NamedTuple):
+    """Who drafts at one depth."""
+
+    rows: torch.Tensor  # [R] of the batch
+    kept: torch.Tensor | None  # [R] which of the rows of the depth before they are; None: all of them
+    indices: list[int]  # the same rows on the host
+
+
+def draw_tokens(
+    logits: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor, positions: torch.Tensor, vocab_map: torch.Tensor | None
+) -> Draw:
+    """Raw draft logits [R, Vd] -> the tokens of the absolute `positions` [R]. A CUDA graph can hold it."""
+    if sampling.passes.all_greedy:
+        best, tokens = logits.max(dim=-1)  # the first of equal logits
+        law = None
+    else:
+        best, law = None, process(logits, sampling)
+        # A law without mass (NaN weights) draws -1; token 0 at -inf says the same and can be embedded.
+        tokens = sample(law, seeds, positions, Purpose.DRAFT).clamp(min=0)
+    return Draw(tokens if vocab_map is None else vocab_map[tokens], law, best)
+
+
+class Drawing:
+    """`vocab_map` [Vd] holds the target's id of each draft id, None for the same ids; laws are kept over the target's ids."""
+
+    def __init__(self, inputs: DraftInputs, *, vocab_size: int, vocab_map: torch.Tensor | None = None):
+        self.inputs = inputs
+        self.vocab_map = vocab_map
+        self.budgets: list[int] = inputs.num_draft.tolist()
+        size, self.depth = len(self.budgets), max(self.budgets)
+        device = inputs.tokens.device
+        self.tokens = torch.full((size, self.depth), -1, dtype=torch.int64, device=device)
+        # A greedy draft is the argmax, and its law is one-hot: a batch of them needs no laws at all.
+        greedy = inputs.sampling.passes.all_greedy
+        # The type is named: a version being loaded on another thread changes torch's default for a while.
+        self.best = torch.zeros(self.tokens.shape, dtype=torch.float32, device=device) if greedy else None
+        self.shape = (size, self.depth, vocab_size)
+        self.logits = None if greedy else torch.full(self.shape, -torch.inf, dtype=torch.float32, device=device)
+        self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def depths(self, rows: Sequence[int], most: int | None = None) -> list[Depth]:
+        """Who of `rows` (ascending) drafts at each depth, up to `most` depths: known beforehand, told to the device at once."""
+        alive: list[list[int]] = []
+        flat: list[int] = []
+        sizes: list[int] = []
+        before = list(rows)
+        for depth in range(self.depth if most is None else min(self.depth, most)):
+            kept = [index for index, row in enumerate(before) if self.budgets[row] > depth]
+            if not kept:
+                break
+            fewer = len(kept) < len(before)
+            if fewer:
+                before = [before[index] for index in kept]
+            new = [kept if fewer else [], before if fewer or depth == 0 else []]
+            flat += new[0] + new[1]
+            sizes += map(len, new)
+            alive.append(before)
+        if not alive:
+            return []
+        parts = torch.tensor(flat, dtype=torch.int64, device=self.tokens.device).split(sizes)
+        depths: list[Depth] = []
+        for indices, kept_part, chosen in zip(alive, parts[::2], parts[1::2], strict=True):
+            rows_here = chosen if len(chosen) else depths[-1].rows
+            depths.append(Depth(rows_here, kept_part if len(kept_part) else None, indices))
+        return depths
+
+    def draw(self, rows: torch.Tensor, depth: int, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Raw draft logits [R, Vd] of `rows` [R] -> target ids [R], the tokens of the absolute `positions` [R]."""
+        if self.inputs.adjust is not None:
+            prefixes = self.tokens[rows, :depth].tolist()
+            logits = adjusted(self.inputs.adjust, logits, rows, prefixes, self.shape[2], self.vocab_map)
+        sampling, seeds = self.inputs.sampling, self.inputs.seeds
+        if len(rows) < len(self.budgets):
+            sampling, seeds = sampling.select(rows), seeds[rows]
+        drawn = draw_tokens(logits, sampling, seeds, positions, self.vocab_map)
+        self.keep(rows, depth, drawn)
+        return drawn.tokens
+
+    def keep(self, rows: torch.Tensor, depth: int, drawn: Draw) -> None:
+        # All rows are in their order, so that nothing has to be looked up.
+        chosen = slice(None) if len(rows) == len(self.budgets) else rows
+        self.tokens[chosen, depth] = drawn.tokens
+        self.lengths[chosen] = depth + 1
+        if self.best is not None:
+            self.best[chosen, depth] = drawn.best.float()
+        elif self.vocab_map is None:
+            self.logits[chosen, depth] = drawn.law
+        else:
+            self.logits[rows[:, None], depth, self.vocab_map[None, :]] = drawn.law
+
+    def shorten(self, lengths: torch.Tensor) -> None:
+        """Offers no more than `lengths` [B] of what was drawn."""
+        self.lengths = torch.minimum(self.lengths, lengths)
+        self.tokens.masked_fill_(torch.arange(self.depth, device=lengths.device) >= self.lengths[:, None], -1)
+
+    def proposal(self) -> Proposal:
+        sound = None if self.best is None else torch.isfinite(self.best)
+        return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits, sound=sound)
+
+
+def adjusted(
+    adjust: Adjust,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    prefixes: list[list[int]],
+    vocab_size: int,
+    vocab_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the requests `rows` [R] ask of their laws, still over the draft's ids: every row draws as it would alone. [R, Vd]."""
+    full = logits
+    if vocab_map is not None:
+        full = torch.full((len(rows), vocab_size), -torch.inf, dtype=logits.dtype, device=logits.device)
+        full[:, vocab_map] = logits
+    changed = adjust(full, rows, prefixes)
+    if vocab_map is not None:
+        changed = changed[:, vocab_map]
+    # A draft that knows no token that may come has not failed: what it draws instead is rejected.
+    possible = (changed > -torch.inf).any(dim=-1, keepdim=True)
+    return torch.where(possible, changed, logits)

@@ -1,0 +1,292 @@
+"""DFlash (arXiv 2602.06036): a few layers draft a whole block in one pass over keys and values made from the target's states.
+
+    context at t  = hidden_norm(fc(cat(taps of t))); every layer's key and value projections read it, nothing else does
+    block         = the newest token x_n, then mask tokens at n + 1, n + 2, ...
+    logits of x_{n+i} = target's head(norm(state of the mask at n + i))
+
+Drafts do not see each other, so q of a chain is a product. In a causal block a draft does not depend on how many follow it,
+which is what a server that changes k wants; blocks that see all of themselves are served as in vLLM, k + 1 slots long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from draftsmith.drafters.autoregressive.drawing import Drawing
+from draftsmith.drafters.autoregressive.ragged import sent
+from draftsmith.drafters.blocks.shape import BlockShape, check_block, checked_mask_token, shape_in
+from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of
+from draftsmith.drafters.init_from_target import adopt_layers, average_taps, fitted_norm, output_table
+from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.options import DflashOptions, default_taps
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
+from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.taps import check_taps
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.training.block_unroll import BlockPass
+from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
+from draftsmith.errors import UserError
+from draftsmith.kernels.attention.paged import PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.dispatch import reads_freely
+
+
+class Block(NamedTuple):
+    """What was read of R rows; slots are counted over all of them."""
+
+    states: torch.Tensor  # [T, H] normed
+    begins: torch.Tensor  # [R] first slot
+    newest: torch.Tensor  # [R] position of the newest token
+    tokens: torch.Tensor  # [R] the newest token
+
+
+class Dflash(nn.Module):
+    """Embeddings and head are the target's, frozen and not part of the module."""
+
+    family = "dflash"
+    architecture = "DFlashDraftModel"
+    from_anchor = False  # whether the first draft is read off the newest token's own slot
+    vocab_map = None
+
+    def __init__(self, config: Qwen3Config, target: Target, taps: tuple[int, ...], shape: BlockShape):
+        super().__init__()
+        if config.hidden_size != target.hidden_size or config.vocab_size != target.vocab_size:
+            raise UserError(
+                f"the {self.family} draft has hidden_size={config.hidden_size}, vocab_size={config.vocab_size} where "
+                f"{target.hidden_size} and {target.vocab_size} are needed for {target.name!r}; use another draft"
+            )
+        self.config, self.taps, self.shape = config, taps, shape
+        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary frequencies.
+        self._target = (target,)
+        self._rotary = (Qwen3RotaryEmbedding(config),)
+        self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.to(target.device)
+
+    @classmethod
+    def create(cls, options: DflashOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Dflash:
+        """`token_counts` is not needed: the head is the target's own."""
+        if options.block_size < 2 or options.num_layers < 1:
+            raise UserError(
+                f"option {cls.family!r} has block_size={options.block_size} and num_layers={options.num_layers}; give at least 2 "
+                "and 1"
+            )
+        shape = shape_of(target) | {"num_hidden_layers": options.num_layers}
+        if options.intermediate_size is not None:
+            shape["intermediate_size"] = options.intermediate_size
+        taps = options.taps or default_taps(target.num_layers)
+        check_taps(taps, target.num_layers)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            drafter = cls(layer_config(Qwen3Config, shape), target, taps, cls.shape_from(options, target))
+        # The head is frozen, so the last norm must speak its language.
+        drafter.norm.weight.data.copy_(fitted_norm(target))
+        average_taps(drafter.fc)
+        adopt_layers(target, drafter.layers)
+        # What the keys and values of the last layer are made of has the target's norm before it, too.
+        drafter.hidden_norm.weight.data.copy_(drafter.layers[-1].input_layernorm.weight)
+        return drafter
+
+    @classmethod
+    def shape_from(cls, options: DflashOptions, target: Target) -> BlockShape:
+        return BlockShape(options.block_size, checked_mask_token(target, options.mask_token), options.causal)
+
+    @property
+    def max_depth(self) -> int:
+        return self.shape.block_size if self.from_anchor else self.shape.block_size - 1
+
+    def head_weight(self) -> torch.Tensor:
+        return output_table(self._target[0]).to(self.fc.weight.dtype)
+
+    def head_input(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Normed states [..., H] and the token before each draft [...] -> what the head multiplies."""
+        return states
+
+    def confidence(self, head_input: torch.Tensor) -> torch.Tensor | None:
+        """What the head multiplies -> logits [...] of the chance that a draft read off it is kept; None without a guess."""
+        return None
+
+    def context(self, taps: torch.Tensor) -> torch.Tensor:
+        return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+
+    def context_keys(self, context: torch.Tensor, positions: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of every layer, keys and values [b, kv_heads, t, D] of context states [b, t, H] at `positions` [b or 1, t]."""
+        rotary = self._rotary[0](context, positions)
+        for layer in self.layers:
+            yield projected(layer.self_attn, context, rotary)
+
+    def body(self, ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Slots [b, t] at positions [b or 1, t] -> normed states [b, t, H]."""
+        states = self._target[0].embed(ids).to(self.fc.weight.dtype)
+        rotary = self._rotary[0](states, positions)
+        for layer in self.layers:
+            states = layer(states, position_embeddings=rotary, attention_context=context)
+        return self.norm(states)
+
+    def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
+        """One pass: the block at every column n drafts n + 1, n + 2, ... after it."""
+        ids, (rows, length) = batch.input_ids, batch.input_ids.shape
+        depths = min(batch.num_steps, self.max_depth)
+        skipped = 0 if self.from_anchor else 1
+        slots, device = depths + skipped, ids.device
+        places, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
+        context = list(self.context_keys(self.context(batch.taps), places))
+        # Blocks before this column draft nothing that counts.
+        first = max(0, batch.first - depths)
+        blocks = torch.full((rows, length - first, slots), self.shape.mask_token, device=device)
+        blocks[:, :, 0] = ids[:, first:]
+        positions = (places[:, first:, None] + torch.arange(slots, device=device)).flatten(1)
+        attention = BlockPass(context, slots=slots, causal=self.shape.causal, segments=batch.segments, first=first)
+        states = self.body(blocks.flatten(1), positions, attention).unflatten(1, (-1, slots))
+        previous = torch.roll(ids, -1, dims=1)
+        for depth in range(batch.num_steps):
+            if depth < depths:
+                # The block that drafts the token at t + 2 at this depth stands at t + 1 - depth.
+                hidden = nn.functional.pad(states[:, :, depth + skipped], (0, 0, first + depth, 1))[:, 1 : length + 1]
+                valid = has_next & (places >= depth)
+            else:
+                hidden, valid = states.new_zeros(rows, length, states.shape[-1]), torch.zeros_like(has_next)
+            head_input = self.head_input(hidden, previous)
+            yield UnrolledStep(hidden=head_input, valid=valid, offset=2, confidence=self.confidence(head_input))
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
+        return PagedPool.empty(
+            num_layers=self.config.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.config.num_key_value_heads,
+            key_dim=self.config.head_dim,
+            device=device,
+            dtype=dtype,
+        )
+
+    @torch.no_grad()
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        drawing = Drawing(inputs, vocab_size=self.config.vocab_size)
+        self._read_context(inputs)
+        # A block without any context was never trained.
+        rows = ((inputs.num_draft > 0) & (inputs.starts + inputs.lengths > 1)).nonzero()[:, 0]
+        if len(rows) == 0:
+            return drawing.proposal()
+        block = self._read_blocks(inputs, rows)
+        begins, newest, tokens = block.begins, block.newest, block.tokens
+        head, skipped = self.head_weight().T, 0 if self.from_anchor else 1
+        survival = torch.ones_like(tokens, dtype=torch.float32)  # the chance that all drafts of a row are kept, as guessed
+        offered = torch.zeros_like(drawing.lengths)
+        for depth, (chosen, kept, _) in enumerate(drawing.depths(rows.tolist(), self.max_depth)):
+            if kept is not None:
+                begins, newest, tokens, survival = begins[kept], newest[kept], tokens[kept], survival[kept]
+            head_input = self.head_input(block.states[begins + depth + skipped], tokens)
+            confidence = self.confidence(head_input) if inputs.least_survival > 0 else None
+            if confidence is not None:
+                # Before the draft is drawn: whether it is offered must not depend on what it is (law 4).
+                survival = survival * torch.sigmoid(confidence.float())
+                sure = survival >= inputs.least_survival
+                if reads_freely(sure.device) and not sure.any():
+                    break
+                offered[chosen] += sure
+            else:
+                offered[chosen] += 1
+            tokens = drawing.draw(chosen, depth, head_input @ head, newest + 1 + depth)
+        if inputs.least_survival > 0:
+            drawing.shorten(offered)
+        return drawing.proposal()
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        """The block's own keys stand where the context's come next."""
+        return last
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(proposal=weight_bytes([self], output_table(self._target[0])), token=0)
+
+    def _read_context(self, inputs: DraftInputs) -> None:
+        """Writes keys and values of the positions whose true states are new."""
+        counts = inputs.lengths - 1
+        rows = torch.repeat_interleave(counts)
+        if len(rows) == 0:
+            return
+        offsets = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        rows, positions = sent(inputs.tokens.device, rows, inputs.starts[rows] + offsets)
+        slots = inputs.pool.slots_of(inputs.block_tables, rows, positions)
+        pairs = self.context_keys(self.context(inputs.taps)[None], positions[None])
+        for (keys, values), pool_keys, pool_values in zip(pairs, inputs.pool.keys, inputs.pool.values, strict=True):
+            pool_keys.index_copy_(0, slots, keys[0].transpose(0, 1).to(pool_keys.dtype))
+            pool_values.index_copy_(0, slots, values[0].transpose(0, 1).to(pool_values.dtype))
+
+    def _read_blocks(self, inputs: DraftInputs, rows: torch.Tensor) -> Block:
+        """From the newest token of each of `rows` [R] (on the host) on."""
+        newest = (inputs.starts + inputs.lengths - 1)[rows]
+        counts = inputs.num_draft[rows].clamp(max=self.max_depth) + (0 if self.from_anchor else 1)
+        begins = counts.cumsum(0) - counts
+        which = torch.repeat_interleave(counts)
+        slot = torch.arange(len(which)) - begins[which]
+        columns = (rows, begins, newest, counts, newest[which] + slot, newest[which], counts[which])
+        parts = sent(inputs.tokens.device, *columns, inputs.lengths.cumsum(0)[rows] - 1)
+        rows, begins, newest, counts, positions, first, size, ends = parts
+        tokens = inputs.tokens[ends]
+        ids = torch.full_like(positions, self.shape.mask_token).index_copy_(0, begins, tokens)
+        # A causal block is a chain; in another every slot sees all of its block.
+        tree = None if self.shape.causal else TreeLayout(places=positions, ancestors=(1 << size) - 1, first=first)
+        context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, counts, tree=tree)
+        return Block(self.body(ids[None], positions[None], context)[0], begins, newest, tokens)
+
+    def save(self, folder: Path) -> None:
+        write_weights(Path(folder), self.portable_config(), self.state_dict())
+
+    def portable_config(self) -> dict[str, Any]:
+        """As vLLM and SGLang read it: the tapped layers are counted by their outputs."""
+        block = {
+            "mask_token_id": self.shape.mask_token,
+            "target_layer_ids": [tap - 1 for tap in self.taps],
+            "num_target_layers": self._target[0].num_layers,
+            "causal": self.shape.causal,
+            "sample_from_anchor": self.from_anchor,
+        }
+        return {
+            "architectures": [self.architecture],
+            "model_type": "qwen3",
+            **config_dict(self.config),
+            "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "tie_word_embeddings": False,
+            "target_hidden_size": self._target[0].hidden_size,
+            "num_target_layers": self._target[0].num_layers,
+            "block_size": self.shape.block_size,
+            "dflash_config": block,
+        }
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> Dflash:
+        folder = Path(folder)
+        config, tensors = read_config(folder), read_weights(folder)
+        values = {**config, **(config.get("dflash_config") or {})}
+        check_block(values, folder, from_anchor=cls.from_anchor)
+        taps = tuple(layer + 1 for layer in values["target_layer_ids"])
+        check_taps(taps, target.num_layers)
+        drafter = cls(layer_config(Qwen3Config, config), target, taps, shape_in(values))
+        drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
+        load_into(drafter, tensors, str(folder))
+        return drafter
+
+
+def projected(
+    attention: Qwen3Attention, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [b, kv_heads, t, D] as the layer makes them of its own input."""
+    heads = (*states.shape[:-1], -1, attention.head_dim)
+    keys = attention.k_norm(attention.k_proj(states).view(heads)).transpose(1, 2)
+    _, keys = apply_rotary_pos_emb(keys, keys, *rotary)
+    return keys, attention.v_proj(states).view(heads).transpose(1, 2)

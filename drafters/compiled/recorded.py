@@ -1,0 +1,133 @@
+"""A causal LM's two parts as recordings, checked against the model before anything relies on them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from draftsmith.drafters.compiled.capture import NUM_TOKENS
+from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.taps import FINAL
+from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.target.causal_lm import CausalLM
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Largest allowed difference from the model's own pass, relative by row.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
+# Pieces of one text as serving feeds them: a prompt, single tokens, a verification.
+PIECES = (9, 1, 5, 1, 2)
+# Weights are laid out a second time only where this share of the machine's memory holds them.
+SHARE_OF_MEMORY = 0.125
+
+
+class Mismatch(Exception):
+    """A recording does not give what it recorded."""
+
+
+class Recordable(ABC):
+    """A drafter that can draft from a recording."""
+
+    @abstractmethod
+    def record(self) -> None:
+        """Called once before serving. The drafter's weights may be written in place afterwards."""
+
+
+def record_forwards(target: CausalLM, drafter: object) -> None:
+    """Lets whichever of the two can be recorded run from a recording."""
+    begun_s = perf_counter()
+    target.record()
+    if isinstance(drafter, Recordable):
+        drafter.record()
+    if target.recorded:
+        log.info("forwards recorded in %.1f s", perf_counter() - begun_s)
+
+
+class RecordedLm(NamedTuple):
+    body: Replay  # (input_ids [1, T], positions [1, T]) -> (final state, raw tap 0, ..., raw tap L), each [1, T, H]
+    head: Replay  # [1, R, H] -> [1, R, V]
+
+
+def record_lm(lm: CausalLM) -> RecordedLm | None:
+    """None, and the reason in the log, where the model cannot be recorded or its recording is not exact."""
+    return attempt(lm.name, lambda: _record(lm))
+
+
+def attempt(name: str, record: Callable[[], T]) -> T | None:
+    try:
+        return record()
+    except Exception as error:
+        # Whatever a family's code does that a recording cannot follow: its own forward still serves it.
+        log.info("%s runs without a recording of its forward (%s: %s)", name, type(error).__name__, _first_line(error))
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _record(lm: CausalLM) -> RecordedLm:
+    ids = torch.arange(NUM_TOKENS, device=lm.device)[None]
+    states = torch.zeros(1, NUM_TOKENS, lm.hidden_size, dtype=lm.dtype, device=lm.device)
+    pack = affords(lm.model)
+    body = Replay(lambda *inputs: _every_state(lm, *inputs), [ids, ids], pack=pack)
+    head = Replay(lambda rows, context: lm.own_head(rows), [states], pack=pack)
+    recorded = RecordedLm(body, head)
+    _check(lm, recorded)
+    return recorded
+
+
+def _every_state(lm: CausalLM, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> list[torch.Tensor]:
+    raw_ids = range(lm.num_layers + 1)
+    states = lm.own_paged(input_ids, positions, context, raw_ids)
+    return [states[tap] for tap in (FINAL, *raw_ids)]
+
+
+def affords(model: torch.nn.Module) -> bool:
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return num_bytes <= SHARE_OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@torch.no_grad()
+def _check(lm: CausalLM, recorded: RecordedLm) -> None:
+    """The same text through both, piece by piece: every state, every logit, all keys and values."""
+    own, replayed = (lm.new_pool(2, sum(PIECES)) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    begin = 0
+    for count in PIECES:
+        ids = torch.randint(lm.vocab_size, (1, count), generator=generator).to(lm.device)
+        positions = torch.arange(begin, begin + count, device=lm.device)
+        expected = _every_state(lm, ids, positions[None], pass_over(own, positions))
+        found = recorded.body(ids, positions[None], attention_context=pass_over(replayed, positions))
+        for one, other in zip(found, expected, strict=True):
+            compare(one, other)
+        compare(recorded.head(expected[0]), lm.own_head(expected[0]))
+        begin += count
+    for one, other in zip((*replayed.keys, *replayed.values), (*own.keys, *own.values)):
+        compare(one, other)
+
+
+def pass_over(pool: PagedPool, positions: torch.Tensor) -> AttentionContext:
+    """One row in block 1."""
+    table = torch.ones(1, 1, dtype=torch.int64, device=positions.device)
+    return PagedPass(pool, table, positions, torch.tensor([len(positions)], device=positions.device))
+
+
+def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise Mismatch(f"{tuple(found.shape)} {found.dtype} for {tuple(expected.shape)} {expected.dtype}")
+    # By row, and the median of them: where a router is near a tie, rounding may send a row to another expert.
+    norms = (found - expected).double().norm(dim=-1) / expected.double().norm(dim=-1).clamp(min=1e-12)
+    error = norms.median()
+    if not error.item() <= TOLERANCE[expected.dtype]:
+        raise Mismatch(f"it differs from the model's own by {error.item():.1e}")

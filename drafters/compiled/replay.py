@@ -1,0 +1,56 @@
+"""A recorded and rewritten forward as a plain function of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from draftsmith.drafters.compiled.capture import capture
+from draftsmith.drafters.compiled.rewrite import rewrite
+from draftsmith.drafters.target.attention import AttentionContext
+
+
+class Replay:
+    """`replay(*inputs, attention_context)` gives what the recorded function gave, without its Python.
+
+    Weights are the model's own tensors, so that new values copied into them count; `refresh` says that this happened.
+    """
+
+    def __init__(self, function: Callable[..., Any], examples: Sequence[torch.Tensor], *, pack: bool = True):
+        module = capture(function, examples)
+        self._packed = rewrite(module, pack=pack)
+        self._constants = _lift_constants(module)
+        module.recompile()
+        self.graph = module.graph
+        self._run = module.forward
+
+    def __call__(self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None) -> Any:
+        return self._run(*inputs, attention_context, *self._constants)
+
+    def refresh(self) -> None:
+        for packed in self._packed:
+            packed.refresh()
+
+
+def _lift_constants(module: GraphModule) -> list[Any]:
+    """Attributes of a module are slow to read: they become inputs, given with every call."""
+    graph = module.graph
+    nodes: dict[str, torch.fx.Node] = {}
+    constants = []
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        if node.target not in nodes:
+            value: Any = module
+            for part in node.target.split("."):
+                value = getattr(value, part)
+            constants.append(value)
+            with graph.inserting_after(last_input):
+                last_input = nodes[node.target] = graph.placeholder(f"constant_{len(constants)}")
+        node.replace_all_uses_with(nodes[node.target])
+        graph.erase_node(node)
+    return constants

@@ -1,0 +1,264 @@
+"""What a recorded forward is put through before it is replayed: the same numbers, to float rounding, in fewer operations.
+
+On a small model an operation costs more to call than to compute, so every pass removes calls. None knows a model family: each
+looks for a pattern that is worth it wherever it stands.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from draftsmith.drafters.compiled.packed_linear import PackedLinear, packable
+
+aten = torch.ops.aten
+# Torch's own functions do the same as the operators of a recording and are called with half the overhead.
+DIRECT: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.cat.default: torch.cat,
+    aten.embedding.default: torch.embedding,
+    aten.linear.default: torch._C._nn.linear,
+    aten.mul.Tensor: torch.mul,
+    aten.neg.default: torch.neg,
+    aten.reshape.default: torch.reshape,
+    aten.silu.default: torch._C._nn.silu,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.view.default: torch.Tensor.view,
+}
+
+
+def rewrite(module: GraphModule, *, pack: bool) -> list[PackedLinear]:
+    """Rewrites in place. `pack` spends memory on a second copy of weights, whose holders, the caller's to refresh, it returns."""
+    drop_no_operations(module.graph)
+    merge_equal(module.graph)
+    fuse_norms(module)
+    fuse_rotations(module)
+    packed = pack_linears(module) if pack else []
+    for node in module.graph.nodes:
+        if node.target in DIRECT:
+            node.target = DIRECT[node.target]
+    module.graph.eliminate_dead_code()
+    return packed
+
+
+def drop_no_operations(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            graph.erase_node(node)
+        elif _does_nothing(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _does_nothing(node: Node) -> bool:
+    if node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
+        return True
+    if node.target is aten.dropout.default:
+        return not node.args[2]
+    if node.target is aten.mul.Tensor:
+        return node.args[1] == 1.0 and _same_type(node)
+    return node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default) and _same_type(node)
+
+
+def merge_equal(graph: Graph) -> None:
+    """Operations that every layer repeats on the same inputs are done once."""
+    operations = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    if any(operation._schema.is_mutable for operation in operations):
+        return  # then the same inputs need not hold the same values
+    seen: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        plain = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in node.target.tags
+        if node.op != "get_attr" and not plain:
+            continue
+        first = seen.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _same_type(node: Node) -> bool:
+    before, after = _value(node.args[0]), _value(node)
+    return before.dtype == after.dtype and before.device == after.device
+
+
+def _value(node: Node) -> torch.Tensor:
+    """The stand-in tensor that the recording saw: shape and type without numbers."""
+    return node.meta["val"]
+
+
+def fixed(size: int | torch.SymInt) -> int | None:
+    """A size that does not depend on the number of tokens, else None."""
+    return int(size) if isinstance(size, int) or not size.node.expr.free_symbols else None
+
+
+def fuse_norms(module: GraphModule) -> None:
+    """x * rsqrt(mean(x ** 2, -1) + eps), and the weight that follows, as one call."""
+    graph = module.graph
+    for root in list(graph.nodes):
+        if (parts := _norm_parts(root)) is None:
+            continue
+        x, eps, inner = parts
+        width = fixed(_value(x).shape[-1])
+        if width is None:
+            continue
+        outer = _only_user(root)
+        weight = _norm_weight(outer, root) if outer is not None else None
+        last = outer if weight is not None else root
+        with graph.inserting_before(last):
+            fused = graph.call_function(rms_norm, (x, weight, _constant(module, "eps", eps), 1 / width))
+        _replace(graph, last, fused)
+        for node in ([root] if last is outer else []) + inner:
+            graph.erase_node(node)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor, share: float) -> torch.Tensor:
+    """[..., H]; `share` is 1 / H. A third faster than torch's own, which is put together from more operations."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    normed = torch.mul(x, torch.addcmul(eps, norm, norm, value=share).rsqrt_())
+    return normed if weight is None else torch.mul(normed, weight)
+
+
+def _constant(module: GraphModule, name: str, value: float) -> Node:
+    """A float32 scalar on the CPU, which torch combines with tensors of any device."""
+    name = f"_{name}_{value!r}".replace(".", "_").replace("-", "_")
+    if name not in module._buffers:
+        module.register_buffer(name, torch.tensor(value, dtype=torch.float32))
+    return module.graph.get_attr(name)
+
+
+def _norm_parts(root: Node) -> tuple[Node, float, list[Node]] | None:
+    """(x, eps, the nodes between, last first)."""
+    if root.target is not aten.mul.Tensor or not isinstance(root.args[1], Node):
+        return None
+    x, scale = root.args
+    chain = []
+    for target in (aten.rsqrt.default, aten.add.Tensor, aten.mean.dim, aten.pow.Tensor_Scalar):
+        if not isinstance(scale, Node) or scale.target is not target or len(scale.users) != 1:
+            return None
+        chain.append(scale)
+        scale = scale.args[0]
+    _, add, mean, power = chain
+    right = scale is x and isinstance(add.args[1], float) and mean.args[1:] == ([-1], True) and power.args[1] == 2
+    return (x, add.args[1], chain) if right and _value(x).dtype == torch.float32 else None
+
+
+def _norm_weight(outer: Node, normed: Node) -> Node | None:
+    if outer.target is not aten.mul.Tensor or len(outer.args) != 2:
+        return None
+    other = outer.args[0] if outer.args[1] is normed else outer.args[1]
+    fits = isinstance(other, Node) and other is not normed and _value(other).shape == _value(normed).shape[-1:]
+    return other if fits and _value(other).dtype == torch.float32 else None
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _replace(graph: Graph, old: Node, new: Node) -> None:
+    new.meta["val"] = old.meta["val"]
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+
+
+def fuse_rotations(module: GraphModule) -> None:
+    """a * cos + cat(-a[half:], a[:half]) * sin as a * cos + roll(a, half) * (sin with its first half negated)."""
+    graph = module.graph
+    signed: dict[Node, Node] = {}
+    for root in list(graph.nodes):
+        if (parts := _rotation_parts(root)) is None:
+            continue
+        a, cos, sin, half = parts
+        if sin not in signed:
+            signed[sin] = _negated_first_half(module, sin, half)
+        with graph.inserting_before(root):
+            straight = graph.call_function(torch.mul, (a, cos))
+            rolled = graph.call_function(torch.roll, (a, half, -1))
+            fused = graph.call_function(torch.addcmul, (straight, rolled, signed[sin]))
+        _replace(graph, root, fused)
+
+
+def _negated_first_half(module: GraphModule, sin: Node, half: int) -> Node:
+    """Right after `sin` itself, so that all layers share it."""
+    value = _value(sin)
+    name = f"_signs_{half}"
+    if name not in module._buffers:
+        signs = torch.ones(2 * half, dtype=value.dtype, device=value.device)
+        signs[:half] = -1
+        module.register_buffer(name, signs)
+    with module.graph.inserting_after(sin):
+        signs_node = module.graph.get_attr(name)
+    with module.graph.inserting_after(signs_node):
+        return module.graph.call_function(torch.mul, (sin, signs_node))
+
+
+def _rotation_parts(root: Node) -> tuple[Node, Node, Node, int] | None:
+    """(a, cos, sin, half width)."""
+    if root.target is not aten.add.Tensor or len(root.args) != 2:
+        return None
+    straight, turned = root.args
+    if not all(isinstance(node, Node) and node.target is aten.mul.Tensor for node in (straight, turned)):
+        return None
+    (a, cos), (swapped, sin) = straight.args, turned.args
+    if not isinstance(swapped, Node) or swapped.target is not aten.cat.default or not isinstance(a, Node):
+        return None
+    width = fixed(_value(a).shape[-1])
+    if width is None or swapped.args[1:] != (-1,) or len(swapped.args[0]) != 2:
+        return None
+    negated, first = swapped.args[0]
+    if negated.target is not aten.neg.default:
+        return None
+    half = width // 2
+    is_half_turn = _is_slice(first, a, 0, half) and _is_slice(negated.args[0], a, half, width)
+    return (a, cos, sin, half) if is_half_turn and width == 2 * half else None
+
+
+def _is_slice(node: Node, of: Node, begin: int, end: int) -> bool:
+    if node.target is not aten.slice.Tensor or node.args[0] is not of or len(node.args) != 4:
+        return False
+    # Python's open end is recorded as the largest integer.
+    return node.args[1] in (_value(of).ndim - 1, -1) and node.args[2] == begin and _value(node).shape[-1] == end - begin
+
+
+def pack_linears(module: GraphModule) -> list[PackedLinear]:
+    """Linears of one input become one multiplication with packed weights."""
+    graph = module.graph
+    groups: dict[Node, list[Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        weight = node.args[1]
+        if weight.op == "get_attr" and packable(_tensor(module, weight)):
+            groups[node.args[0]].append(node)
+    return [_pack(module, f"_packed{index}", nodes) for index, nodes in enumerate(groups.values())]
+
+
+def _pack(module: GraphModule, name: str, nodes: list[Node]) -> PackedLinear:
+    graph = module.graph
+    biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
+    packed = PackedLinear(
+        [_tensor(module, node.args[1]) for node in nodes], [None if bias is None else _tensor(module, bias) for bias in biases]
+    )
+    module.__dict__[name] = packed
+    with graph.inserting_before(nodes[0]):
+        # Not `graph.get_attr`, which warns of whatever is neither a tensor nor a module.
+        attribute = graph.create_node("get_attr", name)
+        call = graph.call_function(multiply, (attribute, nodes[0].args[0]))
+        outputs = [graph.call_function(operator.getitem, (call, index)) for index in range(len(nodes))]
+    for node, output in zip(nodes, outputs):
+        _replace(graph, node, output)
+    return packed
+
+
+def multiply(packed: PackedLinear, rows: torch.Tensor) -> Any:
+    return packed(rows)
+
+
+def _tensor(module: GraphModule, node: Node) -> torch.Tensor:
+    value = module
+    for part in node.target.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,76 @@
+"""The Llama configuration of a feature head, taken from its target, and the same as engines write it in `config.json`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from transformers import LlamaConfig, PreTrainedConfig
+
+from draftsmith.drafters.target.attention import register
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.errors import UserError
+
+Config = TypeVar("Config", bound=PreTrainedConfig)
+
+# What engines read of a Llama config; `rope_theta` and `rope_scaling` are the names all their versions know.
+SHAPE_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "attention_bias",
+)  # fmt: skip
+
+
+def shape_of(target: CausalLM) -> dict[str, Any]:
+    """Llama's names for the target's dimensions; families that lack one get Llama's default for it."""
+    known = target.config.to_dict()
+    hidden = target.hidden_size
+    heads = target.config.num_attention_heads
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": known.get("intermediate_size") or known.get("n_inner") or 4 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": known.get("num_key_value_heads") or heads,
+        "head_dim": known.get("head_dim") or hidden // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": known.get("rms_norm_eps") or 1e-6,
+        "max_position_embeddings": target.max_positions,
+        "vocab_size": target.vocab_size,
+        "attention_bias": False,
+        **rope_of(known),
+    }
+
+
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`; a target with another scheme (per layer, partial, none) lends only its base."""
+    parameters = dict(config.get("rope_parameters") or {})
+    theta = parameters.pop("rope_theta", None) or 10000.0
+    plain = parameters.get("rope_type", "default") == "default" or "partial_rotary_factor" in parameters
+    return {"rope_theta": theta, "rope_scaling": None if plain else parameters}
+
+
+def llama_config(shape: dict[str, Any]) -> LlamaConfig:
+    return layer_config(LlamaConfig, shape)
+
+
+def layer_config(kind: type[Config], shape: dict[str, Any]) -> Config:
+    """From `config.json` values; our attention is set, so that a context can own keys and values."""
+    missing = [key for key in SHAPE_KEYS if key not in shape and key not in ("head_dim", "attention_bias")]
+    if missing:
+        raise UserError(f"draft config lacks {missing[0]!r}; restore config.json or train the draft again")
+    wanted = {key: shape[key] for key in SHAPE_KEYS if key in shape}
+    rope = (
+        {"rope_parameters": dict(shape["rope_parameters"])}
+        if "rope_parameters" in shape
+        else {
+            "rope_theta": shape.get("rope_theta", 10000.0),
+            "rope_scaling": dict(shape["rope_scaling"]) if shape.get("rope_scaling") else None,
+        }
+    )
+    config = kind(**wanted, **rope, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
+    config._attn_implementation = register()
+    return config
+
+
+def config_dict(config: PreTrainedConfig) -> dict[str, Any]:
+    """`config.json` values of the shape."""
+    return {key: value for key, value in config.to_dict().items() if key in SHAPE_KEYS} | rope_of(config.to_dict())

@@ -1,0 +1,125 @@
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one decoder layer over the target's final state, speaking through its head.
+
+state at t   = the target's final state at t (what its head multiplies), or the layer's own output at t - 1
+next state   = decoder layer(fc(cat(embed(x_{t+1}), state))), without a norm before its attention and after it
+logits of x_{t+2} = target's head(next state)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
+from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
+from draftsmith.drafters.init_from_target import output_table, shares_embeddings
+from draftsmith.drafters.options import Eagle1Options
+from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.taps import FINAL
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
+from draftsmith.errors import UserError
+
+# vLLM's name for the layout without a bias, then SGLang's, which always has one.
+ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
+
+
+class Eagle1(FeatureHead):
+    """Head and embeddings are the target's, frozen and not part of the module; a draft may bring or need its own embeddings."""
+
+    family = "eagle1"
+    taps = (FINAL,)
+    vocab_map = None
+
+    def __init__(self, config: LlamaConfig, target: Target, *, bias: bool = False, own_embeddings: bool = False):
+        super().__init__()
+        self.config = config
+        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary frequencies.
+        self._target = (target,)
+        self._rotary = (LlamaRotaryEmbedding(config),)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        layer = LlamaDecoderLayer(config, layer_idx=0)
+        layer.input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList([layer])
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(False)
+        self.to(target.device)
+
+    @classmethod
+    def create(cls, options: Eagle1Options, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Eagle1:
+        """`token_counts` is not needed: the head is the target's own. The draft starts by repeating the state it is given."""
+        shape = shape_of(target)
+        if options.intermediate_size is not None:
+            shape["intermediate_size"] = options.intermediate_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            drafter = cls(llama_config(shape), target, own_embeddings=not shares_embeddings(target))
+        if drafter.embed_tokens is not None:
+            drafter.embed_tokens.weight.data.copy_(target.embed(torch.arange(target.vocab_size, device=target.device)))
+        size = drafter.config.hidden_size
+        drafter.fc.weight.data[:, size:] += torch.eye(size, device=target.device)
+        return drafter
+
+    def head_weight(self) -> torch.Tensor:
+        return output_table(self._target[0]).to(self.fc.weight.dtype)
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        return taps.to(self.fc.weight.dtype)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embeds = self._target[0].embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        return embeds.to(self.fc.weight.dtype)
+
+    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
+        mixed = self.fc(torch.cat([embeds, hidden], dim=-1))
+        rotary = self._rotary[0](mixed, positions)
+        state = self.layers[0](mixed, position_embeddings=rotary, attention_context=context)
+        return HeadStep(next_hidden=state, head_input=state)
+
+    def save(self, folder: Path) -> None:
+        write_weights(Path(folder), self.portable_config(), self.state_dict())
+
+    def portable_config(self) -> dict[str, Any]:
+        has_bias = self.fc.bias is not None
+        return {
+            "architectures": [ARCHITECTURES[1] if has_bias else ARCHITECTURES[0]],
+            "model_type": "llama",
+            **config_dict(self.config),
+            "bias": has_bias,
+            "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "tie_word_embeddings": False,
+        }
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> Eagle1:
+        """Our own folder or one made elsewhere, with or without a bias and embeddings. A copy of the target's head is let go."""
+        folder = Path(folder)
+        values, tensors = read_config(folder), read_weights(folder)
+        check_portable(values, target, folder)
+        tensors.pop("lm_head.weight", None)
+        drafter = cls(llama_config(values), target, bias="fc.bias" in tensors, own_embeddings="embed_tokens.weight" in tensors)
+        drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
+        load_into(drafter, tensors, str(folder))
+        return drafter
+
+
+def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> None:
+    expected = {
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+    }
+    for key, wanted in expected.items():
+        if values.get(key) != wanted:
+            raise UserError(
+                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed for {target.name!r}; "
+                "use another draft"
+            )

@@ -1,0 +1,168 @@
+"""What feature heads (eagle3, mtp) share: unrolling for training and drafting over the paged pool.
+
+A head reads, at position t, the target's state there and the token at t + 1, and predicts the token at t + 2. Drafting further,
+it takes its own previous output for the state. H hidden width, B rows, K draft positions, T ragged positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from draftsmith.drafters.autoregressive.chain import CatchUp, HeadStep, draft_chain
+from draftsmith.drafters.autoregressive.chain_graphs import Capturable, ChainGraphs
+from draftsmith.drafters.autoregressive.drawing import Drawing
+from draftsmith.drafters.compiled.recorded import Recordable
+from draftsmith.drafters.heads.recorded_head import RecordedHead, record_head
+from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
+from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.training.unroll import UnrollPass
+from draftsmith.drafters.training.unroll_flex import FlexUnrollPass
+from draftsmith.drafters.tree_shape import TreeShape
+from draftsmith.drafters.trees.growth import grow
+from draftsmith.drafters.trees.level_graphs import LevelGraphs
+from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.cuda_graphs import Recorder
+
+
+class FeatureHead(nn.Module, Recordable, Capturable):
+    family: str
+    taps: tuple[int, ...]
+    config: LlamaConfig
+    ahead = 2  # the state at position t predicts the token at t + 2
+    _recorded: RecordedHead | None = None
+    _graphs: ChainGraphs | None = None
+    level_graphs: LevelGraphs | None = None
+
+    @abstractmethod
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        """[..., n * H_t] true states -> [..., H]."""
+
+    @abstractmethod
+    def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
+        """embeds and hidden [b, t, H], positions [b, t] or [1, t]."""
+
+    @abstractmethod
+    def head_weight(self) -> torch.Tensor: ...
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(proposal=0, token=weight_bytes([self], self.head_weight()))
+
+    def record(self) -> None:
+        if self._recorded is None and self.head_weight().device.type == "cpu":
+            self._recorded = record_head(self)
+
+    def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""
+        return head_input @ self.head_weight().T if self._recorded is None else self._recorded.logits(head_input)
+
+    def fused(self, taps: torch.Tensor) -> torch.Tensor:
+        if self._recorded is None:
+            return self.fuse(taps)
+        return self._recorded.fuse(taps.to(self.head_weight().dtype))  # recorded of its own type
+
+    @property
+    @abstractmethod
+    def vocab_map(self) -> torch.Tensor | None: ...
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
+        return PagedPool.empty(
+            num_layers=self.config.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.config.num_key_value_heads,
+            key_dim=self.config.head_dim,
+            device=device,
+            dtype=dtype,
+        )
+
+    def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
+        next_ids = torch.roll(batch.input_ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
+        embeds = self.embed(next_ids)
+        hidden = self.fuse(batch.taps)
+        positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
+        # No chain that drafts a token which counts is longer, so before these columns only true states matter.
+        first = max(0, batch.first - batch.num_steps)
+        context = (FlexUnrollPass if batch.flex else UnrollPass)(batch.segments, first=first)
+        for depth in range(batch.num_steps):
+            step = self.step(embeds, hidden, positions, context)
+            missing = batch.input_ids.shape[1] - step.head_input.shape[1]
+            drafted = torch.nn.functional.pad(step.head_input, (0, 0, missing, 0))
+            yield UnrolledStep(hidden=drafted, valid=has_next & (batch.positions >= depth), offset=2)
+            context.next_step()
+            hidden = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
+            if depth == 0:
+                embeds, hidden, positions = embeds[:, first:], hidden[:, first:], positions[:, first:]
+
+    @torch.no_grad()
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        caught = self._catch_up(inputs)
+        drawing = Drawing(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
+        if caught is not None:
+            draft_chain(self, inputs, caught, drawing, self._graphs)
+        return drawing.proposal()
+
+    @torch.no_grad()
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        passes = inputs.sampling.passes
+        greedy = [passes.all_greedy] * len(inputs.num_draft)
+        if passes.greedy and not passes.all_greedy:
+            # The only look at the device, while it has nothing else to do.
+            greedy = (inputs.sampling.temperature == 0).tolist()
+        return grow(self, inputs, self._catch_up(inputs), shape, greedy)
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        """Drafted positions were written from the head's own states; they are read again with the target's."""
+        return last
+
+    def _catch_up(self, inputs: DraftInputs) -> CatchUp | None:
+        """Reads the true states of positions `starts .. starts + lengths - 2` of every row."""
+        if self._recorded is not None:
+            self._recorded.refresh()  # a swap writes new weights in place
+        rows, lengths, following, places = [], [], [], []
+        begin = 0
+        for row, (start, length) in enumerate(zip(inputs.starts.tolist(), inputs.lengths.tolist())):
+            if length > 1:  # the last token of each row has no state yet
+                rows.append(row)
+                lengths.append(length - 1)
+                following += range(begin + 1, begin + length)
+                places += range(start, start + length - 1)
+            begin += length
+        if not rows:
+            return None
+        last = [end - 1 for end in itertools.accumulate(lengths)]
+        # All that the host knows arrives in one copy.
+        parts = torch.tensor(places + following + rows + lengths + last, device=inputs.tokens.device)
+        positions, following, which, counts, ends = parts.split([len(places)] * 2 + [len(rows)] * 3)
+        tables = inputs.block_tables[which]
+        context = PagedPass(inputs.pool, tables, positions, counts)
+        step = self.read_ragged(self.embed(inputs.tokens[following]), self.fused(inputs.taps), positions, context)
+        return CatchUp(rows, positions[ends], tables, step.select(ends))
+
+    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
+        self._graphs = ChainGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+        self.level_graphs = LevelGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+
+    def read_drafts(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> HeadStep:
+        return self.read_ragged(self.embed(tokens), hidden, positions, context)
+
+    def read_ragged(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> HeadStep:
+        """[T, H] -> [T, H]."""
+        if self._recorded is None:
+            step = self.step(embeds[None], hidden[None], positions[None], context)
+        else:
+            step = HeadStep(*self._recorded.step(embeds[None], hidden[None], positions[None], attention_context=context))
+        return HeadStep(step.next_hidden[0], step.head_input[0])

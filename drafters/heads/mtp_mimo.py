@@ -1,0 +1,63 @@
+"""An MTP module that a target brought along, read from the target's own folder: MiMo's layout, which engines read for dense
+models and `export` writes (`train/export/layouts/mimo.py`). transformers leaves the module out when it loads the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from draftsmith.drafters.weights import check_finite, weight_files
+from draftsmith.errors import UserError
+
+ARCHITECTURE = "MiMoForCausalLM"
+MODULE = "model.mtp_layers.0."
+OWN_NAMES = {
+    "token_layernorm.weight": "enorm.weight",
+    "hidden_layernorm.weight": "hnorm.weight",
+    "final_layernorm.weight": "norm.weight",
+}
+
+
+def is_native(config: Mapping[str, Any]) -> bool:
+    return ARCHITECTURE in (config.get("architectures") or ())
+
+
+def read_native(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The module's tensors under our names; nothing else of the folder, which holds the whole target, is read.
+
+    Biases of q, k and v that are all zero are left out: Qwen2 blocks have them, modules trained here need not.
+    """
+    tensors = module_tensors(folder, config, MODULE, needed="input_proj.weight")
+    # MiMo's projection reads [state, embedding], ours [embedding, state].
+    state, embedding = tensors.pop("input_proj.weight").chunk(2, dim=1)
+    biases = {name for name in tensors if name.endswith("_proj.bias")}
+    if not any(bool(tensors[name].any()) for name in biases):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in biases}
+    renamed = {OWN_NAMES.get(name, f"layer.{name}"): tensor for name, tensor in tensors.items()}
+    return {"eh_proj.weight": torch.cat([embedding, state], dim=1), **renamed}
+
+
+def module_tensors(folder: Path, config: Mapping[str, Any], prefix: str, *, needed: str) -> dict[str, torch.Tensor]:
+    """Those of the one module under `prefix`, which their names here lack."""
+    if (modules := config.get("num_nextn_predict_layers")) != 1:
+        raise UserError(f"{str(folder)!r} has num_nextn_predict_layers={modules!r}; one module, applied again and again, is read")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
+            tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    if needed not in tensors:
+        raise UserError(f"{str(folder)!r} holds no {prefix}{needed}; give a target with an MTP module")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise UserError(
+                f"weight {prefix + name!r} of {str(folder)!r} is stored as {str(tensor.dtype).removeprefix('torch.')}; "
+                "give a folder whose MTP module is not quantised, in bfloat16 for one"
+            )
+    check_finite(tensors, str(folder))
+    return tensors

@@ -1,0 +1,76 @@
+"""The parts of a feature head that drafting runs again and again, as recordings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from draftsmith.drafters.compiled.capture import NUM_TOKENS
+from draftsmith.drafters.compiled.recorded import PIECES, attempt, compare, pass_over
+from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.target.attention import AttentionContext
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.heads.feature_head import FeatureHead
+
+
+class RecordedHead(NamedTuple):
+    step: Replay  # (embeds, hidden [1, T, H], positions [1, T]) -> (next_hidden, head_input), each [1, T, H]
+    fuse: Replay  # [T, n * H_t] -> [T, H]
+    logits: Replay  # [T, H] -> [T, Vd]
+
+    def refresh(self) -> None:
+        """After weights were written in place."""
+        for part in self:
+            part.refresh()
+
+
+def record_head(head: FeatureHead) -> RecordedHead | None:
+    """None, and the reason in the log, where the head cannot be recorded or its recording is not exact."""
+    return attempt(head.family, lambda: _record(head))
+
+
+def _record(head: FeatureHead) -> RecordedHead:
+    states = _states(head, NUM_TOKENS)
+    positions = torch.arange(NUM_TOKENS, device=states.device)[None]
+    recorded = RecordedHead(
+        step=Replay(lambda embeds, hidden, places, context: tuple(head.step(embeds, hidden, places, context)),
+                    [states[None], states[None], positions]),
+        fuse=Replay(lambda taps, context: head.fuse(taps), [_taps(head, NUM_TOKENS)]),
+        logits=Replay(lambda rows, context: linear(rows, head.head_weight()), [states]),
+    )  # fmt: skip
+    _check(head, recorded)
+    return recorded
+
+
+def _states(head: FeatureHead, count: int) -> torch.Tensor:
+    weight = head.head_weight()
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, weight.shape[1], generator=generator).to(weight)
+
+
+def _taps(head: FeatureHead, count: int) -> torch.Tensor:
+    return _states(head, count).repeat(1, len(head.taps))
+
+
+@torch.no_grad()
+def _check(head: FeatureHead, recorded: RecordedHead) -> None:
+    weight = head.head_weight()
+    pools = [head.new_pool(2, sum(PIECES), weight.device, weight.dtype) for _ in range(2)]
+    begin = 0
+    for count in PIECES:
+        taps, embeds = _taps(head, count), _states(head, count).flip(0)
+        positions = torch.arange(begin, begin + count, device=weight.device)
+        contexts: list[AttentionContext] = [pass_over(pool, positions) for pool in pools]
+        hidden = head.fuse(taps)
+        compare(recorded.fuse(taps), hidden)
+        expected = head.step(embeds[None], hidden[None], positions[None], contexts[0])
+        found = recorded.step(embeds[None], hidden[None], positions[None], attention_context=contexts[1])
+        for one, other in zip(found, expected, strict=True):
+            compare(one, other)
+        compare(recorded.logits(expected.head_input[0]), linear(expected.head_input[0], weight))
+        begin += count
+    for one, other in zip((*pools[1].keys, *pools[1].values), (*pools[0].keys, *pools[0].values)):
+        compare(one, other)

@@ -1,0 +1,89 @@
+"""What heads without attention (medusa, mlp) share: they draft from one final state of the target and the drafted tokens.
+
+At position t they know the state there and the token at t + 1, and predict the token at t + 2 first, the one at t + 2 + s at
+depth s. There is no cache, so nothing has to be read again. H width of the state, B rows, L columns, R rows that draft.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from draftsmith.drafters.autoregressive.drawing import Drawing
+from draftsmith.drafters.autoregressive.ragged import sent
+from draftsmith.drafters.heads.feature_head import HeadStep
+from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.read_bytes import ReadBytes
+from draftsmith.drafters.target.taps import FINAL
+from draftsmith.kernels.attention.paged import PagedPool
+
+
+class StateHead(nn.Module, ABC):
+    family: str
+    taps: tuple[int, ...] = (FINAL,)
+    vocab_map = None
+    vocab_size: int
+    max_depth: int  # tokens it can draft
+
+    @abstractmethod
+    def begin(self, taps: torch.Tensor) -> torch.Tensor:
+        """[..., H_t] true states -> [..., H], what depth 0 starts from."""
+
+    @abstractmethod
+    def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
+        """state [..., H] of the depth before (depth 0: of `begin`), tokens [...] the newest token known there."""
+
+    @abstractmethod
+    def head_at(self, depth: int) -> torch.Tensor:
+        """[V, H], what this depth's head input is multiplied by."""
+
+    @abstractmethod
+    def head_weight(self) -> torch.Tensor:
+        """[V, H] of all depths; a draft whose depths have tables of their own has none and raises a `UserError`."""
+
+    @abstractmethod
+    def read_bytes(self) -> ReadBytes: ...
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None:
+        return None
+
+    def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
+        next_ids = torch.roll(batch.input_ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
+        positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
+        state = self.begin(batch.taps)
+        step = None
+        for depth in range(batch.num_steps):
+            if depth < self.max_depth:
+                step = self.advance(state, next_ids, depth)
+                yield UnrolledStep(hidden=step.head_input, valid=has_next & (positions >= depth), offset=2)
+                state = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
+            else:
+                # Nothing is drafted so deep, and nothing may stand in for it.
+                yield UnrolledStep(hidden=torch.zeros_like(step.head_input), valid=torch.zeros_like(has_next), offset=2)
+
+    @torch.no_grad()
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        drawing = Drawing(inputs, vocab_size=self.vocab_size)
+        rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
+        depths = drawing.depths(rows.tolist(), self.max_depth)
+        if not depths:
+            return drawing.proposal()
+        # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
+        columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
+        newest = (inputs.starts + inputs.lengths - 1)[rows]
+        tap_rows, token_rows, positions = sent(inputs.tokens.device, *columns, newest)
+        tokens, state = inputs.tokens[token_rows], self.begin(inputs.taps[tap_rows])
+        for depth, (chosen, kept, _) in enumerate(depths):
+            if kept is not None:
+                positions, tokens, state = positions[kept], tokens[kept], state[kept]
+            step = self.advance(state, tokens, depth)
+            tokens = drawing.draw(chosen, depth, step.head_input @ self.head_at(depth).T, positions + 1 + depth)
+            state = step.next_hidden
+        return drawing.proposal()
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        """There is no cache; the state of one position is wanted, the one before the newest token."""
+        return last + accepted

@@ -1,0 +1,135 @@
+"""What a new feature head takes from its target before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from draftsmith.drafters.target.sharded import gathered
+from draftsmith.drafters.target.taps import FINAL
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+
+PROBE_ROWS, PROBE_LENGTH = 4, 64
+
+
+def shares_embeddings(target: Target) -> bool:
+    """Whether the input embedding is a plain table. One that also scales (Gemma) would be read differently by every engine, so a
+    draft of such a target keeps a table of its own with the scale in it."""
+    return type(target.model.get_input_embeddings()) is torch.nn.Embedding
+
+
+def output_table(target: Target) -> torch.Tensor:
+    """[V, H], what the target's head multiplies its final states by."""
+    return target.output_weight
+
+
+@torch.no_grad()
+def fitted_norm(target: Target) -> torch.Tensor:
+    """[H], the gains of an RMS norm that comes nearest to the target's last norm, by least squares over a few random texts.
+
+    Families name this norm differently and shape it differently (1 + gain, or a mean taken off); its effect is what counts.
+    """
+    taps = probed(target, (target.num_layers, FINAL))
+    before, after = taps.double().chunk(2, dim=-1)
+    return _gains(before, after)
+
+
+@torch.no_grad()
+def probed(target: Target, taps: tuple[int, ...]) -> torch.Tensor:
+    """[T, n * H], the taps of a few random texts."""
+    length = min(PROBE_LENGTH, target.max_positions)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(output_table(target)), (PROBE_ROWS, length), generator=generator).to(target.device)
+    return target.states(ids, torch.ones_like(ids), taps)[0].flatten(0, 1)
+
+
+@torch.no_grad()
+def adopt_layer(
+    layer: torch.nn.Module,
+    attention: torch.nn.Module,
+    mlp: torch.nn.Module,
+    *,
+    attention_norm: torch.nn.Module,
+    mlp_norm: torch.nn.Module,
+) -> None:
+    """Copies a decoder layer of the target wherever name and shape agree with our layer's; the rest stays as it was.
+
+    A projection that also reads the embedding takes the target's as the half that reads the state. Norms take the effective
+    gains of the target's: `attention_norm` and `mlp_norm` are before these two.
+    """
+    norms = {
+        "input_layernorm": attention_norm,
+        "post_attention_layernorm": mlp_norm,
+        # Where Gemma has it, the one before norms what attention gives.
+        "pre_feedforward_layernorm": mlp_norm,
+        **{f"self_attn.{name}": own for name, own in attention.named_children() if name in ("q_norm", "k_norm")},
+    }
+    with gathered(layer) as whole:
+        theirs = dict(whole.named_parameters())
+        for prefix, module in (("self_attn", attention), ("mlp", mlp)):
+            for name, own in module.named_parameters():
+                found = theirs.get(f"{prefix}.{name}")
+                if (
+                    found is not None
+                    and found.shape[0] == own.shape[0]
+                    and own.shape[-1] in (found.shape[-1], 2 * found.shape[-1])
+                ):
+                    own[..., -found.shape[-1] :] = found
+        modules = dict(whole.named_modules())
+        for name, own in norms.items():
+            # OLMo 2 norms the queries of all heads together.
+            if name in modules and all(found.shape == own.weight.shape for found in modules[name].parameters()):
+                own.weight.copy_(gains(modules[name], len(own.weight)))
+
+
+def adopt_layers(target: Target, layers: Sequence[torch.nn.Module]) -> None:
+    """Makes these some of the target's layers, from its first, which reads embeddings, to its last, which the head reads.
+
+    A block needs it: random layers add so little to the stream that the mask token's own embedding outweighs them, which the
+    head reads as a token that no text holds. On the quickstart's target the first loss was 34 nats, and is 4 to 6 this way.
+    """
+    for layer, index in zip(layers, spread(len(layers), target.num_layers), strict=True):
+        adopt_layer(
+            target.layers[index], layer.self_attn, layer.mlp,
+            attention_norm=layer.input_layernorm, mlp_norm=layer.post_attention_layernorm,
+        )  # fmt: skip
+
+
+def spread(count: int, size: int) -> list[int]:
+    """`count` indices from the first to the last of `size`; one alone is the last."""
+    steps = max(1, count - 1)
+    return [size - 1 - (steps - step) * (size - 1) // steps for step in range(steps + 1)][-count:]
+
+
+@torch.no_grad()
+def average_taps(fc: torch.nn.Linear) -> None:
+    """[H, n * H] with a tenth of the random weights it has, so that the taps may come to differ."""
+    size = fc.out_features
+    num_taps = fc.in_features // size
+    average = torch.eye(size, device=fc.weight.device).repeat(1, num_taps) / num_taps
+    fc.weight.mul_(0.1).add_(average)
+
+
+def gains(norm: torch.nn.Module, size: int) -> torch.Tensor:
+    """[size], what an RMS norm's weight must be to act like `norm` (some store 1 less), by least squares on random states."""
+    parameter = next(norm.parameters(), torch.empty(0))  # OLMo's has none
+    states = torch.randn(64, size, generator=torch.Generator().manual_seed(0)).to(parameter)
+    return _gains(states.double(), norm(states).double())
+
+
+def _gains(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    normed = before * torch.rsqrt(before.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
+    return (after * normed).sum(dim=0) / normed.pow(2).sum(dim=0).clamp(min=1e-12)
+
+
+def frequent_tokens(token_counts: torch.Tensor | None, size: int, always: Sequence[int]) -> torch.Tensor:
+    """[size] ascending ids of the most frequent tokens; those of `always` are in whatever their count. Ties: the lower id."""
+    if token_counts is None:
+        raise UserError("a draft vocabulary is chosen by frequency in the training data; give data or leave draft_vocab_size out")
+    if size < max(1, len(always)):
+        raise UserError(f"option 'draft_vocab_size' is {size}; it must be at least {max(1, len(always))}")
+    counts = token_counts.double().cpu().clone()
+    counts[list(always)] = torch.inf
+    return counts.argsort(descending=True, stable=True)[:size].sort().values.to(token_counts.device)

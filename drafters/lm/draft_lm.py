@@ -1,0 +1,204 @@
+"""A draft language model: any Hugging Face causal LM over the target's token ids, on the same paged machinery as the target."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from draftsmith.drafters.autoregressive.chain import CatchUp, HeadStep, draft_chain
+from draftsmith.drafters.autoregressive.chain_graphs import Capturable, ChainGraphs
+from draftsmith.drafters.autoregressive.drawing import Drawing
+from draftsmith.drafters.compiled.recorded import Recordable
+from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.lm.lora import add_adapters, merged_state
+from draftsmith.drafters.lm.pruned import pruned_target
+from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
+from draftsmith.drafters.target.attention import AttentionContext, register
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.load import load_config, load_model, load_tokenizer
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.vocabulary import check_same_ids
+from draftsmith.drafters.weights import check_finite, read_config, read_weights
+from draftsmith.errors import UserError
+from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.cuda_graphs import Recorder
+
+
+class DraftLm(nn.Module, Recordable, Capturable):
+    """`model` has as many token ids as the target."""
+
+    family = "draft-lm"
+    taps: tuple[int, ...] = ()
+    vocab_map = None
+    ahead = 1  # the state at position t predicts the token at t + 1
+    _graphs: ChainGraphs | None = None
+
+    def __init__(self, model: PreTrainedModel, name: str):
+        super().__init__()
+        self.model = model
+        self.lm = CausalLM(model, name)
+        self.linear_head = has_linear_head(self.lm)
+
+    @classmethod
+    def create(cls, options: DraftLmOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> DraftLm:
+        """`token_counts` is not needed: the vocabulary is the target's."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if options.init is None:
+                if options.lora is not None:
+                    raise UserError("option 'draft_lm.lora' adapts an existing model; give draft_lm.init too")
+                if options.target_layers is not None:
+                    return cls(pruned_target(target, options.target_layers), "pruned target")
+                return cls(new_model(options, target), "new draft")
+            if options.target_layers is not None:
+                raise UserError("options 'draft_lm.init' and 'draft_lm.target_layers' both say where to start; give one of them")
+            trust = target.trust_remote_code
+            model = load_model(options.init, trust_remote_code=trust, dtype=torch.float32, device=target.device)
+            check_tokenizer(options.init, target)
+            match_vocabulary(model, target)
+            if options.lora is not None:
+                add_adapters(model, options.lora)
+        return cls(model, options.init)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm.vocab_size
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> DraftLm:
+        folder = Path(folder)
+        read_config(folder)
+        read_weights(folder)  # for what it refuses; transformers then does the mapping of names
+        check_tokenizer(folder, target)
+        model = load_model(folder, trust_remote_code=target.trust_remote_code, device=target.device)
+        match_vocabulary(model, target)
+        return cls(model, str(folder))
+
+    def save(self, folder: Path) -> None:
+        """A plain model folder, adapters merged; files appear whole, one by one."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = merged_state(self.model)
+        check_finite(state, "the draft to be saved")
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            self.model.save_pretrained(temporary, state_dict=state, max_shard_size="1000GB")
+            for path in sorted(Path(temporary).iterdir(), reverse=True):
+                os.replace(path, folder / path.name)
+
+    def head_weight(self) -> torch.Tensor:
+        if not self.linear_head:
+            raise UserError(
+                f"draft {self.lm.name!r} puts a soft cap, scale or bias on its logits and can be served but not trained; start "
+                "from another model"
+            )
+        return self.model.get_output_embeddings().weight
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(proposal=0, token=weight_bytes([self], self.lm.output_weight))
+
+    def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
+        """One step stands for all: a language model's state depends on the text alone, not on where its round began."""
+        hidden = self.lm.full(batch.input_ids, segments=batch.segments).final
+        yield UnrolledStep(hidden=hidden, valid=batch.attention_mask.bool(), offset=1)
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
+        return self.lm.new_pool(num_blocks, block_size, device, dtype)
+
+    def record(self) -> None:
+        self.lm.record()
+
+    @torch.no_grad()
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        self.lm.refresh()  # a swap writes new weights in place
+        drawing = Drawing(inputs, vocab_size=self.vocab_size, vocab_map=self.vocab_map)
+        draft_chain(self, inputs, self._catch_up(inputs), drawing, self._graphs)
+        return drawing.proposal()
+
+    def _catch_up(self, inputs: DraftInputs) -> CatchUp:
+        starts, lengths = inputs.starts.tolist(), inputs.lengths.tolist()
+        places = [place for start, length in zip(starts, lengths) for place in range(start, start + length)]
+        ends = [end - 1 for end in itertools.accumulate(lengths)]
+        # All that the host knows arrives in one copy.
+        parts = torch.tensor(places + lengths + ends, device=inputs.tokens.device)
+        positions, counts, last = parts.split([len(places), len(lengths), len(lengths)])
+        context = PagedPass(inputs.pool, inputs.block_tables, positions, counts)
+        states = self.lm.paged(inputs.tokens[None], positions[None], context).final[0, last]
+        return CatchUp(list(range(len(lengths))), positions[last], inputs.block_tables, HeadStep(states, states))
+
+    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
+        self._graphs = ChainGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+
+    def read_drafts(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> HeadStep:
+        """The model goes by its keys and values, not by a state handed on."""
+        states = self.lm.paged(tokens[None], positions[None], context).final[0]
+        return HeadStep(states, states)
+
+    def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
+        return self.lm.head(head_input)
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        """All drafted tokens but the last were read; those that were kept stay right."""
+        return last + 1 + min(accepted, max(drafted - 1, 0))
+
+
+def new_model(options: DraftLmOptions, target: Target) -> LlamaForCausalLM:
+    """A small Llama with tied embeddings: most of a small model's weights would be its two tables otherwise."""
+    hidden = options.hidden_size or max(16, target.hidden_size // 2)
+    heads = options.num_attention_heads or max(1, hidden // 64)
+    if hidden % heads or (hidden // heads) % 2:
+        raise UserError(f"option 'draft_lm.hidden_size' is {hidden}; it must be an even multiple of the {heads} attention heads")
+    eos = target.eos_token_ids
+    config = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=options.intermediate_size or 3 * hidden,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=options.num_key_value_heads or heads,
+        max_position_embeddings=target.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=list(eos) if len(eos) > 1 else (eos[0] if eos else None),
+    )
+    config._attn_implementation = register()
+    return LlamaForCausalLM(config).to(target.device).eval()
+
+
+def match_vocabulary(model: PreTrainedModel, target: Target) -> None:
+    """Equal tokenizers often come with tables padded to different sizes; the surplus ids are never used."""
+    if model.get_output_embeddings().weight.shape[0] != target.vocab_size:
+        model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
+
+
+def check_tokenizer(name: str | Path, target: Target) -> None:
+    """By the tokenizer of a folder or Hub id; a folder without one, as a draft is saved, must at least have as many ids."""
+    folder = Path(name)
+    has_files = (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
+    if has_files or not folder.is_dir():
+        check_same_ids(load_tokenizer(name, trust_remote_code=target.trust_remote_code), target.tokenizer())
+        return
+    size = load_config(folder, trust_remote_code=target.trust_remote_code).get_text_config().vocab_size
+    if size != target.vocab_size:
+        raise UserError(
+            f"draft {str(name)!r} has {size} token ids and {target.name!r} has {target.vocab_size}; "
+            "use a draft with its vocabulary"
+        )
+
+
+@torch.no_grad()
+def has_linear_head(lm: CausalLM) -> bool:
+    """Whether logits are the state times one table, which is what the training loss multiplies by."""
+    weight = lm.model.get_output_embeddings().weight
+    states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    plain, own = states @ weight.T, lm.head(states)
+    return bool(torch.allclose(own.float(), plain.float(), rtol=0.05, atol=0.01 * float(plain.float().abs().max())))

@@ -1,0 +1,57 @@
+"""A draft language model cut out of its target: a few of its layers between its own embeddings, last norm and head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.drafters.target.attention import register
+from draftsmith.drafters.target.causal_lm import whole
+from draftsmith.drafters.target.load import build_model
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+
+
+def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
+    """A float32 model of the target's class with copies of `layers`, ascending. It speaks badly until it is trained, but its
+    tables are the target's, which a new draft spends most of a short training on."""
+    chosen = list(layers)
+    if not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < target.num_layers:
+        raise UserError(
+            f"option 'draft_lm.target_layers' is {chosen}; give ascending layers between 0 and {target.num_layers - 1}"
+        )
+    model = build_model(
+        pruned_config(target, chosen),
+        trust_remote_code=target.trust_remote_code,
+        attn_implementation=register(),
+        dtype=torch.float32,
+    )
+    model.load_state_dict(pruned_state(target, chosen))
+    model.generation_config = copy.deepcopy(target.model.generation_config)
+    return model.to(target.device).eval()
+
+
+def pruned_config(target: Target, layers: Sequence[int]) -> object:
+    config = copy.deepcopy(target.model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = len(layers)
+    if getattr(text, "layer_types", None):
+        # Sliding and full attention alternate in some families: every layer keeps its kind.
+        text.layer_types = [text.layer_types[layer] for layer in layers]
+    return config
+
+
+def pruned_state(target: Target, layers: Sequence[int]) -> dict[str, torch.Tensor]:
+    stack = next(name for name, module in target.model.named_modules() if module is target.layers) + "."
+    state = {}
+    for name, tensor in target.model.state_dict().items():
+        if name.startswith(stack):
+            number, _, rest = name.removeprefix(stack).partition(".")
+            if int(number) not in layers:
+                continue
+            name = f"{stack}{layers.index(int(number))}.{rest}"
+        state[name] = whole(tensor).float()
+    return state

@@ -1,0 +1,220 @@
+"""Any Hugging Face causal LM, unchanged, as two parts: a body (tokens -> hidden states, taps) and a head (hidden -> logits).
+
+The target and a draft language model are both one of these.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from draftsmith.drafters.compiled.recorded import RecordedLm, record_lm
+from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.packed_pass import PackedPass
+from draftsmith.drafters.target.probe import Probe, check_model
+from draftsmith.drafters.target.rotary import rope_limit
+from draftsmith.drafters.target.segments import positions_of
+from draftsmith.drafters.target.taps import FINAL, captured, check_taps, decoder_layers
+from draftsmith.kernels.attention.paged import PagedPool
+
+
+@dataclass(frozen=True)
+class States:
+    """What the body gives for [B, T] tokens."""
+
+    final: torch.Tensor  # [B, T, H], what the head multiplies
+    taps: torch.Tensor | None  # [B, T, n * H] in the order asked for; None when none were
+
+
+class CausalLM:
+    """`model` must have been loaded with our attention (`pretrained.load_model`); its behaviour is checked by a probe here.
+
+    Raises `UserError` for a model that does not honour the attention interface, whose keys and values could then not be
+    kept in our pool.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str):
+        self.model = model
+        self.name = name
+        self.config = model.config.get_text_config()
+        self.rope_limit = rope_limit(self.config)
+        self.layers = decoder_layers(model.base_model, self.config.num_hidden_layers)
+        self.eos_token_ids = end_of_text_ids(model)
+        self._head = _head_alone(model)
+        self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+        self._recorded: RecordedLm | None = None
+        self._probe: Probe = check_model(self)
+        output_weight = model.get_output_embeddings().weight
+        # Gathered here, where every process of a sharded model comes by: a draft reads it on one of them.
+        self._gathered = whole(output_weight) if isinstance(output_weight, DTensor) else None
+
+    def record(self) -> None:
+        """Lets `paged` and `head` run from a recording of the model's forward: the same numbers to float rounding, with less
+        overhead. Weights may be written in place afterwards if `refresh` is called then. Does nothing on an accelerator,
+        where other means serve that purpose, and where the model cannot be recorded."""
+        if self._recorded is None and self.device.type == "cpu":
+            self._recorded = record_lm(self)
+
+    @property
+    def recorded(self) -> bool:
+        return self._recorded is not None
+
+    def refresh(self) -> None:
+        """To be called after weights were written in place."""
+        if self._recorded is not None:
+            self._recorded.body.refresh()
+            self._recorded.head.refresh()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self._probe.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits, which may exceed the tokenizer's size."""
+        return self._probe.vocab_size
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """[V, H], what the head multiplies its states by, whole."""
+        return self.model.get_output_embeddings().weight if self._gathered is None else self._gathered
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text, in tokens, whose states depend on that text alone."""
+        longest = self.config.max_position_embeddings
+        return longest if self.rope_limit is None else min(longest, self.rope_limit.positions)
+
+    def check_length(self, length: int, what: str) -> None:
+        """Raises `UserError` where texts of `length` tokens, by the option or argument `what`, would depend on their batch."""
+        if self.rope_limit is not None:
+            self.rope_limit.check(length, self.name, what)
+
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> PagedPool:
+        """Zeroed keys and values for `num_blocks * block_size` positions of every layer."""
+        slots = num_blocks * block_size
+        place = {"device": device or self.device, "dtype": dtype or self.dtype}
+        keys = [torch.zeros(slots, shape.num_heads, shape.key_dim, **place) for shape in self._probe.layers]
+        values = [torch.zeros(slots, shape.num_heads, shape.value_dim, **place) for shape in self._probe.layers]
+        return PagedPool(keys, values, block_size)
+
+    def paged(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, taps: Sequence[int] = ()
+    ) -> States:
+        """A ragged pass, input_ids and positions [1, T]; `context` owns keys, values and causality."""
+        check_taps(taps, self.num_layers)
+        if self._recorded is None or torch.is_grad_enabled():
+            return _joined(self.own_paged(input_ids, positions, context, taps), taps)
+        final, *raw = self._recorded.body(input_ids, positions, attention_context=context)
+        return _joined({FINAL: final, **dict(enumerate(raw))}, taps)
+
+    def own_paged(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, taps: Sequence[int]
+    ) -> dict[int, torch.Tensor]:
+        """The model's own forward with `context`: the states asked for, and `FINAL`."""
+        # A 4-D mask stops transformers from building one of its own; the context ignores it.
+        return self._body(
+            taps, input_ids=input_ids, position_ids=positions, attention_mask=self._unused_mask, attention_context=context
+        )
+
+    def full(self, input_ids: torch.Tensor, taps: Sequence[int] = (), segments: torch.Tensor | None = None) -> States:
+        """Whole right-padded texts [B, L], causal; several in a row where `segments` [B, L] says so. What stands at padding is
+        meaningless, and no real token sees it."""
+        check_taps(taps, self.num_layers)
+        if segments is None:
+            return _joined(self._body(taps, input_ids=input_ids), taps)
+        # Through our own attention rather than transformers' mask of packed texts: not every model passes its positions there.
+        return _joined(self.own_paged(input_ids, positions_of(segments), PackedPass(segments), taps), taps)
+
+    def _body(self, taps: Sequence[int], **inputs: Any) -> dict[int, torch.Tensor]:
+        with captured(self.layers, taps) as states:
+            states[FINAL] = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        return states
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> logits [..., V] in the model's dtype, with the model's own scales and soft caps."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        own = self._recorded is None or torch.is_grad_enabled()
+        logits = self.own_head(rows) if own else self._recorded.head(rows)
+        return logits.view(*hidden.shape[:-1], -1)
+
+    def own_head(self, rows: torch.Tensor) -> torch.Tensor:
+        """The model's own forward in `head`, [1, R, H] -> [1, R, V]."""
+        return self._head(inputs_embeds=rows).logits
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model.get_input_embeddings()(ids)
+
+
+def _joined(states: dict[int, torch.Tensor], taps: Sequence[int]) -> States:
+    return States(states[FINAL], torch.cat([states[tap] for tap in taps], dim=-1) if taps else None)
+
+
+def end_of_text_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Chat models name all of theirs in the generation config, and only one in the config."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+class _GivenStates(torch.nn.Module):
+    """Stands where the body was: returns its input embeddings as the last hidden state."""
+
+    @property
+    def decoder(self) -> _GivenStates:
+        return self  # OPT's head model calls `self.model.decoder`
+
+    def forward(self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **unused: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """A body's output in which every optional entry is None, whichever the head model reads."""
+
+    def __init__(self, last_hidden_state: torch.Tensor):
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
+def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model object but for its body, sharing every parameter of the head.
+
+    Running the model's own forward over given states is the only way to its logits that needs no list of the scales,
+    soft caps and biases that families put around their head.
+    """
+    head = copy.copy(model)
+    head._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+    return head
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight that transformers has sharded over processes, put together again on each; any other as it is."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

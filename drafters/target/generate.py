@@ -1,0 +1,100 @@
+"""Batched answers of a target through transformers' own generation, drawn from our random streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """One law for a whole call; the defaults are greedy and unfiltered."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+class SeededDraw(LogitsProcessor):
+    """Replaces each row of scores by the one-hot choice its own random stream makes, so that greedy search follows it.
+
+    A row's tokens then depend on its seed and text alone (up to rounding), not on its neighbours in the batch: a killed
+    generation resumes with the same answers. The engine draws tokens it did not speculate on from the same stream.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: torch.Tensor, padding: torch.Tensor):
+        self.seeds = seeds  # [B] int64
+        self.padding = padding  # [B] int64, left padding of each row: positions are counted without it
+        size = len(seeds)
+        self.rows = SamplingRows.of(
+            [sampling.temperature] * size,
+            top_k=[sampling.top_k] * size,
+            top_p=[sampling.top_p] * size,
+            min_p=[sampling.min_p] * size,
+            device=seeds.device,
+        )
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        logits = process(scores, self.rows)
+        tokens = sample(logits, self.seeds, input_ids.shape[1] - self.padding, Purpose.BONUS)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+def answer_chunks(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    eos_token_ids: Sequence[int],
+    batch_size: int,
+) -> Iterator[list[list[int]]]:
+    """The answers of `batch_size` prompts at a time, in order; each ends with its end-of-text token if it reached one."""
+    for begin in range(0, len(prompts), batch_size):
+        chunk = prompts[begin : begin + batch_size]
+        yield _answer(model, chunk, max_new_tokens, sampling, seeds[begin : begin + batch_size], list(eos_token_ids))
+
+
+@torch.no_grad()
+def _answer(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    eos_token_ids: list[int],
+) -> list[list[int]]:
+    width = max(len(prompt) for prompt in prompts)
+    # Padding is masked out; any id the embedding knows will do.
+    filler = eos_token_ids[0] if eos_token_ids else 0
+    ids = torch.tensor([[filler] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
+    padding = torch.tensor([width - len(prompt) for prompt in prompts], device=model.device)
+    mask = (torch.arange(width, device=model.device) >= padding[:, None]).long()
+    draw = SeededDraw(sampling, torch.tensor(list(seeds), device=model.device), padding)
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([draw]),
+        eos_token_id=eos_token_ids or None,
+        pad_token_id=filler,
+        use_cache=True,
+    )
+    return [trim(row, eos_token_ids) for row in output[:, width:].tolist()]
+
+
+def trim(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """Everything up to and including the first end-of-text token."""
+    for index, token in enumerate(tokens):
+        if token in eos_token_ids:
+            return tokens[: index + 1]
+    return tokens

@@ -1,0 +1,68 @@
+"""Block-diagonal causal attention: the texts of a packed row are attended one after another, each as if it stood alone.
+
+Text by text, because a mask over whole rows computes L * L scores to use a small part of them, and because it is plain causal
+attention then, for which the fast kernels are made. Legend: B rows, L columns, D width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from draftsmith.drafters.target.segments import stretches_of
+from draftsmith.kernels.attention.paged_torch import reference_attention
+
+
+class PackedPass:
+    """An `AttentionContext` for a model's forward over `segments` [B, L]; its `position_ids` must restart in every text."""
+
+    def __init__(self, segments: torch.Tensor):
+        self.rows = stretches_of(segments)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        # Under autocast the rotated queries and keys come wider than the values.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        outputs = []
+        for row, stretches in enumerate(self.rows):
+            parts = []
+            for begin, end, is_text in stretches:
+                q, k, v = (states[row : row + 1, :, begin:end] for states in (query, key, value))
+                if is_text:
+                    parts.append(_attend(q, k, v, scaling, sliding_window, softcap, sinks))
+                else:
+                    parts.append(q.new_zeros(*q.shape[:-1], v.shape[-1]))
+            outputs.append(torch.cat(parts, dim=2))
+        return torch.cat(outputs).transpose(1, 2)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One text: [1, heads, n, D] x [1, kv_heads, n, D] -> [1, heads, n, D]."""
+    length = query.shape[2]
+    is_windowed = window is not None and window < length
+    if softcap is None and sinks is None and not is_windowed:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if is_windowed:
+        mask = mask.triu(1 - window)
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return reference_attention(query, key, value, mask, scaling=scaling, softcap=softcap, sinks=sinks)

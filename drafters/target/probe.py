@@ -1,0 +1,164 @@
+"""What a causal LM is asked when it is loaded: are its keys and values ours to keep, is its head where we think it is, and does
+a text's state depend on that text alone?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from draftsmith.drafters.target.packed_pass import PackedPass
+from draftsmith.errors import UserError
+from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged_torch import reference_attention
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.target.causal_lm import CausalLM
+
+NUM_TOKENS, FIRST_CHUNK = 12, 4
+SHORT_TOKENS = 9  # of the text beside the long one
+# Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes near these.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+
+
+class LayerShape(NamedTuple):
+    num_heads: int  # of keys and values
+    key_dim: int
+    value_dim: int
+
+
+class Probe(NamedTuple):
+    hidden_size: int
+    vocab_size: int
+    layers: list[LayerShape]
+
+
+class Recorder:
+    """An `AttentionContext` that attends causally within the pass and notes the shapes every layer asks for."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.windowed = False
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        self.windowed |= sliding_window is not None
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        out = reference_attention(query[0], key[0], value[0], mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        return out.transpose(0, 1).unsqueeze(0)
+
+
+@torch.no_grad()
+def check_model(lm: CausalLM) -> Probe:
+    """Compares three ways to the same logits (the model's own forward, body then head, and the paged pool in two chunks), and
+    two texts together with each alone."""
+    upper = lm.model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(upper, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).to(lm.device)
+    try:
+        return _probe(lm, ids)
+    except UserError:
+        raise
+    except Exception as error:
+        # Whatever a family's code raises here means that it cannot be run our way.
+        raise UserError(refusal(lm, f"its code fails in a probe pass ({type(error).__name__}: {error})")) from error
+
+
+def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
+    expected = lm.model(input_ids=ids, use_cache=False).logits
+    positions = torch.arange(NUM_TOKENS, device=lm.device)
+    final = lm.full(ids).final
+    _compare(lm, lm.head(final), expected, "its logits are not its head times its last hidden state")
+    recorder = Recorder()
+    lm.paged(ids, positions[None], recorder)
+    check_layers(lm, recorder)
+    layers = [recorder.shapes[layer] for layer in range(lm.num_layers)]
+    paged = torch.cat([lm.head(chunk) for chunk in _paged_chunks(lm, layers, ids, positions)], dim=1)
+    _compare(lm, paged, expected, "its paged forward differs from its own, so some attention escapes the interface")
+    _check_neighbours(lm, ids, positions)
+    _check_padding(lm, ids)
+    return Probe(final.shape[-1], expected.shape[-1], layers)
+
+
+def _check_neighbours(lm: CausalLM, ids: torch.Tensor, positions: torch.Tensor) -> None:
+    """A short text at the first positions and a longer one at the last that are served, [1, T] in one pass and each alone.
+
+    The short one runs again afterwards, for what a module keeps of the passes before.
+    """
+    far = positions + max(lm.max_positions - NUM_TOKENS, 0)
+    short, long = (ids[:, :SHORT_TOKENS], positions[:SHORT_TOKENS]), (ids.flip(1), far)
+    alone = [_packed(lm, short), _packed(lm, long)]
+    together = _packed(lm, short, long).split([SHORT_TOKENS, NUM_TOKENS], dim=1)
+    reason = "a text's logits depend on which others share its pass, so no batch gives what it gives alone"
+    for actual, expected in zip((*together, _packed(lm, short)), (*alone, alone[0]), strict=True):
+        _compare(lm, actual, expected, reason)
+
+
+def _packed(lm: CausalLM, *texts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """[1, T, V] logits of one pass over (ids [1, n], positions [n]) of several texts in a row."""
+    ids = torch.cat([text for text, _ in texts], dim=1)
+    positions = torch.cat([places for _, places in texts])[None]
+    numbers = [number for number, (text, _) in enumerate(texts) for _ in range(text.shape[1])]
+    context = PackedPass(torch.tensor([numbers]))
+    return lm.head(lm.paged(ids, positions, context).final)
+
+
+def _check_padding(lm: CausalLM, ids: torch.Tensor) -> None:
+    """The same of rows [2, L], the first padded on the right, as training has them."""
+    rows = torch.cat([ids, ids.flip(1)])
+    padded = lm.head(lm.full(rows).final[:1, :SHORT_TOKENS])
+    alone = lm.head(lm.full(ids[:, :SHORT_TOKENS]).final)
+    _compare(lm, padded, alone, "a text's logits depend on the other rows of its batch")
+
+
+def _paged_chunks(lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    place = {"device": lm.device, "dtype": lm.dtype}
+    pool = PagedPool(
+        [torch.zeros(NUM_TOKENS, shape.num_heads, shape.key_dim, **place) for shape in layers],
+        [torch.zeros(NUM_TOKENS, shape.num_heads, shape.value_dim, **place) for shape in layers],
+        block_size=NUM_TOKENS,
+    )
+    table = torch.zeros(1, 1, dtype=torch.int64, device=lm.device)
+    chunks = []
+    for part in (slice(0, FIRST_CHUNK), slice(FIRST_CHUNK, NUM_TOKENS)):
+        lengths = torch.tensor([part.stop - part.start], device=lm.device)
+        context = PagedPass(pool, table, positions[part], lengths)
+        chunks.append(lm.paged(ids[:, part], positions[None, part], context).final)
+    return chunks
+
+
+def check_layers(lm: CausalLM, recorder: Recorder) -> None:
+    missing = [layer for layer in range(lm.num_layers) if layer not in recorder.shapes]
+    if missing:
+        raise UserError(refusal(lm, f"layer {missing[0]} has no attention that honours transformers' AttentionInterface"))
+    kinds = set(lm.config.to_dict().get("layer_types") or ())
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(refusal(lm, f"attention of type {sorted(unknown)[0]!r} is not supported"))
+    if "sliding_attention" in kinds and not recorder.windowed:
+        raise UserError(refusal(lm, "it hides its sliding window in a mask instead of telling its attention"))
+
+
+def _compare(lm: CausalLM, actual: torch.Tensor, expected: torch.Tensor, reason: str) -> None:
+    if not torch.isfinite(expected).all():
+        raise UserError(
+            f"{lm.name!r} gives logits that are not finite; its weights are corrupt, or {lm.dtype} is too narrow for it"
+        )
+    spread = expected.float().std() + 1e-6
+    # By token, and the median of them: in half precision a router near a tie may send a few tokens to other experts.
+    error = (actual - expected).abs().amax(dim=-1).median() / spread
+    if error.item() > TOLERANCE[lm.dtype]:
+        raise UserError(refusal(lm, reason))
+
+
+def refusal(lm: CausalLM, reason: str) -> str:
+    return f"{lm.name!r} ({type(lm.model).__name__}) cannot be served: {reason}; use another model"

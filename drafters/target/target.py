@@ -1,0 +1,146 @@
+"""The target: the model whose output law is preserved. Wraps any Hugging Face causal LM, unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.causal_lm import CausalLM, whole
+from draftsmith.drafters.target.generate import Sampling, answer_chunks
+from draftsmith.drafters.target.load import load_model, load_tokenizer
+from draftsmith.drafters.target.segments import positions_of
+from draftsmith.drafters.target.taps import FINAL
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["FINAL", "Target", "TargetOutput"]
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    logits: torch.Tensor  # [R, V] float32, of the rows asked for
+    taps: torch.Tensor | None  # [T, n * H] of every token
+
+
+class Target(CausalLM):
+    """A frozen causal LM with taps. No method records gradients.
+
+    `trust_remote_code` says whether code that a model's folder brings may be run: this target's, and that of drafts for it.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, *, trust_remote_code: bool = False):
+        super().__init__(model, name)
+        self.trust_remote_code = trust_remote_code
+        model.requires_grad_(False)
+        # `generate` would fill in what it finds there: penalties and filters that are no part of the target's law.
+        model.generation_config = GenerationConfig()
+        self.revision = revision_of(model)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        *,
+        shards: int = 1,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own. With `shards` above 1 every process of the group
+        calls this and holds its share of the weights, by the model's own tensor-parallel plan."""
+        model = load_model(path, trust_remote_code=trust_remote_code, dtype=dtype, device=device, shards=shards)
+        return cls(model, str(path), trust_remote_code=trust_remote_code)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.name, trust_remote_code=self.trust_remote_code)
+        return self._tokenizer
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention_context: AttentionContext,
+        logit_rows: torch.Tensor,
+        taps: Sequence[int] = (),
+    ) -> TargetOutput:
+        """A serving pass: input_ids and positions [1, T], logits only at `logit_rows` [R] int64 (indices into T)."""
+        states = self.paged(input_ids, positions, attention_context, taps)
+        logits = self.head(states.final[0, logit_rows]).float()
+        return TargetOutput(logits, None if states.taps is None else states.taps[0])
+
+    @torch.no_grad()
+    def states(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: Sequence[int], segments: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """A training pass over right-padded texts [B, L] -> (taps [B, L, n * H] or None, hidden [B, L, H] for `head`).
+        `segments` as in `drafters/target/segments.py`."""
+        if (attention_mask.diff(dim=1) > 0).any():
+            raise ValueError("attention_mask is padded on the left; pad texts on the right")
+        if self.rope_limit is not None:
+            longest = input_ids.shape[1] if segments is None else int(positions_of(segments).max()) + 1
+            self.check_length(longest, "the longest text of the batch, in tokens,")
+        states = self.full(input_ids, taps, segments)
+        return states.taps, states.final
+
+    @torch.no_grad()
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().head(hidden)
+
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids)
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seeds: Sequence[int] | None = None,
+        batch_size: int = 16,
+        ignore_eos: bool = False,
+    ) -> list[list[int]]:
+        """The target's continuation of each prompt (token ids), an end-of-text token included where it reached one.
+
+        `seeds` gives every prompt its own random stream (default: its index), so that an answer does not depend on which
+        others share its batch.
+        """
+        if prompts:
+            longest = max(len(prompt) for prompt in prompts)
+            self.check_length(longest + max_new_tokens, "the longest prompt and its answer, in tokens,")
+        chunks = answer_chunks(
+            self.model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+            seeds=range(len(prompts)) if seeds is None else seeds,
+            eos_token_ids=() if ignore_eos else self.eos_token_ids,
+            batch_size=batch_size,
+        )
+        return [tokens for chunk in chunks for tokens in chunk]
+
+
+def revision_of(model: PreTrainedModel) -> str:
+    """A digest of a few weights of every parameter: it changes whenever the weights do, for a folder as for a Hub id.
+
+    Rounded to bfloat16 first, so that loading in another dtype is the same revision.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = whole(parameter.detach()).flatten()[:64].to(torch.bfloat16).float().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.tobytes())
+    return digest.hexdigest()[:16]

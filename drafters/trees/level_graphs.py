@@ -1,0 +1,112 @@
+"""CUDA graphs of the levels of draft trees: reading all nodes of a level costs one launch.
+
+A graph is captured once for each (bucket of rows, nodes of a row) and stays valid across swaps, as those of `chain_graphs.py`.
+Surplus rows read and write the null block. Legend: R rows, W nodes of a level, H hidden width, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from draftsmith.drafters.tree_shape import MAX_NODES
+from draftsmith.kernels.attention.paged import NULL_BLOCK, PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.autoregressive.chain import ReadsOwnDrafts
+
+log = logging.getLogger(__name__)
+
+
+class LevelInputs(NamedTuple):
+    tokens: torch.Tensor  # [R, W]
+    hidden: torch.Tensor  # [R, W, H] of the nodes above
+    positions: torch.Tensor  # [R, W]
+    layout: TreeLayout  # [R, W] each
+    tables: torch.Tensor  # [R, max_blocks]
+
+
+class LevelOutput(NamedTuple):
+    next_hidden: torch.Tensor  # [R * W, H]
+    logits: torch.Tensor  # [R * W, Vd] raw
+
+
+def read_level(drafter: ReadsOwnDrafts, pool: PagedPool, inputs: LevelInputs) -> LevelOutput:
+    num_rows, width = inputs.tokens.shape
+    lengths = torch.full((num_rows,), width, device=inputs.tokens.device)
+    positions = inputs.positions.flatten()
+    layout = TreeLayout(*(part.flatten() for part in inputs.layout))
+    context = PagedPass(pool, inputs.tables, positions, lengths, tree=layout)
+    step = drafter.read_drafts(inputs.tokens.flatten(), inputs.hidden.flatten(0, 1), positions, context)
+    return LevelOutput(step.next_hidden, drafter.draft_logits(step.head_input))
+
+
+class LevelGraphs:
+    """`read` gives a level from a graph, good until the next one is read, or None where it must be read without."""
+
+    def __init__(self, drafter: ReadsOwnDrafts, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder):
+        self.drafter, self.pool, self.recorder = drafter, pool, recorder
+        self.max_blocks = max_blocks + spare_blocks(pool)
+        self.rows = row_buckets(max_batch)
+        self._graphs: dict[tuple[int, int], tuple[LevelInputs, Graph, LevelOutput]] = {}
+        self._broken = False
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def read(self, inputs: LevelInputs, pool: PagedPool) -> LevelOutput | None:
+        if self._broken or pool is not self.pool:
+            return None
+        num_rows, width = inputs.tokens.shape
+        key = (self.rows[bisect.bisect_left(self.rows, num_rows)], width)
+        if key not in self._graphs and not self._capture(*key, inputs):
+            return None
+        static, graph, output = self._graphs[key]
+        fill(static, inputs)
+        graph.replay()
+        return LevelOutput(*(part[: num_rows * width] for part in output))
+
+    def _capture(self, num_rows: int, width: int, like: LevelInputs) -> bool:
+        static = empty_level(num_rows, width, self.max_blocks, like.hidden)
+        try:
+            graph, output = self.recorder.record(lambda: read_level(self.drafter, self.pool, static))
+        except RuntimeError as error:
+            # A model that looks at values on the host cannot be captured; it drafts without graphs.
+            log.warning("levels of trees cannot be captured as CUDA graphs (%s)", str(error).strip().splitlines()[0])
+            self._broken = True
+            return False
+        self._graphs[num_rows, width] = (static, graph, output)
+        return True
+
+
+def spare_blocks(pool: PagedPool) -> int:
+    """The places of a whole level beyond the last that is reserved for a row."""
+    return MAX_NODES // pool.block_size + 1
+
+
+def empty_level(num_rows: int, width: int, max_blocks: int, hidden: torch.Tensor) -> LevelInputs:
+    """Nodes of nobody at fixed addresses: each sees itself in the null block."""
+    device, shape = hidden.device, (num_rows, width)
+    tokens, positions, places, first = torch.zeros(4, *shape, dtype=torch.int64, device=device)
+    ancestors = torch.full(shape, -1, device=device)
+    tables = torch.full((num_rows, max_blocks), NULL_BLOCK, device=device)
+    states = torch.zeros(*shape, hidden.shape[-1], dtype=hidden.dtype, device=device)
+    return LevelInputs(tokens, states, positions, TreeLayout(places, ancestors, first), tables)
+
+
+def fill(static: LevelInputs, inputs: LevelInputs) -> None:
+    count, blocks = inputs.tables.shape
+    static.tables.fill_(NULL_BLOCK)
+    static.tables[:count, :blocks].copy_(inputs.tables)
+    # What an earlier level has left in surplus rows may be NaN, which the null block must not get, or far away.
+    for part in (static.tokens, static.hidden, static.positions, static.layout.places, static.layout.first):
+        part[count:].zero_()
+    static.layout.ancestors[count:] = -1
+    pairs = [(static.tokens, inputs.tokens), (static.hidden, inputs.hidden), (static.positions, inputs.positions)]
+    for buffer, values in (*pairs, *zip(static.layout, inputs.layout, strict=True)):
+        buffer[:count].copy_(values)

@@ -1,0 +1,357 @@
+"""Paged attention in Triton, one kernel for prompt pieces, chains, trees and single tokens of any mix of rows.
+
+1. `_attend`: program (tile, kv head, split). A tile is some tokens of one row times the query heads that share the kv head, so
+   that each key is read once for all of them; a split is a share of the row's context (flash decoding). Softmax runs online.
+2. `_merge`: puts the splits of a (token, head) together. Left out when there is one.
+
+What a token sees is worked out from positions, places and ancestor bits block by block: no mask is stored. All sizes of a
+launch come from the shapes of tensors, never from their values: nothing waits for the device, a CUDA graph can hold the pass.
+`paged_attention_torch.py` is the reference. Legend as in `paged_attention.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from draftsmith.kernels.attention.paged import TreeLayout
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_MINUS_INF = tl.constexpr(float("-inf"))
+_FAR = tl.constexpr(1 << 60)  # a place beyond every context
+
+# Queries of a tile (tokens times grouped heads): tensor cores want 16 at least, registers hold results for no more than 64.
+_FEWEST_QUERIES, _MOST_QUERIES = 16, 64
+# A split shorter than this costs more in merging than it gains.
+_SHORTEST_SPLIT = 256
+_MOST_SPLITS = 64
+
+
+@triton.jit
+def _num_bits(x):
+    """Set bits of non-negative int64 numbers."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x = x + (x >> 8)
+    x = x + (x >> 16)
+    return (x + (x >> 32)) & 0x7F
+
+
+@triton.jit
+def _attend(
+    query,
+    keys,
+    values,
+    out,
+    maxima,
+    sums,
+    sinks,
+    block_tables,
+    starts,
+    positions,
+    places,
+    ancestors,
+    first,
+    query_head_stride,
+    query_token_stride,
+    table_stride,
+    num_tokens,
+    num_rows,
+    scale,
+    softcap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """With one split `out` [T, heads, VALUE_DIM] gets the result; else its float32 [SPLITS, T, heads, VALUE_DIM] sums of a split,
+    `maxima` and `sums` [SPLITS, T, heads] what they are relative to (scores in units of log 2)."""
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Row b owns tiles from starts[b] // TILE + b on: always enough of them, and known without asking anyone.
+    every = tl.arange(0, ROWS)
+    begins = tl.load(starts + every, mask=every < num_rows, other=_FAR)
+    row = tl.sum((begins // TILE + every <= tile).to(tl.int32), axis=0) - 1
+    begin, end = tl.load(starts + row), tl.load(starts + row + 1)
+    begin_token = begin + (tile - (begin // TILE + row)) * TILE
+    if begin_token >= end:
+        return
+
+    lanes = tl.arange(0, QUERIES)
+    tokens = begin_token + lanes // GROUPS
+    real = (lanes < TILE * GROUPS) & (tokens < end)
+    heads = kv_head * GROUPS + lanes % GROUPS
+    position = tl.load(positions + tokens, mask=real, other=_FAR)
+    place = tl.load(places + tokens, mask=real, other=-1)
+    context = tl.max(place, axis=0) + 1
+    nearest = tl.min(tl.where(real, place, _FAR), axis=0)  # before it all queries see everything
+    lowest = tl.zeros((), tl.int64)
+    if HAS_WINDOW:
+        lowest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
+        nearest = lowest
+    bits = tl.zeros((QUERIES,), tl.int64)
+    root = tl.zeros((QUERIES,), tl.int64)
+    nearest_root = tl.zeros((), tl.int64)
+    if HAS_TREE:
+        bits = tl.load(ancestors + tokens, mask=real, other=-1)
+        # A token without a tree sees all places up to its own, as if its tree began beyond them.
+        root = tl.where(bits == -1, _FAR, tl.load(first + tokens, mask=real, other=_FAR))
+        nearest_root = tl.min(root, axis=0)
+        nearest = tl.minimum(nearest, nearest_root)
+
+    key_dims, value_dims = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
+    places_of_query = tokens * query_token_stride + heads * query_head_stride
+    q = tl.load(
+        query + places_of_query[:, None] + key_dims[None, :], mask=real[:, None] & (key_dims[None, :] < KEY_DIM), other=0.0
+    )
+    top = tl.full((QUERIES,), _MINUS_INF, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    if HAS_SINKS:  # noqa: SIM102
+        # A sink is a key without a value, seen by the first split. Nested, because one part is decided when it is compiled.
+        if split == 0:
+            top = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * _LOG2E
+            total = total + 1.0
+    gathered = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
+
+    share = tl.cdiv(tl.cdiv(context - lowest, SPLITS), KEYS) * KEYS
+    low = lowest + split * share
+    high = tl.minimum(low + share, context)
+    for begin_key in range(low, high, KEYS):
+        at = begin_key + tl.arange(0, KEYS)
+        inside = at < high
+        block = tl.load(block_tables + row.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=inside, other=0)
+        slot = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * KV_HEADS + kv_head
+        k = tl.load(
+            keys + slot[None, :] * KEY_DIM + key_dims[:, None], mask=inside[None, :] & (key_dims[:, None] < KEY_DIM), other=0.0
+        )
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        seen = inside[None, :] & (at[None, :] <= place[:, None])
+        distance = position[:, None] - at[None, :]
+        if HAS_TREE:  # noqa: SIM102
+            # Blocks before the trees, nearly all of a long context, need no bits.
+            if begin_key + KEYS > nearest_root:
+                index = at[None, :] - root[:, None]
+                node = tl.minimum(tl.maximum(index, 0), 62)
+                seen = seen & ((index < 0) | ((bits[:, None] >> node) & 1 == 1))
+                if HAS_WINDOW:
+                    # Positions of a path follow one another: the bits above an ancestor's count the steps to it.
+                    above = (tl.maximum(bits[:, None], 0) >> node) >> 1
+                    distance = tl.where(index < 0, distance, _num_bits(above))
+        if HAS_WINDOW:
+            seen = seen & (distance < window)
+        scores = tl.where(seen, scores * _LOG2E, _MINUS_INF)
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        shift = tl.where(new_top == _MINUS_INF, 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
+        v = tl.load(
+            values + slot[:, None] * VALUE_DIM + value_dims[None, :],
+            mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
+            other=0.0,
+        )
+        if begin_key + KEYS > nearest:
+            # Behind a drafted token the target may overflow, and 0 * NaN is NaN: only queries that see it may notice.
+            finite = tl.abs(v) < float("inf")
+            v = tl.where(finite, v, 0.0)
+            spoiled = tl.min(finite.to(tl.int32), axis=1) == 0
+            noticed = tl.max((seen & spoiled[None, :]).to(tl.int32), axis=1)
+            gathered = tl.where((noticed > 0)[:, None], float("nan"), gathered)
+        gathered = gathered * decay[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        total = total * decay + tl.sum(weights, axis=1)
+        top = new_top
+
+    flat = tokens * (KV_HEADS * GROUPS) + heads
+    written = real[:, None] & (value_dims[None, :] < VALUE_DIM)
+    if SPLITS == 1:
+        gathered = gathered / tl.where(real, total, 1.0)[:, None]
+    else:
+        flat = flat + split.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
+        tl.store(maxima + flat, top, mask=real)
+        tl.store(sums + flat, total, mask=real)
+        # Short contexts leave most splits of a long table empty, which then cost no memory traffic.
+        written = written & (top > _MINUS_INF)[:, None]
+    tl.store(out + flat[:, None] * VALUE_DIM + value_dims[None, :], gathered.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _merge(
+    parts,
+    maxima,
+    sums,
+    out,
+    num_pairs,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Program p: token and head p of `num_pairs`. WIDTH is SPLITS or the next power of two."""
+    pair = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    inside = splits < SPLITS
+    flat = splits * num_pairs + pair
+    tops = tl.load(maxima + flat, mask=inside, other=_MINUS_INF)
+    totals = tl.load(sums + flat, mask=inside, other=0.0)
+    # Every token sees itself, so that one split at least has a maximum.
+    weights = tl.exp2(tops - tl.max(tops, axis=0))
+    # A split that nobody looked into has left nothing.
+    mask = (tops > _MINUS_INF)[:, None] & (dims[None, :] < VALUE_DIM)
+    rows = tl.load(parts + flat[:, None] * VALUE_DIM + dims[None, :], mask=mask, other=0.0)
+    result = tl.sum(rows * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
+    tl.store(out + pair * VALUE_DIM + dims, result.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+
+
+@dataclass(frozen=True)
+class TritonContext:
+    """What the tokens of one pass see, as the kernel reads it. Args as `PagedPass`; every tensor stays where it is."""
+
+    block_size: int
+    block_tables: torch.Tensor  # [B, max_blocks]
+    positions: torch.Tensor  # [T]
+    starts: torch.Tensor  # [B + 1], where each row starts in T
+    tree: TreeLayout | None
+    num_splits: int | None = None  # None: enough to fill the device
+
+    @classmethod
+    def of(
+        cls,
+        block_size: int,
+        block_tables: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        tree: TreeLayout | None,
+    ) -> TritonContext:
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return cls(block_size, block_tables, positions, starts, tree)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them -> [T, heads, value_dim]."""
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        num_heads, num_tokens = query.shape[1], query.shape[2]
+        (_, kv_heads, key_dim), value_dim = keys.shape, values.shape[2]
+        num_rows, groups = len(self.block_tables), num_heads // kv_heads
+        tile, num_queries = _tile(num_tokens, num_rows, groups)
+        num_tiles = num_tokens // tile + num_rows
+        max_context = self.block_tables.shape[1] * self.block_size
+        num_splits = self.num_splits or _num_splits(num_tiles * kv_heads, max_context, query.device)
+        out = torch.empty(num_tokens, num_heads, value_dim, device=query.device, dtype=query.dtype)
+        parts, maxima = out, out
+        if num_splits > 1:
+            parts = torch.empty(num_splits, *out.shape, device=query.device, dtype=torch.float32)
+            maxima = torch.empty(2, *parts.shape[:-1], device=query.device, dtype=torch.float32)
+        # Unused pointers of a variant get any tensor.
+        tree = self.tree
+        places = self.positions if tree is None else tree.places
+        widths = [max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim)]
+        _attend[num_tiles, kv_heads, num_splits](
+            query,
+            keys,
+            values,
+            parts,
+            maxima[0],
+            maxima[-1],
+            out if sinks is None else sinks,
+            self.block_tables,
+            self.starts,
+            self.positions,
+            places,
+            places if tree is None else tree.ancestors,
+            places if tree is None else tree.first,
+            query.stride(1),
+            query.stride(2),
+            self.block_tables.stride(0),
+            num_tokens,
+            num_rows,
+            scaling,
+            1.0 if softcap is None else softcap,
+            0 if window is None else window,
+            KV_HEADS=kv_heads,
+            GROUPS=groups,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_SIZE=self.block_size,
+            ROWS=triton.next_power_of_2(num_rows),
+            TILE=tile,
+            QUERIES=num_queries,
+            KEYS=_num_keys(sum(widths), keys.element_size()),
+            KEY_WIDTH=widths[0],
+            VALUE_WIDTH=widths[1],
+            SPLITS=num_splits,
+            HAS_TREE=tree is not None,
+            HAS_WINDOW=window is not None,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_SINKS=sinks is not None,
+            num_warps=4 if num_queries <= 32 else 8,
+        )
+        if num_splits > 1:
+            num_pairs = num_tokens * num_heads
+            width = triton.next_power_of_2(num_splits)
+            _merge[(num_pairs,)](
+                parts,
+                maxima[0],
+                maxima[1],
+                out,
+                num_pairs,
+                VALUE_DIM=value_dim,
+                VALUE_WIDTH=widths[1],
+                SPLITS=num_splits,
+                WIDTH=width,
+            )
+        return out
+
+
+def _tile(num_tokens: int, num_rows: int, groups: int) -> tuple[int, int]:
+    """Tokens of a tile, and its queries padded to a power of two: as many as an average row of the pass has use for."""
+    wanted = triton.next_power_of_2(groups * -(-num_tokens // num_rows))
+    num_queries = max(_FEWEST_QUERIES, min(wanted, _MOST_QUERIES), triton.next_power_of_2(groups))
+    return num_queries // groups, num_queries
+
+
+def _num_keys(width: int, element_size: int) -> int:
+    """Keys of a step: the pipeline holds three steps of keys and values in at most 160 KiB of shared memory."""
+    fitting = 160 * 1024 // (3 * width * element_size)
+    return max(16, min(64, 1 << max(fitting, 1).bit_length() - 1))
+
+
+def _num_splits(num_programs: int, max_context: int, device: torch.device) -> int:
+    """Two programs a multiprocessor where the context can be cut so far; a power of two, so that few variants are compiled."""
+    wanted = -(-2 * _num_multiprocessors(device) // num_programs)
+    most = min(max_context // _SHORTEST_SPLIT, _MOST_SPLITS)
+    return triton.next_power_of_2(max(1, min(wanted, most)))
+
+
+@lru_cache(maxsize=16)
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

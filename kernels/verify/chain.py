@@ -1,0 +1,154 @@
+"""Chain verification: which drafted tokens stand, and the one token after them, so that the output law is the target's.
+
+Draft token x at a position, drawn from q, is kept when log u + log q(x) < log p(x). The first one that is not kept is
+replaced by a draw from the residual max(p - q, 0); when all are kept, one more token is drawn from p (the bonus).
+Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318).
+
+Legend: B requests, K draft positions, V vocabulary, R = sum(lengths + 1) rows of target logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.sampling.filters import clean
+from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
+
+
+class Verdict(NamedTuple):
+    accepted: torch.Tensor  # [B] int64, how many drafted tokens were kept
+    tokens: torch.Tensor  # [B, K + 1] int64: the kept drafts, the residual or bonus token, then -1
+
+
+def verify_chain(
+    p_logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    q_logits: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> Verdict:
+    """Keeps a prefix of each row's drafted tokens and draws the next one.
+
+    Args:
+        p_logits: [R, V] processed target logits; row b owns `lengths[b] + 1` consecutive ones.
+        draft_tokens: [B, K] int64; entries at `lengths[b]` and beyond are not read. A negative one is always rejected.
+        lengths: [B] int64, 0 <= lengths[b] <= K.
+        q_logits: [B, K, V] processed draft logits, the very law each token was drawn from; None when drafting was
+            deterministic (q is one-hot). A deterministic row in a batch with laws is 0 at its token and -inf elsewhere.
+        seeds: [B] int64.
+        positions: [B] int64, absolute position of each row's first drafted token.
+        impl: "auto", "triton" or "torch".
+
+    NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A token that its law could not have drawn (negative,
+    or q(x) = 0) counts as no draft: what replaces it is drawn from p. A residual without mass (p = q up to rounding) falls
+    back to p. When the deciding row of p is all -inf there is no law to draw from and the emitted token is -1.
+    """
+    if choose(impl, p_logits.device, p_logits.dtype) == "triton":
+        from draftsmith.kernels.verify.chain_triton import verify_chain_triton
+
+        return verify_chain_triton(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
+    return verify_chain_torch(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
+
+
+def verify_chain_torch(
+    p_logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    q_logits: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    draws: Draws = STREAMS,
+) -> Verdict:
+    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come from `draws`."""
+    num_rows, num_draft = draft_tokens.shape
+    device = p_logits.device
+    log_p = log_law(p_logits)
+    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    depths = torch.arange(num_draft, device=device)
+    offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
+    p_rows = torch.where(offered, first_rows[:, None] + depths, 0)
+    ids = torch.where(offered, draft_tokens, 0)
+    places = torch.arange(num_rows, device=device)
+    log_q = None if q_logits is None else log_law(q_logits)
+    told_q = 0.0 if log_q is None else log_q.gather(-1, ids[..., None])[..., 0]
+    log_u = draws.uniform(seeds[:, None], positions[:, None] + depths).log()
+    keep = offered & accepts(log_u, log_p[p_rows, ids], torch.as_tensor(told_q, device=device))
+    accepted = keep.long().cumprod(dim=1).sum(dim=1)
+    rejected = accepted < lengths
+
+    final_rows = first_rows + accepted
+    final_logits = clean(wide(p_logits[final_rows]))
+    if bool(rejected.any()):
+        at = places[rejected], accepted[rejected]
+        rest_p = log_p[final_rows[rejected]]
+        rest_q = one_hot_logits(draft_tokens[at], rest_p) if log_q is None else drawn_law(log_q[at], draft_tokens[at])
+        residual = residual_law(rest_p, rest_q)
+        # A choice of rows, which is several times cheaper than one of numbers.
+        kept = residual.amax(dim=-1) > -math.inf
+        final_logits[rejected.nonzero()[kept, 0]] = residual[kept]
+    purposes = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
+    emitted = draws.token(final_logits, seeds, positions + accepted, purposes)
+    return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
+
+
+def accepts(log_u: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """u q(x) < p(x), strictly, so that p(x) = 0 is never kept; q(x) = 0 cannot have been drawn from q and is not kept either."""
+    return (log_u + log_q < log_p) & (log_q > -math.inf)
+
+
+def residual_law(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """log max(p - q, 0) of laws given as logprobs [N, V]; -inf everywhere when p = q."""
+    # log(p - q) = log p + log(1 - exp(log q - log p)), without the cancellation of p - q in a narrow float.
+    gap = log_q - log_p  # NaN where both are -inf, where no mass is left either
+    # Of positive numbers alone: a CPU's logarithm of others takes ten times as long.
+    share = torch.expm1(gap).neg_().clamp_(min=torch.finfo(gap.dtype).tiny)
+    return share.log_().add_(log_p).masked_fill_(~(gap < 0), -math.inf)
+
+
+def residual_logits(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """The law a rejected token is replaced from, of processed logits [N, V]: the residual, or p where it has no mass."""
+    residual = residual_law(log_law(p_logits), log_law(q_logits))
+    return torch.where((residual > -math.inf).any(dim=-1, keepdim=True), residual, p_logits)
+
+
+def drawn_law(log_q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """log_q [N, V] where it can have drawn `tokens` [N]; elsewhere no law, whose residual is p."""
+    drawn = (tokens >= 0) & (log_q.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] > -math.inf)
+    return log_q.masked_fill(~drawn[:, None], -math.inf)
+
+
+def one_hot_logits(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The law of deterministic drafting: 0 at `tokens` [N], -inf elsewhere; a negative token gives a law without mass."""
+    at_token = torch.where(tokens >= 0, 0.0, -math.inf).to(like.dtype)
+    return torch.full_like(like, -math.inf).scatter_(-1, tokens.clamp(min=0)[:, None], at_token[:, None])
+
+
+def log_law(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [..., V] of logits; NaN counts as -inf, and a row without mass is -inf everywhere."""
+    law = torch.log_softmax(wide(logits), dim=-1)
+    # One NaN, one +inf or no mass at all makes the whole row NaN, so one column tells.
+    if not bool(law[..., :1].isnan().any()):
+        return law
+    law = torch.log_softmax(clean(wide(logits)), dim=-1)
+    return torch.where(law.isnan(), -math.inf, law)
+
+
+def assemble(draft_tokens: torch.Tensor, accepted: torch.Tensor, emitted: torch.Tensor) -> torch.Tensor:
+    """[B, K] drafts, [B] counts and [B] last tokens -> [B, K + 1] tokens, -1 padded."""
+    columns = torch.arange(draft_tokens.shape[1] + 1, device=draft_tokens.device)
+    drafts = torch.nn.functional.pad(draft_tokens, (0, 1), value=-1)
+    tokens = torch.where(columns < accepted[:, None], drafts, -1)
+    return torch.where(columns == accepted[:, None], emitted[:, None], tokens)
+
+
+def wide(logits: torch.Tensor) -> torch.Tensor:
+    """float32 at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,0 +1,41 @@
+"""Typical acceptance (Medusa, arXiv:2401.10774, section 2.3.1): keeps what is likely enough. LOSSY: not the target's law.
+
+A drafted token is kept while p(x) > min(epsilon, delta exp(-H(p))), H the entropy of the target's law there; the token after
+the kept ones is drawn from p. At temperature 0 that is the greedy rule. An opt-in, for those who want its speed and know it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from draftsmith.kernels.sampling.filters import clean
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.verify.chain import Verdict, assemble, log_law, wide
+
+EPSILON = 0.09
+DELTA = 0.3
+
+
+def verify_typical(
+    p_logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    q_logits: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
+) -> Verdict:
+    """Arguments as `verify_chain`'s; the draft's law `q_logits` plays no part."""
+    log_p = log_law(p_logits)
+    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    depths = torch.arange(draft_tokens.shape[1], device=p_logits.device)
+    offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
+    rows = torch.where(offered, first_rows[:, None] + depths, 0)
+    told = log_p[rows, draft_tokens.clamp(min=0)].exp()
+    entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
+    keep = offered & (told > (delta * torch.exp(-entropy)).clamp(max=epsilon)[rows])
+    accepted = keep.long().cumprod(dim=1).sum(dim=1)
+    emitted = sample(clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS)
+    return Verdict(accepted, assemble(draft_tokens, accepted, emitted))

@@ -1,0 +1,209 @@
+"""The audit of a running server, ours or any OpenAI-compatible one that names tokens by id and tells logprobs.
+
+Sampled tokens are held against the distribution of the token after their own prefix, however rare that prefix is: evidence is a
+product of likelihood ratios (`kernels/evidence.py`), grouped by how deep in its round each token was decided
+(`audit_depths.py`). In every group a bias is planted, too, to tell how small a one would be seen; a depth where that is not
+small enough, or that no sampled text reached, leaves the audit without a verdict. The first token after a prompt comes from the
+prefill, so a fault of speculation shows from the second one on. Greedy continuations must be the argmax everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import httpx
+
+from draftsmith.serve.audit.audit_two_samples import NOTHING_PLANTED, two_sample_checks
+from draftsmith.serve.audit.client import AuditClient, Counters
+from draftsmith.serve.audit.config import AuditConfig
+from draftsmith.serve.audit.depths import BONUS, UNDRAFTED, UNKNOWN, Depths, depth_shares, depths_of, group_name, wanted_depths
+from draftsmith.serve.audit.greedy import greedy_checks
+from draftsmith.serve.audit.reference import LawBook, law_source, laws_are_told
+from draftsmith.serve.audit.report import Check, Report
+from draftsmith.serve.audit.samples import draw_samples, make_context, paths
+from draftsmith.serve.audit.tokens import Tokens, detectable, tokens_of
+
+TOGETHER = "all tokens together"
+MOST_TIMES = 30  # as many samples as that are within reach
+
+
+def audit_server(
+    config: AuditConfig,
+    transport: httpx.BaseTransport | None = None,
+    compare_transport: httpx.BaseTransport | None = None,
+) -> Report:
+    client = AuditClient.connect(
+        config.url or "",
+        model=config.model,
+        api_key=config.api_key,
+        timeout_s=config.timeout_s,
+        concurrency=config.concurrency,
+        transport=transport,
+    )
+    plain = plain_client(config, client, compare_transport)
+    told = laws_are_told(config)
+    # Greedy text needs no more than the likeliest token of every law.
+    laws = LawBook(law_source(config if told or plain is None else replace(config, temperature=0.0), plain or client))
+    client = client.reporting(config.k)
+    contexts = [make_context(client, config, index) for index in range(config.contexts)]
+    before = client.counters()
+    checks = [*declared(client), *greedy_checks(config, client, plain, laws, contexts)]
+    if config.temperature > 0:
+        # Drafts of greedy text say nothing about what is sampled.
+        before = client.counters()
+    config = replace(config, k=drafted_at_once(config, client, before))
+    samples = list(draw_samples(client, config, contexts)) if config.temperature > 0 else []
+    counted = since(before, client.counters())
+    depths = depths_of(samples, config.k)
+    if samples and told:
+        laws.learn_along(paths(samples))
+        checks += sampled_checks(config, tokens_of(laws, samples, depths.flat), depths, counted)
+    elif samples and plain is not None:
+        checks += two_sample_checks(config, plain, contexts, samples, depths, counted)
+    offered = depths.offered if samples and depths.told else None if counted is None else counted.draft_tokens
+    checks += [] if config.k == 0 and not client.can_be_plain else speculated(offered)
+    said = notes(config, laws, plain, depths, offered)
+    said += [NOTHING_PLANTED] if samples and not told else []
+    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, said)
+
+
+def notes(config: AuditConfig, laws: LawBook, plain: AuditClient | None, depths: Depths, offered: int | None) -> list[str]:
+    found = [f"{len(laws.known)} laws of prefixes were asked for", _witness(config, plain)]
+    if depths.told:
+        found.append(f"the deepest round offered {depths.deepest} drafts, k is {config.k}")
+    if offered is None:
+        found.append("the server counts no draft tokens; whether it speculated is not known")
+    return found
+
+
+def plain_client(config: AuditConfig, client: AuditClient, transport: httpx.BaseTransport | None) -> AuditClient | None:
+    """Who answers without speculation: the server to compare with, or this one where a request can switch it off."""
+    if config.compare_url is None:
+        return client.without_speculation()
+    return AuditClient.connect(
+        config.compare_url,
+        model=config.compare_model,
+        api_key=config.api_key,
+        timeout_s=config.timeout_s,
+        concurrency=config.concurrency,
+        transport=transport,
+    )
+
+
+def drafted_at_once(config: AuditConfig, client: AuditClient, counters: Counters | None) -> int | None:
+    """The depth that is to be audited: as asked for, or what the server tells, by its counters where it has no better way."""
+    if config.k is not None:
+        return config.k
+    if client.draft_depth is not None:
+        return client.draft_depth
+    return len(counters.accepted) if counters is not None and counters.accepted else None
+
+
+def since(before: Counters | None, after: Counters | None) -> Counters | None:
+    return None if before is None or after is None else after.since(before)
+
+
+def _witness(config: AuditConfig, plain: AuditClient | None) -> str:
+    if config.compare_url is not None:
+        return f"plain decoding and its laws are those of {config.compare_url}"
+    return "the server has no switch for speculation" if plain is None else "plain decoding is this server's with speculation off"
+
+
+def declared(client: AuditClient) -> list[Check]:
+    """A server that says of itself that it is lossy needs no statistics to be called so, and none could clear it."""
+    said = "the server says that its answers need not have the target's law"
+    return [Check(name="what the server says of itself", kind="law", passed=False, said=said)] if client.says_lossy else []
+
+
+def speculated(offered: int | None) -> list[Check]:
+    """Answers without drafts say nothing about speculation. `offered` is None where the server counts no draft tokens, as one
+    without speculation does not."""
+    if offered is None:
+        return []
+    ask = "" if offered else "no draft token was offered: let the server draft a fixed --k"
+    return [Check(name="control: draft tokens offered meanwhile", kind="control", passed=offered > 0, said=f"{offered}", ask=ask)]
+
+
+def sampled_checks(config: AuditConfig, tokens: Tokens, depths: Depths, counted: Counters | None) -> list[Check]:
+    """Of every group of tokens and of all of them: the false alarm is shared out evenly."""
+    wanted = wanted_depths(config.k) if depths.told else []
+    groups = sorted({UNDRAFTED, *wanted, *tokens.depths.tolist()}, key=lambda depth: (depth == BONUS, depth))
+    threshold = math.log((len(groups) + 1) / config.false_alarm)
+    checks = {depth: group_check(config, tokens.at(depth), group_name(depth), threshold) for depth in groups}
+    together = group_check(config, tokens, TOGETHER, threshold)
+    unseen = [depth for depth in wanted if checks[depth].passed and checks[depth].evidence["detectable_bias"] > config.bias]
+    ask = what_to_ask(config, {depth: checks[depth] for depth in unseen})
+    checks |= {depth: replace(checks[depth], blind=True, ask=ask) for depth in unseen}
+    found = [*checks.values(), together]
+    if depths.told or not all(check.passed for check in found):
+        return found  # what is broken needs no measure of what would be seen
+    return found + shared_checks(config, tokens.at(UNKNOWN), counted, threshold)
+
+
+def group_check(config: AuditConfig, tokens: Tokens, name: str, threshold: float) -> Check:
+    """A law that is broken where the evidence reaches `threshold`, and blind where no planted bias does."""
+    log_evidence = tokens.evidence()
+    broken = log_evidence >= threshold
+    p_value = math.exp(-max(log_evidence, 0.0))
+    power = 1.0 if broken else detectable(tokens, threshold, config.seed)
+    said = f"{len(tokens)} tokens, p {p_value:.2g}"
+    said += "" if broken else f", would see a bias of {power:.2g}" if power < 1 else ", would see no bias"
+    evidence = {
+        "num_samples": len(tokens), "log_evidence": log_evidence, "threshold": threshold, "p_value": p_value,
+        "detectable_bias": None if broken else power,
+    }  # fmt: skip
+    return Check(name=name, kind="law", passed=not broken, said=said, evidence=evidence, blind=not broken and power >= 1)
+
+
+def what_to_ask(config: AuditConfig, unseen: Mapping[int, Check]) -> str:
+    """One sentence for all depths where too little would be seen: more samples where those are within reach, else what makes
+    drafts reach deeper, or fewer of them."""
+    if not unseen:
+        return ""
+    times = {depth: times_needed(config, check) for depth, check in unseen.items()}
+    rare = [depth for depth, more in times.items() if more > MOST_TIMES]
+    most = max((more for more in times.values() if more <= MOST_TIMES), default=0.0)
+    samples = f"--samples {math.ceil(config.samples * max(1.5, most) / 1000) * 1000}"
+    if not rare:
+        return f"a bias of {config.bias:g} would not be seen; give {samples}"
+    warm = "lower --temperature with --top-k, so that more drafts are kept"
+    # The tokens behind all of k drafts are as many as those at depth k + 1.
+    k = min((config.k or 0) + 1 if depth == BONUS else depth for depth in rare) - 2
+    fewer = f"give a smaller --k, here --k {k}{f' and {samples}' if most else ''}, or {warm}" if k > 0 else warm
+    return f"too few {', too few '.join(map(group_name, rare))}; {fewer}"
+
+
+def times_needed(config: AuditConfig, check: Check) -> float:
+    """How many times as many tokens would show a bias of `config.bias`, roughly."""
+    seen, count = check.evidence["detectable_bias"], check.evidence["num_samples"]
+    needed = count * (seen / config.bias) ** 2 * 1.2 if seen < 1 else 20 / config.bias**2
+    return needed / count if count else math.inf
+
+
+def shared_checks(config: AuditConfig, tokens: Tokens, counted: Counters | None, threshold: float) -> list[Check]:
+    """Where the server tells no rounds, a bias at one depth is planted in as many of the tokens as its counters give that
+    depth."""
+    if config.k == 0:
+        return []
+    if counted is None or not counted.accepted:
+        ask = "the server tells neither how many tokens it drafts nor how many it keeps; give --k, 0 if it drafts none"
+        known = config.k is not None
+        said = "power by depth is not known" + ("" if known else ", nor k")
+        return [
+            Check(name="control: how deep the server drafts", kind="control", passed=known, said=said, ask="" if known else ask)
+        ]
+    checks = {}
+    shares = depth_shares(counted.drafts, counted.accepted, len(tokens))
+    for depth in wanted_depths(config.k):
+        share = shares.get(depth, 0.0)
+        power = detectable(tokens, threshold, config.seed, share) if share else 1.0
+        name = f"control: a bias of {config.bias:g} among {group_name(depth)}"
+        said = f"{share:.1%} of the tokens after the first, " + (
+            f"the smallest one seen is {power:.2g}" if power < 1 else "none was seen"
+        )
+        evidence = {"detectable_bias": power, "num_samples": round(share * len(tokens))}
+        checks[depth] = Check(name=name, kind="control", passed=power <= config.bias, said=said, evidence=evidence)
+    ask = what_to_ask(config, {depth: check for depth, check in checks.items() if not check.passed})
+    return [check if check.passed else replace(check, ask=ask) for check in checks.values()]

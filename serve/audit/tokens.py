@@ -1,0 +1,121 @@
+"""Sampled tokens beside the distributions they should have, as tensors; and biases planted in them, which the audit must see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.kernels.evidence import log_evidence
+from draftsmith.serve.audit.reference import CoarseLaw, LawBook, Text
+from draftsmith.serve.audit.samples import Samples
+
+STEPS = 13  # planted biases: the largest, and each 1 / sqrt(2) of the one before
+REST, PADDING = -1, -2  # outcomes that are no token: all tokens that the distribution does not name, and none
+
+
+class Tokens(NamedTuple):
+    """n sampled tokens, m outcomes each: the likeliest tokens, in order, and the rest."""
+
+    probs: torch.Tensor  # [n, m] float64, of each token given its own prefix
+    drawn: torch.Tensor  # [n] int64, the outcome
+    groupings: tuple[torch.Tensor, ...]  # each [n, m] int64: outcomes for which a bias may be alike
+    depths: torch.Tensor  # [n] int64, see `audit_depths.py`
+
+    def at(self, depth: int) -> Tokens:
+        keep = self.depths == depth
+        return Tokens(self.probs[keep], self.drawn[keep], tuple(cells[keep] for cells in self.groupings), self.depths[keep])
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def evidence(self, drawn: torch.Tensor | None = None) -> float:
+        """Natural logarithm, against the distributions; of other outcomes when they are given."""
+        return log_evidence(self.probs, self.drawn if drawn is None else drawn, self.groupings)
+
+
+def tokens_of(laws: LawBook, samples: Sequence[Samples], depths: Sequence[int]) -> Tokens:
+    """All tokens of all continuations, in order, whose `depths` are given."""
+    found: list[CoarseLaw] = []
+    tokens: list[int] = []
+    prefixes: list[int] = []
+    last: list[int] = []
+    known: dict[Text, int] = {}
+    for context, continuations, _ in samples:
+        for continuation in continuations:
+            for place, token in enumerate(continuation):
+                text = (*context, *continuation[:place])
+                found.append(laws[text])
+                tokens.append(token)
+                prefixes.append(known.setdefault(text, len(known)))
+                last.append(text[-1])
+    probs, ids = outcomes(found)
+    same = ids == torch.tensor(tokens)[:, None]
+    drawn = torch.where(same.any(dim=1), same.long().argmax(dim=1), (ids == REST).long().argmax(dim=1))
+    ranks = torch.arange(ids.shape[1]).expand_as(ids)
+    groupings = (ranks, numbered(ids), numbered(ids, torch.tensor(last)), numbered(ids, torch.tensor(prefixes)))
+    return Tokens(probs, drawn, groupings, torch.tensor(depths))
+
+
+def outcomes(laws: Sequence[CoarseLaw]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [n, m] and token ids [n, m] of laws, the rest last; shorter ones are padded."""
+    width = max(len(law.ids) for law in laws) + 1
+    probs = [[*law.probs, law.rest] + [0.0] * (width - 1 - len(law.ids)) for law in laws]
+    ids = [[*law.ids, REST] + [PADDING] * (width - 1 - len(law.ids)) for law in laws]
+    table = torch.tensor(probs, dtype=torch.float64)
+    return table / table.sum(dim=1, keepdim=True), torch.tensor(ids)
+
+
+def numbered(ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """Cells [n, m]: one for each token id, or for each id beside a number [n] of its row."""
+    pairs = ids - ids.min()
+    if beside is not None:
+        pairs = pairs + beside[:, None] * (pairs.max() + 1)
+    return pairs.unique(return_inverse=True)[1].view(ids.shape)
+
+
+def detectable(tokens: Tokens, threshold: float, seed: int, share: float = 1.0) -> float:
+    """The smallest planted bias whose evidence reaches `threshold`, as the mean total variation of the tokens that have it, a
+    `share` of all; 1 where the largest is not seen."""
+    planting = Planting(tokens, seed, share)
+    low, high = 0, STEPS  # planted at `low` is seen (once one is), at `high` is not
+    while low < high:
+        middle = (low + high) // 2
+        if tokens.evidence(planting.drawn(2 ** (-middle / 2))) >= threshold:
+            low = middle + 1
+        else:
+            high = middle
+    return 1.0 if low == 0 else planting.bias(2 ** (-(low - 1) / 2))
+
+
+class Planting:
+    """A bias that takes tokens out of the likelier half of their distribution and draws them from the other half.
+
+    Of strength c: where the likelier half has probability h, c h (1 - h) moves over.
+    """
+
+    def __init__(self, tokens: Tokens, seed: int, share: float):
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens, half = tokens, likelier_half(tokens.probs)
+        self.mass = (tokens.probs * half).sum(dim=1)
+        rest = tokens.probs.masked_fill(half, 0.0)
+        rest[rest.sum(dim=1) == 0, -1] = 1.0  # of sure tokens, which are never moved
+        self.others = torch.multinomial(rest, 1, generator=generator)[:, 0]
+        self.chances = torch.rand(len(tokens), generator=generator, dtype=torch.float64)
+        self.planted = torch.rand(len(tokens), generator=generator) < share
+        self.inside = half.gather(1, tokens.drawn[:, None])[:, 0] & self.planted
+
+    def drawn(self, strength: float) -> torch.Tensor:
+        return torch.where(self.inside & (self.chances < strength * (1 - self.mass)), self.others, self.tokens.drawn)
+
+    def bias(self, strength: float) -> float:
+        return strength * float((self.mass * (1 - self.mass)).mean())
+
+
+def likelier_half(probs: torch.Tensor) -> torch.Tensor:
+    """[n, m] bool: of outcomes in falling order (the rest last), the first ones that come nearest to half of the probability, at
+    least one."""
+    reach = probs.cumsum(dim=1)
+    count = (reach - 0.5).abs().argmin(dim=1)
+    return torch.arange(probs.shape[1]) <= count[:, None]

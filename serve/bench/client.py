@@ -1,0 +1,156 @@
+"""Streaming requests against an OpenAI-compatible server, in a closed or an open loop, timed at the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from draftsmith.errors import UserError
+from draftsmith.serve.bench.prompts import Prompt
+
+Body = dict[str, Any]
+
+
+@dataclass
+class Answer:
+    num_tokens: int = 0
+    text: str = ""
+    begun_s: float = 0.0
+    first_s: float = 0.0  # when the first chunk of the answer came
+    last_s: float = 0.0
+    report: Body | None = None  # metrics.speculative_decoding
+
+    @property
+    def e2el_s(self) -> float:
+        """Sent to last token."""
+        return self.last_s - self.begun_s
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.begun_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of the tokens after the first; None for an answer of one token."""
+        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass
+class PassResult:
+    answers: list[Answer] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer.num_tokens for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+
+class Client:
+    def __init__(self, url: str, *, api_key: str | None, timeout_s: float):
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self.http = httpx.AsyncClient(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout_s)
+
+    async def model(self) -> str:
+        try:
+            listed = (await self.http.get("/v1/models")).raise_for_status().json()
+            return listed["data"][0]["id"]
+        except (httpx.HTTPError, KeyError, IndexError, json.JSONDecodeError) as error:
+            raise UserError(f"{self.http.base_url} does not answer /v1/models ({error!r}); check the URL") from error
+
+    async def measure(self, prompts: Sequence[Prompt], body: Body, concurrency: int) -> PassResult:
+        """All prompts once, `concurrency` at a time."""
+        result = PassResult([Answer() for _ in prompts])
+        turns = iter(range(len(prompts)))
+
+        async def worker() -> None:
+            for index in turns:
+                await self._ask(prompts[index], body, result.answers[index])
+
+        begun_s = perf_counter()
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+        result.wall_s = perf_counter() - begun_s
+        return result
+
+    async def measure_open(self, prompts: Sequence[Prompt], body: Body, gaps_s: Sequence[float]) -> PassResult:
+        """All prompts once, each `gaps_s` after the one before it, whatever has become of that."""
+        result = PassResult([Answer() for _ in prompts])
+        begun_s = perf_counter()
+        due_s, asked = begun_s, []
+        for prompt, answer, gap_s in zip(prompts, result.answers, gaps_s, strict=True):
+            due_s += gap_s
+            await asyncio.sleep(max(0.0, due_s - perf_counter()))
+            asked.append(asyncio.create_task(self._ask(prompt, body, answer)))
+        await asyncio.gather(*asked)
+        result.wall_s = perf_counter() - begun_s
+        return result
+
+    async def step_bytes(self) -> dict[str, float]:
+        """What a draftsmith server tells of the weights that target passes and proposals read; empty for other servers."""
+        response = await self.http.get("/metrics")
+        found = re.findall(r'^draftsmith_step_bytes\{.*step="(\w+)".*\} (\S+)$', response.text, re.MULTILINE)
+        return {step: float(value) for step, value in found}
+
+    async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
+        path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
+        whole = {**body, **prompt, "stream": True, "stream_options": {"include_usage": True}}
+        answer.begun_s = perf_counter()
+        try:
+            async with self.http.stream("POST", path, json=whole) as response:
+                if response.status_code != 200:
+                    raise UserError(f"the server refused a request: {_message(await response.aread())}")
+                async for line in _lines(response):
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        _take(_event(line[6:]), answer)
+        except httpx.HTTPError as error:
+            raise UserError(f"a request failed ({error!r}); is the server still running?") from error
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines of server-sent events. httpx's own also end at U+2028 and its like, which stand within a text."""
+    pending = ""
+    async for text in response.aiter_text():
+        *lines, pending = (pending + text).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
+
+
+def _event(text: str) -> Body:
+    """A server that fails in the middle of an answer has only the stream left to say so."""
+    event = json.loads(text)
+    if "error" in event:
+        raise UserError(f"the server broke an answer off: {_message(text.encode())}")
+    return event
+
+
+def _take(chunk: Body, answer: Answer) -> None:
+    for choice in chunk["choices"]:
+        delta = choice.get("delta", {})
+        if "role" in delta and not delta.get("content"):
+            continue  # opens a chat answer before any token
+        now_s = perf_counter()
+        if answer.first_s == 0.0:
+            answer.first_s = now_s
+        answer.last_s = now_s
+        answer.text += choice.get("text") or delta.get("content") or ""
+    if chunk.get("usage"):
+        answer.num_tokens = chunk["usage"]["completion_tokens"]
+    if chunk.get("metrics"):
+        answer.report = chunk["metrics"]["speculative_decoding"]
+
+
+def _message(content: bytes) -> str:
+    try:
+        return json.loads(content)["error"]["message"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")

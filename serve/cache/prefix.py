@@ -1,0 +1,165 @@
+"""Prefix caching: full blocks of committed text are found again by what they hold. Torch-free but for the taps it carries.
+
+A block's key is a digest of all text up to its end, chained from block to block, and of the `ahead` tokens after it. A drafter
+that reads the token at t + 1 beside the state at t (`ahead` 1) keeps in a block's last position what depends on the token after
+the block; with that token in the key, target and draft share a block exactly when both find in it what they would have written.
+The root of the chain is the target's revision and the request's draft, where there are several: none of them reads what a worse
+one wrote. The draft's version is no part of it: keys and values that an older version wrote stay, as those of running requests
+do, and only acceptance can suffer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from draftsmith.serve.cache.blocks import BlockManager
+from draftsmith.serve.requests.request import Request
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class _Entry:
+    block: int
+    draft_ready: bool  # the draft has written its keys and values of the block as well
+    taps: list[torch.Tensor] | None = None  # what the draft still has to read of it, in order; None: not kept
+
+
+class PrefixCache:
+    """Blocks stay after their request until the block manager needs them, the least recently used first.
+
+    Args:
+        root: what the cached values depend on besides the text.
+        ahead: how many tokens after a position the draft's values there depend on.
+        needs_taps: the drafter cannot read a text again from its tokens alone.
+        max_tapped: blocks that may carry taps at the same time; those that got them first lose them first.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, *, root: str, ahead: int = 0, needs_taps: bool = False, max_tapped: int | None = None
+    ):
+        self.blocks, self.ahead, self.needs_taps, self.max_tapped = blocks, ahead, needs_taps, max_tapped
+        self._root = blake2b(f"{root} {blocks.block_size} {ahead}".encode(), digest_size=16).digest()
+        self._entries: dict[bytes, _Entry] = {}
+        self._keys: dict[int, bytes] = {}  # of the blocks in `_entries`
+        self._tapped: dict[bytes, None] = {}  # keys of those with taps, in order
+        blocks.on_evict = self._evicted
+
+    def attach(self, request: Request) -> None:
+        """Starts a request without blocks on those that hold the beginning of its text."""
+        if request.wants_prompt_logprobs:
+            return
+        entries = list(self._usable(request))
+        if not entries:
+            return
+        size = self.blocks.block_size
+        request.blocks = self.blocks.share([entry.block for entry in entries])
+        request.computed = len(entries) * size
+        if request.k > 0:
+            request.draft_cached = _num_ready(entries) * size
+            if self.needs_taps:
+                request.taps = [tap for entry in entries[_num_ready(entries) :] for tap in entry.taps or ()]
+
+    def num_found(self, request: Request) -> int:
+        """How many of its tokens `attach` would find."""
+        return 0 if request.wants_prompt_logprobs else sum(1 for _ in self._usable(request)) * self.blocks.block_size
+
+    def store(self, request: Request) -> None:
+        """After a round: the request's full blocks may be found by others from now on."""
+        size = self.blocks.block_size
+        num_full = min(request.computed, request.num_tokens - self.ahead) // size
+        num_ready = min(num_full, request.draft_cached // size)
+        # Those that were stored before the draft had read them are stored again when it has.
+        again = range(request.num_ready, min(num_ready, request.num_stored))
+        for index in (*again, *range(request.num_stored, num_full)):
+            self._store(request, index, index < num_ready)
+        request.num_stored, request.num_ready = max(request.num_stored, num_full), max(request.num_ready, num_ready)
+
+    def _store(self, request: Request, index: int, ready: bool) -> None:
+        key, block = self._key(request, index), request.blocks[index]
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(block, False)
+            self._remember(block, key)
+        elif ready and not entry.draft_ready and entry.block != block:
+            # The same text in two blocks: the one that both models can use is the one to find.
+            self._forget(entry.block)
+            entry.block = block
+            self._remember(block, key)
+        if entry.block != block or entry.draft_ready:
+            return
+        entry.draft_ready = ready
+        if ready or not self.needs_taps:
+            entry.taps = None
+            self._tapped.pop(key, None)
+        elif entry.taps is None and request.k > 0:
+            entry.taps = self._taps(request, index)
+            if entry.taps is not None:
+                self._tapped[key] = None
+                self._drop_taps()
+
+    def _usable(self, request: Request) -> Iterator[_Entry]:
+        """Cached blocks from the text's beginning that this request can go on from, drafts included."""
+        # Something is always left to compute: a law to decide from, a state to draft from, and the newest token of a request that
+        # comes back, which belongs to its next round.
+        kept_back = max(self.ahead, 1 if request.num_output > 0 else 0)
+        all_ready = True
+        for index in range((request.num_tokens - 1 - kept_back) // self.blocks.block_size):
+            entry = self._entries.get(self._key(request, index))
+            if entry is None:
+                return
+            all_ready = all_ready and entry.draft_ready
+            if self.needs_taps and request.k > 0 and not all_ready and entry.taps is None:
+                return
+            yield entry
+
+    def _key(self, request: Request, index: int) -> bytes:
+        size = self.blocks.block_size
+        while len(request.block_keys) <= index:
+            begin = len(request.block_keys) * size
+            before = request.block_keys[-1] if request.block_keys else self._root + request.route.draft.encode()
+            text = array("q", request.tokens[begin : begin + size + self.ahead]).tobytes()
+            request.block_keys.append(blake2b(before + text, digest_size=16).digest())
+        return request.block_keys[index]
+
+    def _taps(self, request: Request, index: int) -> list[torch.Tensor] | None:
+        """The block's share of what the request keeps for its draft; None when a part of it is gone."""
+        size = self.blocks.block_size
+        begin, end = index * size, (index + 1) * size
+        if request.draft_cached > begin:
+            return None
+        found, position = [], request.draft_cached
+        for tap in request.taps:
+            piece = tap[max(begin - position, 0) : max(end - position, 0)]
+            # A copy: a view would keep the taps of the whole round alive.
+            found += [piece.clone()] if len(piece) else []
+            position += len(tap)
+        return found if position >= end else None
+
+    def _drop_taps(self) -> None:
+        while self.max_tapped is not None and len(self._tapped) > self.max_tapped:
+            first = next(iter(self._tapped))
+            del self._tapped[first]
+            self._entries[first].taps = None
+
+    def _remember(self, block: int, key: bytes) -> None:
+        self._keys[block] = key
+        self.blocks.keep(block)
+
+    def _forget(self, block: int) -> None:
+        del self._keys[block]
+        self.blocks.unkeep(block)
+
+    def _evicted(self, block: int) -> None:
+        key = self._keys.pop(block)
+        del self._entries[key]
+        self._tapped.pop(key, None)
+
+
+def _num_ready(entries: list[_Entry]) -> int:
+    return next((index for index, entry in enumerate(entries) if not entry.draft_ready), len(entries))

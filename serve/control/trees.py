@@ -1,0 +1,49 @@
+"""k auto beside draft trees: a round's rows grow their trees or none, whichever brings more tokens a second. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from draftsmith.serve.control.auto import AutoControl
+from draftsmith.serve.control.control import RoundPlan, RoundResult, Wish
+from draftsmith.serve.control.survival import Survival
+
+
+class _Heights(Survival):
+    """A tree counts as one draft, which brings as many tokens as its kept path is deep."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.depth = depth
+
+    def add(self, request_class: str, offered: int, accepted: int, times: int = 1) -> None:
+        super().add(request_class, min(offered, self.depth), accepted, times)
+
+    def chances(self, request_class: str, k: int) -> list[float]:
+        return [sum(super().chances(request_class, self.depth))] if k > 0 else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan(RoundPlan):
+    chosen: RoundPlan  # in trees: 0 or 1 a row
+
+
+class TreeControl:
+    """Trees have one size, as `AutoControl` sees it 1: what it weighs against 0 by measured rounds and the depth kept so far.
+    `depth` is that of the trees."""
+
+    def __init__(self, depth: int):
+        self._control = AutoControl(start=1)
+        self._control.survival = _Heights(depth)
+
+    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+        chosen = self._control.choose([wish._replace(most=min(wish.most, 1)) for wish in wishes], num_tokens)
+        return _Plan([wish.most if trees else 0 for wish, trees in zip(wishes, chosen.ks, strict=True)], chosen)
+
+    def observe(self, result: RoundResult) -> None:
+        plan = result.plan.chosen if isinstance(result.plan, _Plan) else None
+        self._control.observe(replace(result, plan=plan, k=min(result.k, 1)))
+
+    def new_draft(self) -> None:
+        self._control.new_draft()

@@ -1,0 +1,143 @@
+"""What learning left on disk, for the dashboard: versions with their gates, decisions, the learner's status, the buffer's size.
+
+Read from files alone, because `serve` does not know `distill`; a server that does not learn has nothing to tell.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
+from draftsmith.drafters.published.versions import DECISIONS, latest, read_decisions, read_manifest, versions
+from draftsmith.errors import UserError
+
+STATUS = "status.json"
+DECISIONS_SHOWN = 60
+VERSIONS_SHOWN = 16
+BUFFER_LOOK_S = 10.0  # listing a large folder is not free
+# What an operator should look at; everything else is the learner's daily work.
+ALARMS = ("refuse", "rolled back", "drift", "quarantine")
+
+
+@dataclass
+class Learning:
+    """`read` may be called from any thread; what cannot change is read once."""
+
+    versions: str | None = None  # the folder that the server follows
+    buffer: str | None = None  # where rounds are recorded
+    _manifests: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _decisions: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = field(default_factory=dict)  # with what was seen
+    _buffer: tuple[float, dict[str, Any] | None] = (-math.inf, None)
+
+    def read(self) -> dict[str, Any]:
+        decisions = self._read_decisions()
+        return {
+            "versions": self._read_versions(),
+            "decisions": decisions,
+            "alarms": [one for one in decisions if str(one.get("decision", "")).startswith(ALARMS)],
+            "learner": self._read_status(),
+            "buffer": self._read_buffer(),
+        }
+
+    def _read_versions(self) -> list[dict[str, Any]]:
+        if self.versions is None:
+            return []
+        try:
+            present, live = versions(self.versions)[-VERSIONS_SHOWN:], latest(self.versions)
+        except (OSError, UserError):
+            # A shared folder may be away for a moment; the watcher says so.
+            return []
+        manifests = [self._manifest(version) for version in present]
+        keys = ("version", "parent", "family", "created_s", "gate")
+        return [{key: one.get(key) for key in keys} | {"live": one["version"] == live} for one in manifests if one]
+
+    def _manifest(self, version: int) -> dict[str, Any]:
+        assert self.versions is not None
+        if version not in self._manifests:
+            try:
+                self._manifests[version] = finite(read_manifest(self.versions, version))
+            except (OSError, UserError):
+                # Pruned since it was listed, or damaged; the watcher says so.
+                return {}
+        return self._manifests[version]
+
+    def _read_decisions(self) -> list[dict[str, Any]]:
+        """The latest about any draft, oldest first; one about a class's draft names the class."""
+        if self.versions is None:
+            return []
+        classes = self._class_folders(self.versions)
+        found = self._decisions_in(Path(self.versions))
+        for name, folder in classes.items():
+            found = found + [{"class": name, **one} for one in self._decisions_in(folder)]
+        kept = {Path(self.versions), *classes.values()}
+        self._decisions = {folder: seen for folder, seen in self._decisions.items() if folder in kept}
+        return sorted(found, key=lambda one: one.get("time_s") or 0.0)[-DECISIONS_SHOWN:]
+
+    def _class_folders(self, root: str) -> dict[str, Path]:
+        """By class, of the drafts that there are now."""
+        try:
+            pool = read_pool(root) or DraftPool()
+        except (OSError, UserError):
+            # The watcher says so.
+            return {}
+        return {name: pool_root(root) / folder for name, folder in {**pool.classes, **pool.learning}.items()}
+
+    def _decisions_in(self, folder: Path) -> list[dict[str, Any]]:
+        try:
+            state = (folder / DECISIONS).stat()
+        except OSError:
+            return []
+        signature = (state.st_size, state.st_mtime_ns)
+        if folder not in self._decisions or signature != self._decisions[folder][0]:
+            self._decisions[folder] = (signature, finite(read_decisions(folder)[-DECISIONS_SHOWN:]))
+        return self._decisions[folder][1]
+
+    def _read_status(self) -> dict[str, Any] | None:
+        if self.versions is None:
+            return None
+        try:
+            status = json.loads((Path(self.versions) / STATUS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(status, dict):
+            return None
+        return finite(status) | {"age_s": max(0.0, time.time() - status.get("time_s", 0.0))}
+
+    def _read_buffer(self) -> dict[str, Any] | None:
+        """Of a local folder; what an object store holds is not asked for."""
+        if self.buffer is None or "://" in self.buffer:
+            return None
+        told_s, told = self._buffer
+        if time.monotonic() - told_s > BUFFER_LOOK_S:
+            told = shards(self.buffer)
+            self._buffer = (time.monotonic(), told)
+        return told
+
+
+def shards(folder: str) -> dict[str, Any]:
+    count, size = 0, 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".parquet"):
+                    count, size = count + 1, size + entry.stat().st_size
+    except OSError:
+        # Not there before the first record; the retention may delete what is being listed.
+        pass
+    return {"shards": count, "bytes": size}
+
+
+def finite(value: Any) -> Any:
+    """JSON for browsers has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,76 @@
+"""The live view of `serve --dashboard-text`: the latest rounds' tokens, told apart by what became of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from draftsmith.serve.http.responses import Vocabulary
+from draftsmith.serve.requests.request import Request
+from draftsmith.text_stream import BROKEN
+
+KEPT = 512  # rounds of requests
+CONTEXT = 8  # tokens before the round's, so that a piece is decoded as it is inside its text
+
+
+class ShownRound(NamedTuple):
+    number: int
+    request: str
+    request_class: str
+    before: tuple[int, ...]
+    accepted: tuple[int, ...]  # drafted, kept and committed
+    rejected: tuple[int, ...]  # drafted and not kept
+    own: tuple[int, ...]  # the target's: the residual or bonus token
+
+
+class TextView:
+    """`hear` runs on the engine's thread and keeps a few small tuples; they are decoded only for those who look."""
+
+    def __init__(self) -> None:
+        self._rounds = deque[ShownRound](maxlen=KEPT)
+        self._count = 0
+
+    def hear(self, request: Request, chain: Sequence[int], accepted: int, committed: Sequence[int]) -> None:
+        """One request's share of a round, after it was committed. Who keeps out of learning is never shown."""
+        if not request.learn or not committed:
+            return
+        begin = len(request.tokens) - len(committed)
+        self._count += 1
+        self._rounds.append(
+            ShownRound(
+                self._count,
+                request.id,
+                request.request_class,
+                tuple(request.tokens[max(0, begin - CONTEXT) : begin]),
+                tuple(committed[:accepted]),
+                tuple(chain[accepted:]),
+                tuple(committed[accepted:]),
+            )
+        )
+
+    def after(self, number: int) -> list[ShownRound]:
+        """What came after the round `number`, as far as it is still there."""
+        return [one for one in list(self._rounds) if one.number > number]
+
+
+def pieces(shown: ShownRound, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The round as text. `rejected` goes on where `accepted` ends, and so does `target`."""
+    kept = [*shown.before, *shown.accepted]
+    return {
+        "number": shown.number,
+        "request": shown.request,
+        "request_class": shown.request_class,
+        "accepted": _continuation(vocabulary, shown.before, shown.accepted),
+        "rejected": _continuation(vocabulary, kept, shown.rejected),
+        "target": _continuation(vocabulary, kept, shown.own),
+    }
+
+
+def _continuation(vocabulary: Vocabulary, before: Sequence[int], tokens: Sequence[int]) -> str:
+    if not tokens:
+        return ""
+    # Half a character is left to whoever completes it.
+    head = vocabulary.decode(list(before)).rstrip(BROKEN)
+    whole = vocabulary.decode([*before, *tokens]).rstrip(BROKEN)
+    return whole[len(head) :]

@@ -1,0 +1,194 @@
+"""Round records: what verification learned about the draft, handed to the sink the caller plugged in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from draftsmith.kernels.sampling.top_tokens import top_law
+from draftsmith.record import TOP, LawArrays, Laws, RoundRecord, Sink, hashed, uniform
+from draftsmith.serve.engine.proposal import Drafts
+from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.requests.request import Request
+
+log = logging.getLogger(__name__)
+
+# Logits of rounds whose laws the sink has not looked at yet; beyond it the engine's thread makes the oldest laws itself.
+MAX_RAW_BYTES = 128 << 20
+
+
+class RoundLaws:
+    """p and q at every drafted position of one engine round. On a CPU the engine's thread only copies logits, which is cheap; the
+    likeliest tokens are found by whoever looks first, the sink's thread.
+
+    Args:
+        raw: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive ones.
+        temperatures: of each drafting row, None where nobody wants its laws.
+    """
+
+    def __init__(self, raw: torch.Tensor, drafts: Drafts, temperatures: Sequence[float | None]):
+        wanted = [temperature is not None for temperature in temperatures]
+        lengths = [len(chain) * want for chain, want in zip(drafts.chains, wanted)]
+        self.begins = [0, *accumulate(lengths)]
+        firsts = [0, *accumulate(len(chain) + 1 for chain in drafts.chains)]
+        rows = [first + depth for first, length in zip(firsts, lengths) for depth in range(length)]
+        self._p_logits: torch.Tensor | None = raw[rows]
+        self._q_logits = _draft_logits(drafts, lengths)
+        self._tokens = [token for chain, want in zip(drafts.chains, wanted) if want for token in chain]
+        self._spread = [t for t, length in zip(temperatures, lengths) if t is not None for _ in range(length)]
+        self._lock = threading.Lock()
+        self._made: tuple[LawArrays, LawArrays] | None = None
+        if raw.is_cuda:
+            # There it costs a launch, and the memory of many rounds' logits would be the models'.
+            self.make()
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(logits.nbytes for logits in (self._p_logits, self._q_logits) if logits is not None)
+
+    def p(self, index: int) -> Laws:
+        return Laws(self._make_p, self.begins[index], self.begins[index + 1])
+
+    def q(self, index: int) -> Laws:
+        return Laws(self._make_q, self.begins[index], self.begins[index + 1])
+
+    def _make_p(self) -> LawArrays:
+        return self.make()[0]
+
+    def _make_q(self) -> LawArrays:
+        return self.make()[1]
+
+    def make(self) -> tuple[LawArrays, LawArrays]:
+        """The arrays of p and q; after it the logits are gone."""
+        with self._lock:
+            if self._made is None:
+                assert self._p_logits is not None
+                p = _arrays(self._p_logits, _log_norms(self._p_logits, self._spread))
+                none = np.zeros(len(self._tokens), dtype=np.float32)
+                if self._q_logits is None:
+                    ids = np.array(self._tokens, dtype=np.int32)[:, None]
+                    q = LawArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none)
+                else:
+                    q = _arrays(self._q_logits, none)
+                self._made, self._p_logits, self._q_logits = (p, q), None, None
+            return self._made
+
+
+def _draft_logits(drafts: Drafts, lengths: list[int]) -> torch.Tensor | None:
+    """[n, V], a copy: the drafter may use its memory again."""
+    if drafts.logits is None:
+        return None
+    return torch.cat([drafts.logits[row, :length] for row, length in enumerate(lengths)])
+
+
+def _arrays(logits: torch.Tensor, log_norms: np.ndarray) -> LawArrays:
+    law = top_law(logits, TOP)
+    return LawArrays(law.ids.int().cpu().numpy(), law.logprobs.float().cpu().numpy(), law.tail.float().cpu().numpy(), log_norms)
+
+
+def _log_norms(logits: torch.Tensor, temperatures: list[float]) -> np.ndarray:
+    """log sum_v exp(logprob_v / temperature), 0 where the temperature is 0 or 1."""
+    if all(temperature in (0.0, 1.0) for temperature in temperatures):
+        return np.zeros(len(temperatures), dtype=np.float32)
+    scale = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=logits.device)[:, None]
+    return torch.logsumexp(torch.log_softmax(logits.float(), dim=-1) / scale, dim=-1).cpu().numpy()
+
+
+class Recorder:
+    """`sink` None records nothing and costs nothing."""
+
+    def __init__(self, sink: Sink | None, *, target: str, target_revision: str):
+        self.sink, self.target, self.target_revision = sink, target, target_revision
+        self.num_records = 0
+        self._unmade: deque[RoundLaws] = deque()
+
+    def wants(self, request: Request) -> bool:
+        """Whether its rounds are recorded: decided once, so that what is recorded is whole requests."""
+        if self.sink is None or not request.learn or request.repeatable:
+            return False
+        if request.record_share is None:
+            share = self.sink.share
+            request.record_share = share if uniform(request.id) < share else 0.0
+        return request.record_share > 0
+
+    def round(
+        self,
+        row: Row,
+        drafted: list[int],
+        accepted: int,
+        committed: list[int],
+        emitted: int,
+        laws: RoundLaws,
+        index: int,
+        version: str,
+    ) -> None:
+        """One round with drafted tokens; row `index` of `laws`. `committed` is in `request.tokens` already."""
+        request = row.request
+        position = request.num_tokens - len(committed)
+        record = self._record(request, position, request.tokens[request.recorded : position], version)
+        record.drafted, record.accepted, record.committed, record.emitted = drafted, accepted, committed, emitted
+        if not request.params.adjusts:
+            record.p, record.q = laws.p(index), laws.q(index)
+            self._bound(laws)
+        self._put(request, record)
+
+    def finish(self, request: Request) -> None:
+        """Tokens committed since the last record, so that the request's text is complete, and that nothing follows."""
+        record = self._record(request, request.num_tokens, request.tokens[request.recorded :], "")
+        record.last = True
+        self._put(request, record)
+
+    def _bound(self, laws: RoundLaws) -> None:
+        if self._unmade and self._unmade[-1] is laws:
+            return
+        self._unmade.append(laws)
+        while self._unmade and self._unmade[0].raw_bytes == 0:
+            self._unmade.popleft()
+        raw_bytes = sum(one.raw_bytes for one in self._unmade)
+        while raw_bytes > MAX_RAW_BYTES:
+            oldest = self._unmade.popleft()
+            raw_bytes -= oldest.raw_bytes
+            oldest.make()
+
+    def _record(self, request: Request, position: int, context: list[int], version: str) -> RoundRecord:
+        params = request.params
+        assert request.record_share is not None
+        return RoundRecord(
+            request=hashed(request.id),
+            round=request.num_records,
+            request_class=request.request_class,
+            target=self.target,
+            target_revision=self.target_revision,
+            draft_version=version,
+            time_s=time.time(),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            position=position,
+            context=context,
+            drafted=[],
+            accepted=0,
+            committed=[],
+            emitted=-1,
+            share=request.record_share,
+        )
+
+    def _put(self, request: Request, record: RoundRecord) -> None:
+        assert self.sink is not None
+        request.num_records += 1
+        request.recorded = request.num_tokens
+        self.num_records += 1
+        try:
+            self.sink.put(record)
+        except Exception:
+            # A sink must not raise; one that does must still not stop a request.
+            log.exception("the round sink failed; recording stops")
+            self.sink = None

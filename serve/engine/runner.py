@@ -1,0 +1,120 @@
+"""One target pass for a whole round: prompt pieces and verify rows of any depth, flattened; logits only where needed.
+
+Legend: T tokens of the pass, B rows, R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.drafters.target.target import Target, TargetOutput
+from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.cuda_graphs import CudaRecorder
+from draftsmith.serve.cache.blocks import NULL_BLOCK
+from draftsmith.serve.engine.graphs import PassGraphs, PassInputs, can_capture
+from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.trees import RoundTree, lay_out
+from draftsmith.serve.requests.request import Request
+
+
+class BlockTables:
+    """The block ids of running requests as one tensor; a request's slot is its row."""
+
+    def __init__(self, max_batch: int, max_blocks: int, device: torch.device):
+        self.host = torch.full((max_batch, max_blocks), NULL_BLOCK, dtype=torch.int64)
+        self.device = device
+        self._written: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * max_batch  # whose blocks, and how many of them
+
+    def of(self, requests: Sequence[Request]) -> torch.Tensor:
+        """[B, most blocks of any of them] int64."""
+        for request in requests:
+            holder, written = self._written[request.slot]
+            # A preempted request comes back with other blocks under the same id.
+            owner = (request.id, request.num_preemptions)
+            if owner != holder:
+                written = 0
+            if written < len(request.blocks):
+                self.host[request.slot, written : len(request.blocks)] = torch.tensor(request.blocks[written:])
+            self._written[request.slot] = (owner, len(request.blocks))
+        width = max(len(request.blocks) for request in requests)
+        return self.host[[request.slot for request in requests], :width].to(self.device)
+
+
+class PassOutput(NamedTuple):
+    logits: torch.Tensor  # [R, V] float32: row b of the sampling rows owns 1 + its drafts
+    taps: torch.Tensor | None  # [T, n * H]
+    begins: list[int]  # where each row starts in T
+    prompt_logits: torch.Tensor  # [P, V] float32: after the positions that `prompt_positions` names, row after row
+
+
+def prompt_positions(row: Row) -> range:
+    """Positions of the row whose logits tell a token of the prompt that the request wants judged and that was not yet.
+
+    At most `max_round_tokens` a pass, which bounds the memory that their logits take.
+    """
+    request = row.request
+    if not request.wants_prompt_logprobs:
+        return range(0)
+    first = max(row.begin, len(request.prompt_logprobs))
+    return range(first, min(row.begin + row.count, request.num_prompt - 1))
+
+
+class TargetRunner:
+    """`graphs` None: every pass is run as it is."""
+
+    def __init__(self, target: Target, pool: PagedPool, graphs: PassGraphs | None = None):
+        self.target, self.pool, self.device, self.graphs = target, pool, target.device, graphs
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        drafts: Sequence[Sequence[int]],
+        tables: torch.Tensor,
+        taps: Sequence[int],
+        tree: RoundTree | None = None,
+    ) -> PassOutput:
+        """`drafts[b]` are the tokens that row b puts before the target, chains or `tree`; rows that do not sample come last."""
+        ids: list[int] = []
+        positions: list[int] = []
+        lengths: list[int] = []
+        begins: list[int] = []
+        logit_rows: list[int] = []
+        prompt_rows: list[int] = []
+        for row, drafted in zip(rows, drafts, strict=True):
+            begins.append(len(ids))
+            ids += row.request.tokens[row.begin : row.begin + row.count]
+            ids += drafted
+            prompt_rows += (begins[-1] + position - row.begin for position in prompt_positions(row))
+            positions += range(row.begin, row.begin + row.count + len(drafted))
+            lengths.append(row.count + len(drafted))
+            if row.samples:
+                logit_rows += range(len(ids) - len(drafted) - 1, len(ids))
+        layout = None
+        if tree is not None:
+            positions, layout = lay_out(rows, tree, self.device)
+        # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on one that nobody reads.
+        wanted = (logit_rows + prompt_rows) or [0]
+        output = self._forward(PassInputs(ids, positions, lengths, wanted, tables, layout), taps)
+        count = len(wanted) - len(prompt_rows)
+        return PassOutput(output.logits[:count], output.taps, begins, output.logits[count:])
+
+    def _forward(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput:
+        replayed = None if self.graphs is None else self.graphs.run(inputs, taps)
+        if replayed is not None:
+            return replayed
+        device = self.device
+        positions = torch.tensor(inputs.positions, device=device)
+        lengths = torch.tensor(inputs.lengths, device=device)
+        context = PagedPass(self.pool, inputs.tables, positions, lengths, tree=inputs.tree)
+        wanted = torch.tensor(inputs.wanted, device=device)
+        return self.target.forward(torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps)
+
+
+def make_runner(target: Target, pool: PagedPool, *, max_batch: int, max_blocks: int, compile: str) -> TargetRunner:
+    graphs = None
+    if compile == "auto" and can_capture(target):
+        graphs = PassGraphs(target, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder())
+    return TargetRunner(target, pool, graphs)

@@ -1,0 +1,221 @@
+"""Who takes part in the next round, with how many tokens. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from draftsmith.errors import UserError
+from draftsmith.serve.cache.blocks import BlockManager
+from draftsmith.serve.cache.prefix import PrefixCache
+from draftsmith.serve.control.control import Control, FixedControl, RoundPlan, Wish
+from draftsmith.serve.requests.fair_queue import FairQueue
+from draftsmith.serve.requests.request import Request
+
+READS_A_WRITE = 8  # tokens of known text that are read in the time that one is written in, about
+
+
+class QueueFull(UserError):
+    """The server holds as many waiting requests as it may; the client should come back later."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's share of a target pass: `count` known tokens from position `begin`, then `k` drafted ones."""
+
+    request: Request
+    begin: int
+    count: int
+    k: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether the pass reaches the newest token, so that its successor can be decided."""
+        return self.begin + self.count == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Rows in the order of the pass: those that draft, those that only sample, prompt pieces that do neither."""
+
+    drafting: list[Row] = field(default_factory=list)
+    sampling: list[Row] = field(default_factory=list)
+    filling: list[Row] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    plan: RoundPlan | None = None  # of the rows that were decoding
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.drafting + self.sampling + self.filling
+
+    @property
+    def num_deciding(self) -> int:
+        return len(self.drafting) + len(self.sampling)
+
+
+class Scheduler:
+    """Classes of requests take turns. Admission needs a batch slot and blocks for the whole prompt; decoding rows always run,
+    prompts are fed in pieces within `max_round_tokens`; when blocks run out the latest arrival is put back to wait and
+    recomputed later.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_batch: int,
+        max_round_tokens: int,
+        max_queue: int,
+        prefix: PrefixCache | None = None,
+        control: Control | None = None,
+    ):
+        self.blocks, self.prefix = blocks, prefix
+        self.control: Control = FixedControl() if control is None else control
+        self.max_batch, self.max_round_tokens, self.max_queue = max_batch, max_round_tokens, max_queue
+        self.waiting = FairQueue()
+        self.running: list[Request] = []  # in order of arrival
+        self.num_preemptions = 0
+        self._slots = list(range(max_batch - 1, -1, -1))
+        self._blocked: Request | None = None  # found no room, and none was given back since
+
+    def add(self, request: Request) -> None:
+        if len(self.waiting) >= self.max_queue:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a finished or cancelled request out and frees what it held; safe for one that is not there."""
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def schedule(self) -> Schedule:
+        schedule = Schedule()
+        self._decode(schedule)
+        decode_tokens = sum(row.count + row.k for row in schedule.drafting + schedule.sampling)
+        # A full decode batch must not starve prompts, so a block of prompt tokens always fits.
+        budget = max(self.max_round_tokens - decode_tokens, self.blocks.block_size)
+        budget = self._fill(schedule, budget)
+        self._admit(schedule, budget)
+        return schedule
+
+    def _decode(self, schedule: Schedule) -> None:
+        deciding = [request for request in self.running if not request.prefilling]
+        if not deciding:
+            return
+        schedule.plan = self._plan(deciding)
+        reading = any(request.prefilling and request.num_output > 0 for request in self.running)
+        behind: list[Request] = []
+        for request, k in zip(deciding, schedule.plan.ks, strict=True):
+            if k > 0 and request.lost_taps:
+                behind.append(request)
+                k = 0
+            if request not in self.running or not self._reserve(request, request.num_tokens + k, schedule):
+                continue
+            row = Row(request, request.computed, request.num_tokens - request.computed, k)
+            (schedule.drafting if k > 0 else schedule.sampling).append(row)
+        if behind and not reading:
+            self._read_again(schedule, behind[0])
+
+    def _read_again(self, schedule: Schedule, request: Request) -> None:
+        """Puts a request that wants drafts, but has lost its taps, back to be admitted at once; one at a time, for it pauses."""
+        # As `_find_room` will count; a request that runs does not give up its place for the sake of speed.
+        if schedule.preempted or len(self.running) > self.blocks.num_free:
+            return
+        schedule.sampling = [row for row in schedule.sampling if row.request is not request]
+        self.preempt(request)
+
+    def _plan(self, deciding: list[Request]) -> RoundPlan:
+        # The bonus token comes on top of the drafted ones, so the last token is never worth drafting.
+        wishes = [Wish(request.request_class, _most_drafted(request)) for request in deciding]
+        budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
+        return self.control.choose(wishes, len(deciding) + min(self._pending(), budget))
+
+    def _pending(self) -> int:
+        """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts take blocks first."""
+        pending = sum(_end(request) - request.computed for request in self.running if request.prefilling)
+        if self.waiting and self._slots and self.waiting.head() is not self._blocked:
+            head = self.waiting.head()
+            pending += _end(head) - (0 if self.prefix is None else self.prefix.num_found(head))
+        return pending
+
+    def _reserve(self, request: Request, num_tokens: int, schedule: Schedule) -> bool:
+        """Blocks for `num_tokens`, taken from later arrivals if need be; False when it had to make room itself."""
+        while not self.blocks.grow(request.blocks, num_tokens):
+            victim = self.running[-1]
+            self.preempt(victim)
+            schedule.preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def preempt(self, victim: Request) -> None:
+        self.running.remove(victim)
+        self._release(victim)
+        victim.forget_caches()
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        # Victims leave from the latest arrival on, so those put back stay in order of arrival.
+        self.waiting.put_back(victim)
+
+    def _release(self, request: Request) -> None:
+        self.blocks.release(request.blocks)
+        self._slots.append(request.slot)
+        request.slot = -1
+        self._blocked = None
+
+    def _fill(self, schedule: Schedule, budget: int) -> int:
+        for request in self.running:
+            if request.prefilling and budget > 0:
+                budget -= self._piece(schedule, request, budget)
+        return budget
+
+    def _piece(self, schedule: Schedule, request: Request, budget: int) -> int:
+        count = min(budget, _end(request) - request.computed)
+        row = Row(request, request.computed, count)
+        (schedule.sampling if row.samples else schedule.filling).append(row)
+        return count
+
+    def _admit(self, schedule: Schedule, budget: int) -> None:
+        while self.waiting and budget > 0 and self._slots and not schedule.preempted:
+            request = self.waiting.head()
+            if not self._find_room(request):
+                self._blocked = request
+                return
+            self.waiting.pop()
+            request.slot = self._slots.pop()
+            self.running.append(request)
+            budget -= self._piece(schedule, request, budget)
+
+    def _find_room(self, request: Request) -> bool:
+        """Blocks for the whole known text, cached ones first; False leaves the request without any."""
+        if self.prefix is not None:
+            self.prefix.attach(request)
+        needed = self.blocks.blocks_for(request.num_tokens + 1) - len(request.blocks)
+        # One spare block for each running request keeps a newcomer from being preempted at once.
+        crowded = bool(self.running) and needed + len(self.running) > self.blocks.num_free
+        if crowded or not self.blocks.grow(request.blocks, request.num_tokens + 1):
+            self.blocks.release(request.blocks)
+            request.forget_caches()
+            return False
+        return True
+
+
+def _most_drafted(request: Request) -> int:
+    # A token that is read costs a fraction of one that is written, but there must be enough to write to win it back.
+    if request.lost_taps and READS_A_WRITE * request.remaining < request.num_tokens:
+        return 0
+    return min(request.k, request.remaining - 1)
+
+
+def _end(request: Request) -> int:
+    """Up to where a prompt is fed. A preempted request refills up to its newest token alone, which an ordinary round then takes.
+    Were its successor decided while it is fed, without drafts, the rounds after would begin elsewhere and a seeded request would
+    go on with other tokens.
+    """
+    return request.num_tokens if request.num_output == 0 else request.num_tokens - 1

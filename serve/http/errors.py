@@ -1,0 +1,154 @@
+"""Errors of the API: every answer that is not 200 is an OpenAI error object of one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from draftsmith.errors import UserError
+from draftsmith.serve.engine.loop import EngineDead, ShuttingDown
+from draftsmith.serve.engine.scheduler import QueueFull
+from draftsmith.serve.requests.request import FinishReason
+from draftsmith.serve.requests.request import Request as EngineRequest
+
+RETRY_AFTER = {"retry-after": "1"}
+_LEADING_NAME = re.compile(r"[a-z_]+")
+SHORT_NAMES = ("temperature", "stop", "seed", "logprobs", "prompt", "messages", "grammar", "speculation", "n")
+
+
+class Refusal(Exception):
+    """An answer other than 200, as an OpenAI error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code, self.headers = status, kind, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        return error_body(str(self), kind=self.kind, param=self.param, code=self.code)
+
+    def response(self) -> ErrorResponse:
+        return ErrorResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+class ErrorResponse(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        # Messages and names quote the client, who may have sent half a surrogate pair: only ASCII escapes can carry that.
+        return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def error_body(
+    message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def overloaded(message: str) -> Refusal:
+    return Refusal(429, message, kind="rate_limit_error", code="overloaded", headers=RETRY_AFTER)
+
+
+def timed_out(seconds: float) -> Refusal:
+    return Refusal(408, f"no answer within {seconds:g} s; ask for fewer tokens", kind="timeout_error", code="timeout")
+
+
+def failure(request: EngineRequest) -> Refusal | None:
+    """What an end of generation that is no answer is told as."""
+    reason = request.finish_reason
+    if reason is FinishReason.ERROR and request.error:
+        return Refusal(400, request.error)
+    if reason is FinishReason.ERROR:
+        return Refusal(500, "the engine could not finish this request; see the server's log", kind="server_error")
+    if reason is FinishReason.ABORT:
+        return shutting_down("the server is shutting down; send the request to another one")
+    return None
+
+
+def shutting_down(message: str) -> Refusal:
+    return Refusal(503, message, kind="server_error", code="shutting_down", headers=RETRY_AFTER)
+
+
+def as_refusal(error: UserError, *, told_as: Callable[[str], str] = str) -> Refusal:
+    """`told_as` gives the request's own name of a parameter of the engine's."""
+    if isinstance(error, ShuttingDown):
+        return shutting_down(str(error))
+    if isinstance(error, EngineDead):
+        return Refusal(503, str(error), kind="server_error", code="engine_dead")
+    if isinstance(error, QueueFull):
+        return overloaded(str(error))
+    name = named_param(str(error))
+    return Refusal(400, str(error), param=None if name is None else told_as(name))
+
+
+def named_param(message: str) -> str | None:
+    """Sentences about a parameter begin with its name, which has an underscore, or is one of the few that have none."""
+    leading = _LEADING_NAME.match(message)
+    name = leading.group() if leading else ""
+    return name if "_" in name or name in SHORT_NAMES else None
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> ErrorResponse:
+        return validation_refusal(error).response()
+
+    @app.exception_handler(UserError)
+    async def refused(request: Request, error: UserError) -> ErrorResponse:
+        return as_refusal(error).response()
+
+    @app.exception_handler(Refusal)
+    async def refusal(request: Request, error: Refusal) -> ErrorResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> ErrorResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return Refusal(error.status_code, message, headers=dict(error.headers or {})).response()
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> ErrorResponse:
+        return Refusal(500, "the server failed on this request; see its log", kind="server_error").response()
+
+
+def validation_refusal(error: RequestValidationError) -> Refusal:
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return Refusal(400, "the request body is not valid JSON; mend it")
+    # Where the schema allows several types, the first entry may be about the wrong one; the name is right in any case.
+    name = next((str(part) for part in first["loc"] if part not in PLACES), None)
+    message = _sentence(first, name)
+    unknown = first["type"] == "extra_forbidden"
+    return Refusal(400, message, param=name or named_param(message), code="unknown_parameter" if unknown else None)
+
+
+def _sentence(error: dict[str, Any], name: str | None) -> str:
+    reason = error["msg"].removeprefix("Value error, ")
+    if name is None:
+        if error["type"] in ("dict_type", "model_attributes_type"):
+            return "the request body is no JSON object; send one as application/json"
+        return reason
+    if error["type"] == "extra_forbidden":
+        path = ".".join(str(part) for part in error["loc"] if part not in PLACES)
+        return f"parameter {path!r} is not supported; leave it out{MENDS.get(path, '')}"
+    if error["type"] == "missing":
+        return f"parameter {name!r} is required; give it"
+    return f"parameter {name!r}: {reason}"
+
+
+PLACES = ("body", "path", "query", "text body", "chat body")  # where a parameter stands, which is no part of its name
+_STRUCTURED = " and say it in structured_outputs or response_format"
+MENDS = dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _STRUCTURED)

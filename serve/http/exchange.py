@@ -1,0 +1,86 @@
+"""One HTTP request's engine requests: submitted together, their updates in one asyncio queue, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.http.aside import Aside
+from draftsmith.serve.http.threads import Mailbox
+from draftsmith.serve.requests.request import OnUpdate, Request, SamplingParams, Update
+
+
+class Event(NamedTuple):
+    index: int
+    request: Request
+    update: Update
+
+
+class Exchange:
+    """`timeout_s` bounds the time from here to the last update; `asyncio.TimeoutError` tells that it is over."""
+
+    def __init__(self, loop: EngineLoop, aside: Aside, mailbox: Mailbox[Event], timeout_s: float | None = None):
+        self.loop, self._aside, self._mailbox = loop, aside, mailbox
+        self.requests: list[Request] = []
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        request_class: str,
+        tenant: str,
+        learn: bool,
+        answer: str,
+    ) -> None:
+        """One engine request a (prompt, params) pair; when one is refused none is taken."""
+        intake = self.loop.engine.intake
+
+        def request(index: int, prompt: Sequence[int], choice: SamplingParams) -> Request:
+            forward = self._forwarder(index)
+            return intake.request(prompt, choice, forward, request_class=request_class, tenant=tenant, learn=learn, answer=answer)
+
+        def make() -> list[Request]:
+            return [request(index, prompt, choice) for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))]
+
+        requests = await self._aside.run(make)
+        # Back on the event loop's thread: whoever is cancelled while it waits has nothing in the engine yet.
+        self.loop.enqueue(requests)
+        self.requests = requests
+
+    def _forwarder(self, index: int) -> OnUpdate:
+        def forward(request: Request, update: Update) -> None:
+            self._mailbox.put(self._events, Event(index, request, update))
+
+        return forward
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Until every request has finished; leaving early cancels the rest."""
+        unfinished = len(self.requests)
+        try:
+            while unfinished:
+                event = await self._next()
+                unfinished -= event.update.finish_reason is not None
+                yield event
+        finally:
+            self.cancel()
+
+    async def _next(self) -> Event:
+        if self._deadline_s is None:
+            return await self._events.get()
+        return await asyncio.wait_for(self._events.get(), max(0.0, self._deadline_s - time.monotonic()))
+
+    async def finished(self) -> list[Request]:
+        async for _ in self.events():
+            pass
+        return self.requests
+
+    def cancel(self) -> None:
+        for request in self.requests:
+            if not request.finished:
+                self.loop.cancel(request)

@@ -1,0 +1,243 @@
+"""The OpenAI wire format: what a request may say. A parameter that is not honoured exactly is refused with 400."""
+
+from __future__ import annotations
+
+import reprlib
+from abc import abstractmethod
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+
+from draftsmith.serve.http.api_wire import Text, Wire
+from draftsmith.serve.http.formats import ResponseFormat, StructuredOutputs, grammar_of
+from draftsmith.serve.requests.request import SamplingParams
+
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class Speculation(Wire):
+    """Ours: how this request is drafted, and whether the response reports what became of the drafts."""
+
+    k: Annotated[int, Field(ge=0, le=64)] | None = None
+    draft_temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    report: bool = False
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # as vLLM: every chunk carries the usage so far
+
+
+class Generation(Wire):
+    """What completions and chat completions share."""
+
+    model: Text
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, lt=1e30)] | None = None
+    logit_bias: dict[Text, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    bad_words: list[Annotated[Text, Field(min_length=1)]] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Text | None = None
+    speculation: Speculation = Field(default_factory=Speculation)
+    request_class: Annotated[Text, Field(max_length=128)] = ""
+    return_token_ids: bool | None = None  # as vLLM: the response also carries the tokens of prompt and answer
+    return_tokens_as_token_ids: bool | None = None  # as vLLM: tokens of logprobs are named "token_id:17"
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_names_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not (key.isascii() and key.isdigit() and len(key) < 19):
+                raise ValueError(f"{key!r} is no token id; name tokens by their ids")
+        return value
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given without stream; set stream to true or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Generation:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs is given together with response_format; choose one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _some_tokens(self) -> Generation:
+        if self.most_tokens() == 0 and not self.echoes():
+            raise ValueError("max_tokens is 0; ask for at least 1, or for the echo of a completion's prompt")
+        return self
+
+    def told_as(self, name: str) -> str:
+        """What this request calls a parameter that the engine calls `name`."""
+        if name == "grammar":
+            return "response_format" if self.structured_outputs is None else "structured_outputs"
+        return name
+
+    @abstractmethod
+    def alternatives(self) -> int | None:
+        """How many logprobs beside each emitted token; None for no logprobs."""
+
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def echoes(self) -> bool:
+        """Whether the prompt is part of the answer."""
+        return False
+
+    def sampling(self, index: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+        """Of the `index`-th of n choices: each draws from its own streams. `bad_words` are the tokens of those asked for."""
+        most = self.most_tokens()
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            # An echo of nothing but the prompt: the engine gives one token, which is not shown.
+            max_tokens=1 if most == 0 else most,
+            min_tokens=self.min_tokens or 0,
+            seed=None if self.seed is None else self.seed + index * 0x9E3779B97F4A7C15,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.alternatives(),
+            prompt_logprobs=self.alternatives() if self.echoes() else None,
+            k=self.speculation.k,
+            draft_temperature=self.speculation.draft_temperature,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            bad_words=bad_words,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            grammar=grammar_of(self.response_format, self.structured_outputs),
+        )
+
+
+class CompletionRequest(Generation):
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    add_special_tokens: bool = True
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _names_every_form(cls, value: Any, judge: ValidatorFunctionWrapHandler) -> Any:
+        """Else the first of the four forms alone would be complained of."""
+        try:
+            return judge(value)
+        except ValidationError as error:
+            if isinstance(value, str):
+                raise
+            what = f"{reprlib.repr(value)} is no prompt"
+            raise ValueError(f"{what}; give a text, token ids, or a list of texts or of lists of ids") from error
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of is {self.best_of} but n is {self.n or 1}; only best_of equal to n is supported")
+        return self
+
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def most_tokens(self) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+
+class TextPart(Wire):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Wire):
+    role: Text
+    content: Text | list[TextPart]
+    name: Text | None = None
+
+    def plain(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
+
+
+class Conversation(Wire):
+    """Messages and how the chat template makes a prompt of them."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None  # default: true unless the final message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[Text, Any] | None = None
+
+    @model_validator(mode="after")
+    def _continues_or_prompts(self) -> Conversation:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt and continue_final_message are both true; choose one of them")
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_not_ours(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in OURS_OF_TEMPLATES:
+            if name in (value or {}):
+                raise ValueError(f"{name!r} is no variable of a chat template; leave it out")
+        return value
+
+
+# What apply_chat_template is itself told: a client must not set it through the variables of its template.
+OURS_OF_TEMPLATES = (
+    "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+
+
+class ChatRequest(Generation, Conversation):
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is given without logprobs; set logprobs to true or leave it out")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
+    def told_as(self, name: str) -> str:
+        if name == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if name == "prompt" else super().told_as(name)
+
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -1,0 +1,253 @@
+"""OpenAI response bodies from engine requests. Plain dicts: they are built once a round, and nothing validates them again."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from draftsmith.serve.http.speculation_report import Level, speculation_report
+from draftsmith.serve.http.tokens import Prompt
+from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
+
+Body = dict[str, Any]
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM tells a token without mass by the same number
+
+
+class Vocabulary(Protocol):
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+class Extras(NamedTuple):
+    """What a request asked for beyond the answer."""
+
+    report: Level = "none"  # what became of the drafts
+    report_alone: bool = False  # a stream tells it even where no usage is asked for
+    token_ids: bool = False  # the response also carries the tokens of prompt and answer
+    name_by_id: bool = False  # tokens of logprobs are named "token_id:17", which text cannot confuse
+    echo: bool = False  # the prompt is part of the text
+    prompt_only: bool = False  # and there is nothing else
+    lossless: bool = True  # answers have the target's law
+    usage: bool = False  # a stream ends with the usage
+    running_usage: bool = False  # and every chunk has it
+
+
+@dataclass
+class Responder(ABC):
+    """Shared by both endpoints: identity of the response, usage, the optional report. Choices of one prompt are neighbours."""
+
+    model: str
+    vocabulary: Vocabulary
+    extras: Extras
+    prompts: Sequence[Prompt]
+    num_choices: int = 1  # of each prompt
+    prefix: str = "cmpl"
+    whole: str = "text_completion"
+    piece: str = "text_completion"
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    offsets: dict[int, int] = field(default_factory=dict)  # characters streamed, by choice
+    counts: dict[int, int] = field(default_factory=dict)  # tokens streamed, by choice
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+
+    def head(self, kind: str) -> Body:
+        # Whoever gets an answer that need not have the target's law is told so.
+        label = {} if self.extras.lossless else {"lossless": False}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model} | label
+
+    def body(self, requests: Sequence[Request]) -> Body:
+        choices = [self.choice(index, request) | self.tokens(request.output) for index, request in enumerate(requests)]
+        body = {**self.head(self.whole), "choices": choices, "usage": self.usage(requests)}
+        return body | self.metrics(requests)
+
+    def usage(self, requests: Sequence[Request]) -> Body:
+        """Prompt tokens count once a prompt, however many choices it has."""
+        return self._usage(requests[:: self.num_choices], sum(request.num_output for request in requests))
+
+    def _usage(self, prompts: Sequence[Request], completion: int) -> Body:
+        """`prompts` has one request of each prompt."""
+        prompt = sum(request.num_prompt for request in prompts)
+        completion = 0 if self.extras.prompt_only else completion
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(request.num_cached for request in prompts)},
+        }
+
+    def metrics(self, requests: Sequence[Request]) -> Body:
+        if self.extras.report == "none":
+            return {}
+        reports = [speculation_report(each.speculation, each.k, level=self.extras.report) for each in requests]
+        if len(reports) == 1:
+            return {"metrics": {"speculative_decoding": reports[0]}}
+        # As vLLM: one report belongs to one choice, and several choices have none. Who asks by our own field gets all.
+        return {"metrics": {"speculative_decoding": None} | ({"choices": reports} if self.extras.report_alone else {})}
+
+    def tokens(self, tokens: list[int]) -> Body:
+        if not self.extras.token_ids:
+            return {}
+        return {"token_ids": [] if self.extras.prompt_only else tokens}
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.num_choices]
+
+    def chunk(self, choices: list[Body]) -> Body:
+        return {**self.head(self.piece), "choices": choices} | ({"usage": None} if self.extras.usage else {})
+
+    def update(self, index: int, request: Request, update: Update) -> Body:
+        """The chunk of one round."""
+        body = self.chunk([self.delta(index, request, update) | self.tokens(update.tokens)])
+        if self.extras.running_usage:
+            # Of what was sent: the engine may be some rounds ahead.
+            self.counts[index] = self.counts.get(index, 0) + len(update.tokens)
+            body["usage"] = self._usage([request], self.counts[index])
+        return body
+
+    def closing(self, requests: Sequence[Request]) -> Body | None:
+        """The chunk without choices that ends a stream, if the client asked for what it holds."""
+        if not self.extras.usage and not self.extras.report_alone:
+            return None
+        usage = {"usage": self.usage(requests)} if self.extras.usage else {}
+        return self.chunk([]) | usage | self.metrics(requests)
+
+    def token(self, token: int) -> str:
+        return f"token_id:{token}" if self.extras.name_by_id else self.vocabulary.decode([token])
+
+    @abstractmethod
+    def choice(self, index: int, request: Request) -> Body:
+        """The whole answer `index` of a request that has finished."""
+
+    def opening(self, index: int) -> Body | None:
+        """What is sent of a choice before its first token."""
+        return None
+
+    @abstractmethod
+    def delta(self, index: int, request: Request, update: Update) -> Body:
+        """What a chunk of a stream adds to answer `index`."""
+
+
+class CompletionResponder(Responder):
+    def choice(self, index: int, request: Request) -> Body:
+        return self._piece(index, request, request.text, request.logprobs, request.finish_reason, first=True)
+
+    def delta(self, index: int, request: Request, update: Update) -> Body:
+        first = index not in self.offsets
+        return self._piece(index, request, update.text, update.logprobs, update.finish_reason, first=first)
+
+    def _piece(
+        self,
+        index: int,
+        request: Request,
+        text: str,
+        entries: list[TokenLogprob],
+        reason: FinishReason | None,
+        *,
+        first: bool,
+    ) -> Body:
+        prompt = self.prompt_of(index)
+        echoing = first and self.extras.echo
+        if self.extras.prompt_only:
+            text, entries = "", []
+        if echoing:
+            text = (self.vocabulary.decode(prompt.tokens) if prompt.text is None else prompt.text) + text
+        offset = self.offsets.get(index, 0)
+        self.offsets[index] = offset + len(text)
+        logprobs = None
+        if request.params.logprobs is not None:
+            known = [None, *request.prompt_logprobs] if echoing else []
+            logprobs = self._logprobs(prompt.tokens[0], [*known, *entries], offset)
+        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_name(reason)}
+        return body | ({"prompt_token_ids": prompt.tokens} if first and self.extras.token_ids else {})
+
+    def _logprobs(self, first: int, entries: Sequence[TokenLogprob | None], offset: int) -> Body:
+        """Only the first token of a prompt has no entry: nothing comes before it."""
+        tokens, offsets, values, tops = [], [], [], []
+        for entry in entries:
+            text = self.token(first if entry is None else entry.token)
+            tokens.append(text)
+            offsets.append(offset)
+            offset += len(text)
+            values.append(None if entry is None else finite(entry.logprob))
+            tops.append(None if entry is None else self._top(entry))
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _top(self, entry: TokenLogprob) -> Body:
+        # Of tokens with the same text the likeliest is told, and the emitted one before all.
+        return {self.token(token): finite(value) for token, value in [*entry.top[::-1], (entry.token, entry.logprob)]}
+
+
+class ChatResponder(Responder):
+    def body(self, requests: Sequence[Request]) -> Body:
+        return super().body(requests) | self._prompt_tokens()
+
+    def choice(self, index: int, request: Request) -> Body:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": request.text},
+            "logprobs": self._logprobs(request, request.logprobs),
+            "finish_reason": finish_name(request.finish_reason),
+        }
+
+    def opening(self, index: int) -> Body:
+        delta = {"role": "assistant", "content": ""}
+        chunk = self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        return chunk | (self._prompt_tokens() if index == 0 else {})
+
+    def delta(self, index: int, request: Request, update: Update) -> Body:
+        return {
+            "index": index,
+            "delta": {"content": update.text} if update.text else {},
+            "logprobs": self._logprobs(request, update.logprobs),
+            "finish_reason": finish_name(update.finish_reason),
+        }
+
+    def _prompt_tokens(self) -> Body:
+        return {"prompt_token_ids": self.prompts[0].tokens} if self.extras.token_ids else {}
+
+    def _logprobs(self, request: Request, entries: list[TokenLogprob]) -> Body | None:
+        if request.params.logprobs is None:
+            return None
+        content = [
+            self._entry(entry.token, entry.logprob) | {"top_logprobs": [self._entry(*pair) for pair in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content}
+
+    def _entry(self, token: int, logprob: float) -> Body:
+        text = self.token(token)
+        # A part of a character has no text of its own, and its bytes are not those of the replacement character.
+        data = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": finite(logprob), "bytes": data}
+
+
+def finish_name(reason: FinishReason | None) -> str | None:
+    return None if reason is None else reason.value
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def completion_responder(
+    model: str, vocabulary: Vocabulary, extras: Extras, prompts: Sequence[Prompt], num_choices: int
+) -> Responder:
+    return CompletionResponder(model, vocabulary, extras, prompts, num_choices)
+
+
+def chat_responder(model: str, vocabulary: Vocabulary, extras: Extras, prompt: Prompt, num_choices: int) -> Responder:
+    return ChatResponder(
+        model,
+        vocabulary,
+        extras,
+        [prompt],
+        num_choices,
+        prefix="chatcmpl",
+        whole="chat.completion",
+        piece="chat.completion.chunk",
+    )

@@ -1,0 +1,134 @@
+"""`/metrics`: the engine's counters, and the latencies and classes of finished requests."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.metrics.engine import EngineCollector
+from draftsmith.serve.requests.request import Request
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+FEW = (0, 1, 2, 5, 10, 20, 50, 100)
+LATENCIES = {
+    "vllm:time_to_first_token_seconds": "Arrival to first token.",
+    "vllm:inter_token_latency_seconds": "Time between two rounds that gave a request tokens.",
+    "vllm:request_time_per_output_token_seconds": "Mean time of the tokens after the first, by request.",
+    "vllm:e2e_request_latency_seconds": "Arrival to last token.",
+    "vllm:request_queue_time_seconds": "Arrival to admission.",
+    "vllm:request_inference_time_seconds": "Admission to last token.",
+    "vllm:request_prefill_time_seconds": "Admission to first token.",
+    "vllm:request_decode_time_seconds": "First token to last.",
+}
+SIZES = {
+    "vllm:request_prompt_tokens": "Prompt tokens of a request.",
+    "vllm:request_generation_tokens": "Tokens of an answer.",
+    "vllm:request_max_num_generation_tokens": "Tokens of the longest of a prompt's answers.",
+    "vllm:request_params_max_tokens": "Most tokens that a request allowed.",
+}
+NUMBERS = {
+    "vllm:request_params_n": "Answers asked for a prompt.",
+    "vllm:request_num_preemptions": "How often a request was put back for lack of blocks.",
+}
+CLASS_COUNTERS = {
+    "draftsmith_class_requests": "Finished requests.",
+    "draftsmith_class_generation_tokens": "Their tokens.",
+    "draftsmith_class_target_passes": "Target passes that gave these; tokens divided by passes is tau.",
+    "draftsmith_class_draft_tokens": "Draft tokens put before the target.",
+    "draftsmith_class_accepted_tokens": "Of those, tokens kept.",
+}
+MAX_CLASSES = 32  # a label that a client chooses must not grow the exposition without bound
+OTHER_CLASSES = "other"
+
+
+class ServerMetrics:
+    """One registry a server, so that several servers of one process do not share counts."""
+
+    def __init__(self, engine: Engine, model: str):
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine, model))
+        self._model = model
+        histograms = {
+            name: Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+            for family, buckets in ((LATENCIES, SECONDS), (SIZES, COUNTS), (NUMBERS, FEW))
+            for name, text in family.items()
+        }
+        self._classes = {
+            name: Counter(name, text, ["model_name", "request_class"], registry=self.registry)
+            for name, text in CLASS_COUNTERS.items()
+        }
+        self._responses = Counter(
+            "draftsmith_responses",
+            "Answers of the generating endpoints, by HTTP status; 499: the client left first.",
+            ["model_name", "status"],
+            registry=self.registry,
+        )
+        self._class_names: set[str] = set()
+        self.by_class: dict[str, AcceptanceCounts] = {}  # of finished requests
+        # Of the one model there is; told from the first scrape on, empty.
+        self._of_model = {name: histogram.labels(model) for name, histogram in histograms.items()}
+
+    def finished(self, request: Request, *, num_choices: int = 1) -> None:
+        """Latencies and sizes of a request that gave at least one token; `num_choices` were asked for its prompt."""
+        self._count_class(request)
+        if request.first_token_s is None or request.finished_s is None or request.admitted_s is None:
+            return
+        first_s, last_s = request.first_token_s, request.last_token_s or request.first_token_s
+        self._observe("vllm:time_to_first_token_seconds", first_s - request.arrival_s)
+        self._observe("vllm:e2e_request_latency_seconds", last_s - request.arrival_s)
+        self._observe("vllm:request_queue_time_seconds", request.admitted_s - request.arrival_s)
+        self._observe("vllm:request_inference_time_seconds", last_s - request.admitted_s)
+        self._observe("vllm:request_prefill_time_seconds", first_s - request.admitted_s)
+        self._observe("vllm:request_decode_time_seconds", last_s - first_s)
+        if request.num_output > 1:
+            self._observe("vllm:request_time_per_output_token_seconds", (last_s - first_s) / (request.num_output - 1))
+        self._observe("vllm:request_prompt_tokens", request.num_prompt)
+        self._observe("vllm:request_generation_tokens", request.num_output)
+        self._observe("vllm:request_params_max_tokens", request.max_tokens)
+        self._observe("vllm:request_params_n", num_choices)
+        self._observe("vllm:request_num_preemptions", request.num_preemptions)
+
+    def answered(self, lengths: list[int], num_choices: int) -> None:
+        """`lengths` of all answers of one HTTP request, choices of one prompt being neighbours."""
+        for begin in range(0, len(lengths), num_choices):
+            self._observe("vllm:request_max_num_generation_tokens", max(lengths[begin : begin + num_choices]))
+
+    def responded(self, status: int) -> None:
+        self._responses.labels(self._model, str(status)).inc()
+
+    def updated(self, seconds: float) -> None:
+        """Between two updates of a streaming request; a round may bring several tokens."""
+        self._observe("vllm:inter_token_latency_seconds", seconds)
+
+    def _count_class(self, request: Request) -> None:
+        label = self._class_label(request.request_class)
+        stats = request.speculation
+        for name, value in (
+            ("draftsmith_class_requests", 1),
+            ("draftsmith_class_generation_tokens", request.num_output),
+            ("draftsmith_class_target_passes", stats.num_passes),
+            ("draftsmith_class_draft_tokens", sum(stats.offered)),
+            ("draftsmith_class_accepted_tokens", sum(stats.accepted)),
+        ):
+            self._classes[name].labels(self._model, label).inc(value)
+        # Behind a stop that trimmed a round nothing is known of its drafts.
+        known = [
+            kept if committed <= kept else offered
+            for offered, kept, committed in zip(stats.offered, stats.accepted, stats.committed)
+        ]
+        self.by_class.setdefault(label, AcceptanceCounts()).add(known, stats.accepted, stats.committed)
+
+    def _class_label(self, name: str) -> str:
+        if name not in self._class_names:
+            if len(self._class_names) >= MAX_CLASSES:
+                return OTHER_CLASSES
+            self._class_names.add(name)
+        return name
+
+    def _observe(self, name: str, value: float) -> None:
+        self._of_model[name].observe(value)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

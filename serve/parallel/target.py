@@ -1,0 +1,165 @@
+"""Tensor parallelism of the target: transformers' own plan shards it, rank 0 serves, the other ranks run its passes along.
+
+Every pass of the target is the same call on every rank, so rank 0 tells the others what it is about to call. The draft is
+whole on rank 0 alone. What is told is a few small tensors a round, over gloo whatever the weights' own backend is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from draftsmith.drafters.target import ranks
+from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.ranks import Channel, in_step, leave_signals_to_the_leader
+from draftsmith.drafters.target.target import Target, TargetOutput
+from draftsmith.errors import UserError
+from draftsmith.kernels.attention.paged import PagedPass, PagedPool, TreeLayout
+
+
+class NewPool(NamedTuple):
+    num_blocks: int
+    block_size: int
+
+
+class Pass(NamedTuple):
+    input_ids: torch.Tensor  # [1, T]
+    positions: torch.Tensor  # [1, T]
+    block_tables: torch.Tensor
+    lengths: torch.Tensor
+    tree: TreeLayout | None
+    logit_rows: torch.Tensor
+    taps: tuple[int, ...]
+
+
+class Move(NamedTuple):
+    sources: torch.Tensor
+    slots: torch.Tensor
+
+
+class Embed(NamedTuple):
+    ids: torch.Tensor
+
+
+class Stop(NamedTuple):
+    pass
+
+
+Call = NewPool | Pass | Move | Embed | Stop
+
+
+class LeadingPool(PagedPool):
+    """Rank 0's share of keys and values; what is moved here is moved on every rank."""
+
+    def attach(self, tell: Callable[[Call], None]) -> LeadingPool:
+        object.__setattr__(self, "_tell", tell)
+        return self
+
+    def move_slots(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
+        with in_step():
+            self._tell(Move(sources, slots))
+            super().move_slots(sources, slots)
+
+
+class LeadingTarget(Target):
+    """The target as rank 0 serves it: whatever runs its sharded weights is told to the others first."""
+
+    _channel: Channel | None = None  # none yet while the model is probed, which every rank does by itself
+
+    def lead(self, channel: Channel) -> LeadingTarget:
+        self._channel = channel
+        return self
+
+    @contextmanager
+    def _together(self, call: Call) -> Iterator[None]:
+        if self._channel is None:
+            yield
+            return
+        with in_step():
+            self._channel.tell(call)
+            yield
+
+    def _tell(self, call: Call) -> None:
+        if self._channel is not None:
+            self._channel.tell(call)
+
+    def new_pool(self, num_blocks: int, block_size: int, device: Any = None, dtype: Any = None) -> PagedPool:
+        # A pool that does not fit is the user's to hear of: no rank waits for another here.
+        self._tell(NewPool(num_blocks, block_size))
+        pool = super().new_pool(num_blocks, block_size, device, dtype)
+        return LeadingPool(pool.keys, pool.values, pool.block_size).attach(self._tell)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention_context: AttentionContext,
+        logit_rows: torch.Tensor,
+        taps: Sequence[int] = (),
+    ) -> TargetOutput:
+        assert isinstance(attention_context, PagedPass)
+        layout = attention_context.layout
+        with self._together(
+            Pass(input_ids, positions, layout.block_tables, layout.lengths, layout.tree, logit_rows, tuple(taps))
+        ):
+            return super().forward(input_ids, positions, attention_context, logit_rows, taps)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        with self._together(Embed(ids)):
+            return super().embed(ids)
+
+    def stop(self) -> None:
+        """The other ranks' `follow` returns."""
+        self._tell(Stop())
+
+
+def follow(target: Target, channel: Channel) -> None:
+    """What every rank but 0 does: the same calls, until told to stop. A failure ends this process, and torchrun all others."""
+    leave_signals_to_the_leader()
+    with in_step():
+        _follow(target, channel)
+
+
+def _follow(target: Target, channel: Channel) -> None:
+    pool: PagedPool | None = None
+    while True:
+        call = channel.hear(target.device)
+        match call:
+            case NewPool():
+                pool = target.new_pool(call.num_blocks, call.block_size)
+            case Pass():
+                assert pool is not None
+                context = PagedPass(pool, call.block_tables, call.positions[0], call.lengths, tree=call.tree)
+                target.forward(call.input_ids, call.positions, context, call.logit_rows, call.taps)
+            case Move():
+                assert pool is not None
+                pool.move_slots(call.sources, call.slots)
+            case Embed():
+                target.embed(call.ids)
+            case Stop():
+                return
+
+
+class Place(NamedTuple):
+    rank: int
+    size: int
+    device: str
+
+
+def join(size: int, device: str) -> Place:
+    """Joins the `size` processes started together, each with a device of its own; `UserError` when they are not so many."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != size:
+        raise UserError(
+            f"tensor_parallel is {size} but {started} process{'es run' if started > 1 else ' runs'}; start the server without "
+            f"torchrun, or with `torchrun --nproc-per-node {size} -m draftsmith.cli serve ...`"
+        )
+    if device.startswith("cuda"):
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    ranks.join(torch.device(device))
+    return Place(dist.get_rank(), size, device)

@@ -1,0 +1,354 @@
+"""The traffic buffer: records come back as they were put, once; damage, kills and full disks cost only what they hit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from draftsmith.distill.buffer import buffer as buffer_module
+from draftsmith.distill.buffer import record_table
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.folder import Folder, Shard, parse, retain
+from draftsmith.errors import UserError
+from draftsmith.record import Law, RoundRecord
+
+
+def law(first: int, width: int = 3) -> Law:
+    share = 0.9 / width
+    return Law(list(range(first, first + width)), [math.log(share)] * width, 0.1)
+
+
+def record(request: str = "r", number: int = 0, **changes: object) -> RoundRecord:
+    values: dict = {
+        "request": request,
+        "round": number,
+        "request_class": "",
+        "target": "t",
+        "target_revision": "",
+        "draft_version": "v000001",
+        "time_s": 100.0 + number,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "position": 2 + 3 * number,
+        "context": [5, 6] if number == 0 else [],
+        "drafted": [7, 8, 9],
+        "accepted": 2,
+        "committed": [7, 8, 4],
+        "emitted": 4,
+        "p": [law(7), law(8), law(9)],
+        "q": [law(6), law(7, 2), law(8, 1)],
+    }
+    return RoundRecord(**{**values, **changes})
+
+
+def same(left: RoundRecord, right: RoundRecord) -> bool:
+    """Up to float32, and half a step of what is stored of a logprob."""
+    return rounded(plain(left)) == rounded(plain(right)) and all(
+        a.ids == b.ids and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=0.5001 / record_table.STEPS)
+        for name in ("p", "q")
+        for a, b in zip(getattr(left, name), getattr(right, name), strict=True)
+    )
+
+
+def plain(one: RoundRecord) -> dict:
+    tails = {name: [(law.tail, law.log_norm) for law in getattr(one, name)] for name in ("p", "q")}
+    return {**dataclasses.asdict(dataclasses.replace(one, p=[], q=[])), **tails}
+
+
+def rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
+def test_written_records_are_read_once_and_open_as_a_dataset(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=0.05)
+    for number in range(5):
+        writer.put(record(number=number))
+    writer.close()
+    reader = BufferReader(str(tmp_path))
+    reading = reader.read()
+    assert [one.round for one in reading.records] == list(range(5)) and same(record(number=3), reading.records[3])
+    assert reader.read().records == [] and writer.dropped == 0 and writer.written == 5
+    assert BufferReader(str(tmp_path), reading.cursor).read().records == []
+    opened = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert opened.num_rows == 5 and opened[2]["p_ids"][0] == [7, 8, 9]
+
+
+def test_records_are_on_disk_within_the_flush_interval(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=0.2)
+    writer.put(record())
+    deadline_s = time.monotonic() + 5
+    while not Folder(str(tmp_path)).shards() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert len(BufferReader(str(tmp_path)).read().records) == 1
+    writer.close()
+
+
+def test_many_writers_one_reader_and_other_file_systems() -> None:
+    url = "memory://traffic-test"
+    writers = [BufferWriter(url, flush_s=0.05) for _ in range(3)]
+    for number in range(9):
+        writers[number % 3].put(record(number=number))
+    for writer in writers:
+        writer.close()
+    assert sorted(one.round for one in BufferReader(url).read().records) == list(range(9))
+    fsspec.filesystem("memory").rm("/traffic-test", recursive=True)
+
+
+def test_an_object_store_that_is_not_reached_is_waited_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an error of its own library, which is no `OSError`."""
+
+    def unreachable(*args: object, **values: object) -> None:
+        raise RuntimeError("could not connect to the endpoint")
+
+    store = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(store), "pipe_file", unreachable)
+    monkeypatch.setattr(type(store), "isdir", unreachable)
+    writer = BufferWriter("memory://unreachable-test", flush_s=0.01)
+    writer.put(record())
+    deadline_s = time.monotonic() + 10
+    while not caplog.records and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert [line.message.count("cannot be written (RuntimeError: could not connect") for line in caplog.records] == [1]
+    with pytest.raises(OSError):
+        BufferReader("memory://unreachable-test").read()
+    monkeypatch.undo()
+    writer.close()
+    assert (writer.written, writer.dropped) == (1, 0)
+    assert len(BufferReader("memory://unreachable-test").read().records) == 1
+    store.rm("/unreachable-test", recursive=True)
+
+
+def test_put_never_blocks_and_counts_what_it_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Folder, name: str, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Folder, "write", refuse)
+    writer = BufferWriter(str(tmp_path), flush_s=0.01, queue_records=100)
+    begun_s = time.monotonic()
+    for number in range(250):
+        writer.put(record(number=number))
+    assert time.monotonic() - begun_s < 1.0
+    assert writer.dropped == 150 and writer.written == 0
+    monkeypatch.undo()
+    writer.close()
+    assert [one.round for one in BufferReader(str(tmp_path)).read().records] == list(range(100))
+
+
+def test_full_disk_that_never_frees_loses_records_not_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("draftsmith.files.os.replace", lambda *names: refuse(tmp_path))
+    writer = BufferWriter(str(tmp_path), flush_s=0.01)
+    writer.put(record())
+    writer.close()
+    assert writer.dropped == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_record_that_arrow_refuses_costs_only_itself(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0)
+    writer.put(record(number=0))
+    writer.put(record(number=1, drafted=[2**40]))
+    writer.put(record(number=2))
+    writer.close()
+    assert [one.round for one in BufferReader(str(tmp_path)).read().records] == [0, 2]
+    assert (writer.written, writer.dropped) == (2, 1)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "empty", "other columns"])
+def test_damaged_shard_is_skipped_with_one_line(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(3):
+        writer = BufferWriter(str(tmp_path), flush_s=5.0)
+        writer.put(record(number=number))
+        writer.close()
+        time.sleep(0.002)
+    victim = Path(Folder(str(tmp_path)).shards()[1].path)
+    match damage:
+        case "truncate":
+            victim.write_bytes(victim.read_bytes()[:-200])
+        case "garbage":
+            victim.write_bytes(b"PAR1" + bytes(500) + b"PAR1")
+        case "empty":
+            victim.write_bytes(b"")
+        case "other columns":
+            buffer_module.record_table.pq.write_table(buffer_module.pa.table({"x": [1]}), victim)
+    reader = BufferReader(str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        reading = reader.read()
+    assert [one.round for one in reading.records] == [0, 2] and reading.damaged == 1
+    assert len([line for line in caplog.records if "damaged" in line.message]) == 1
+    assert reader.read().damaged == 0
+
+
+def test_a_flipped_bit_of_a_page_costs_its_shard() -> None:
+    """Or is where nothing is told. The headers of pages have no checksum of their own."""
+    data = record_table.to_bytes([record()])
+    pages = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+
+    def num_changed(read: Callable[[bytes], list[RoundRecord]]) -> int:
+        changed = 0
+        for at in range(4, pages, 9):
+            flipped = bytearray(data)
+            flipped[at] ^= 1
+            with contextlib.suppress(ValueError, OSError):
+                changed += not same(read(bytes(flipped))[0], record())
+        return changed
+
+    unverified = num_changed(lambda held: record_table.from_table(pq.read_table(io.BytesIO(held))))
+    assert num_changed(parse) <= unverified / 10
+
+
+def test_failing_file_system_is_waited_out_and_a_hopeless_shard_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=1)
+    for number in range(3):
+        writer.put(record(number=number))
+    writer.close()
+    reader, fetch = BufferReader(str(tmp_path)), Folder.fetch
+    second = Folder(str(tmp_path)).shards()[1]
+
+    def fetch_but_second(self: Folder, shard: Shard) -> bytes:
+        if shard.number == second.number:
+            raise OSError(5, "Input/output error")
+        return fetch(self, shard)
+
+    monkeypatch.setattr(Folder, "fetch", fetch_but_second)
+    reading = reader.read()
+    assert [one.round for one in reading.records] == [0] and reading.more and reading.damaged == 0
+    monkeypatch.setattr(Folder, "fetch", fetch)
+    assert [one.round for one in reader.read().records] == [1, 2]
+    monkeypatch.setattr(Folder, "fetch", fetch_but_second)
+    stubborn = BufferReader(str(tmp_path))
+    found = [one.round for _ in range(buffer_module.MAX_FAILURES) for one in stubborn.read().records]
+    assert found == [0, 2] and stubborn.damaged == 1
+
+
+def test_leftovers_of_killed_writers_are_swept_when_old(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0)
+    writer.put(record())
+    writer.close()
+    old, young = tmp_path / ".1.parquet.aaaa.tmp", tmp_path / ".2.parquet.bbbb.tmp"
+    for leftover in (old, young):
+        leftover.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert retain(Folder(str(tmp_path)), {}, max_bytes=1 << 30, max_age_s=3600).deleted == []
+    assert not old.exists() and young.exists() and len(Folder(str(tmp_path)).shards()) == 1
+
+
+def test_limit_reads_whole_shards_and_says_that_more_is_left(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=4)
+    for number in range(12):
+        writer.put(record(number=number))
+    writer.close()
+    reader = BufferReader(str(tmp_path))
+    first = reader.read(max_records=5)
+    assert len(first.records) == 8 and first.more
+    second = reader.read(max_records=5)
+    assert len(second.records) == 4 and not second.more
+
+
+def test_a_clock_set_back_costs_a_reader_that_is_behind_nothing(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    for number, time_ms in enumerate((2 * 10**12, 10**12, 10**12 + 500)):
+        name = f"{time_ms:013d}-a-{number:08d}.parquet"
+        folder.write(name, record_table.to_bytes([record(f"r{number}")]))
+    reader = BufferReader(str(tmp_path))
+    assert [one.request for _ in range(3) for one in reader.read(max_records=1).records] == ["r0", "r1", "r2"]
+
+
+def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=1)
+    for number in range(6):
+        writer.put(record(number=number))
+    writer.close()
+    folder = Folder(str(tmp_path))
+    present = folder.shards()
+    cursor = {writer.writer: 2}
+    assert retain(folder, cursor, max_bytes=1 << 30, max_age_s=3600).deleted == []
+    aged = retain(folder, cursor, max_bytes=1 << 30, max_age_s=-1)
+    assert [shard.number for shard in aged.deleted] == [0, 1, 2] and aged.unread == 0
+    squeezed = retain(folder, cursor, max_bytes=present[-1].bytes + 1, max_age_s=3600)
+    assert [shard.number for shard in squeezed.deleted] == [3, 4] and squeezed.unread == 2
+    reader = BufferReader(str(tmp_path), cursor)
+    assert [one.round for one in reader.read().records] == [5]
+
+
+def test_records_of_seeded_requests_reach_no_reader(tmp_path: Path) -> None:
+    """Whichever server wrote them: this one's recorder makes none."""
+    folder = Folder(str(tmp_path))
+    mixed = [record("seeded", 0, seeded=True), record("plain", 0), record("seeded", 1, seeded=True)]
+    folder.write(f"{0:013d}-other-{0:08d}.parquet", record_table.to_bytes(mixed))
+    reading = BufferReader(str(tmp_path)).read()
+    assert [one.request for one in reading.records] == ["plain"] and reading.seeded == 2
+    assert len(parse(folder.fetch(folder.shards()[0]))) == 3, "they are in the shard"
+
+
+def test_cursor_forgets_writers_whose_shards_are_gone(tmp_path: Path) -> None:
+    writer = BufferWriter(str(tmp_path), flush_s=5.0)
+    writer.put(record())
+    writer.close()
+    reader = BufferReader(str(tmp_path), {"gone": 7})
+    reader.read()
+    reader.forget_gone_writers()
+    assert reader.cursor == {writer.writer: 0}
+
+
+def test_unknown_protocol_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="nowhere://x"):
+        BufferWriter("nowhere://x")
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from test_buffer import record
+from draftsmith.distill.buffer.buffer import BufferWriter
+writer = BufferWriter(sys.argv[1], flush_s=0.05, flush_records=20)
+number = 0
+while True:
+    writer.put(record(number=number))
+    number += 1
+    if number % 10 == 0:
+        time.sleep(0.002)
+        print(writer.written, flush=True)
+"""
+
+
+def test_kill_loses_only_the_unflushed_tail(tmp_path: Path) -> None:
+    """Two kills in a row, mid-flush more likely than not: every shard left behind reads, and what is there has no hole."""
+    for attempt in range(2):
+        root = tmp_path / str(attempt)
+        arguments = [sys.executable, "-c", KILLED, str(root), str(Path(__file__).parent)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            for line in server.stdout:
+                if int(line) >= 400:
+                    break
+            server.kill()
+        reading = BufferReader(str(root)).read(max_records=10**6)
+        rounds = [one.round for one in reading.records]
+        assert reading.damaged == 0 and rounds == list(range(len(rounds))) and len(rounds) > 100

@@ -1,0 +1,140 @@
+"""What of a record survives being stored: all of it, but for half a step of a surprisal."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.distill.buffer import record_table
+from draftsmith.distill.buffer.record_table import STEPS, from_table, to_bytes, to_table
+from draftsmith.kernels.sampling.top_tokens import top_law
+from draftsmith.record import SCHEMA_VERSION, Law, LawArrays, Laws, RoundRecord
+
+BASE = RoundRecord(
+    "r", 0, "code", "t", "rev", "v1", 100.5, 0.7, 5, 0.9, 0.1, 2, [5, 6], [7, 8, 9], 2, [7, 8, 4], 4, share=0.3
+)  # fmt: skip
+
+
+def record(**changes: object) -> RoundRecord:
+    return dataclasses.replace(BASE, **changes)
+
+
+def even(width: int, log_norm: float = 0.0) -> Law:
+    return Law(list(range(1, width + 1)), [float(np.log(0.9 / width))] * width, 0.1, log_norm) if width else Law([], [], 1.0)
+
+
+def assert_same(left: RoundRecord, right: RoundRecord) -> None:
+    for field in dataclasses.fields(RoundRecord):
+        told, found = getattr(left, field.name), getattr(right, field.name)
+        if field.name not in ("p", "q"):
+            assert found == pytest.approx(told, rel=1e-6) if isinstance(told, float) else found == told
+            continue
+        assert len(told) == len(found)
+        for a, b in zip(told, found):
+            assert a.ids == b.ids and (a.tail, a.log_norm) == pytest.approx((b.tail, b.log_norm), rel=1e-6)
+            assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=0.5001 / STEPS)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 6), st.floats(0, 1)), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ROWS)
+def test_ragged_records_come_back(shapes: list[tuple[int, int, int, float]]) -> None:
+    records = [
+        record(
+            request=str(index),
+            p=[even(width, share)] * depth,
+            q=[even(1)] * depth,
+            context=list(range(length)),
+            drafted=[3] * depth,
+            share=share,
+            last=bool(length % 2),
+            seeded=bool(depth % 2),
+        )
+        for index, (depth, length, width, share) in enumerate(shapes)
+    ]
+    back = from_table(pq.read_table(io.BytesIO(to_bytes(records))))
+    assert len(back) == len(records)
+    for left, right in zip(records, back, strict=True):
+        assert_same(left, right)
+    again = from_table(to_table(back))
+    assert [list(one.p) for one in again] == [list(one.p) for one in back], "stored twice, it changes no more"
+
+
+def of_logits(logits: torch.Tensor) -> Laws:
+    found = top_law(logits)
+    arrays = LawArrays(found.ids.int().numpy(), found.logprobs.numpy(), found.tail.numpy(), np.zeros(len(logits), np.float32))
+    return Laws(lambda: arrays, 0, len(logits))
+
+
+def alphas(record: RoundRecord) -> np.ndarray:
+    """sum_v min(p_v, q_v) over the stored tokens."""
+    found = []
+    for p, q in zip(record.p, record.q, strict=True):
+        other = dict(zip(q.ids, q.logprobs))
+        found.append(sum(np.exp(min(value, other.get(token, -np.inf))) for token, value in zip(p.ids, p.logprobs)))
+    return np.array(found)
+
+
+def test_alpha_of_stored_laws_is_exact_to_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.linspace(0.1, 8, 40)[:, None]  # flat laws, where every token's error counts, to peaked ones
+    p = spread * torch.randn(40, 500, generator=generator)
+    one = record(p=of_logits(p), q=of_logits(p + 0.5 * torch.randn(40, 500, generator=generator)))
+    exact = alphas(one)
+    assert np.abs(alphas(*from_table(to_table([one]))) - exact).max() < 0.5 / STEPS + 1e-5
+    monkeypatch.setattr(record_table, "STEPS", 16)
+    assert np.abs(alphas(*from_table(to_table([one]))) - exact).max() > 1e-3, "a coarser step must show"
+
+
+def test_a_token_of_next_to_no_probability_stays_one() -> None:
+    (back,) = from_table(to_table([record(p=[Law([4, 5], [0.0, -900.0], 0.0)], q=[Law([4], [0.0], 0.0)])]))
+    assert back.p[0].ids == [4, 5] and back.p[0].logprobs[0] == 0.0 and -64.0 <= back.p[0].logprobs[1] < -63.9
+
+
+def test_records_of_the_first_schema_are_read() -> None:
+    laws = {"ids": [[[7, 8]]], "logprobs": [[[-0.25, -1.5]]], "tail": [[0.0]]}
+    values: dict = {f"{name}_{part}": value for name in "pq" for part, value in laws.items()}
+    first = [name for name in record_table._SCALARS if name not in ("share", "last", "seeded")]
+    scalars = {name: [getattr(record(drafted=[7]), name)] for name in first}
+    (back,) = from_table(pa.table({**scalars, **values, "p_log_norm": [[0.5]], "schema": [1]}))
+    assert (back.p[0], back.q[0]) == (Law([7, 8], [-0.25, -1.5], 0.0, 0.5), Law([7, 8], [-0.25, -1.5], 0.0))
+    assert (back.share, back.last, back.schema, back.context) == (1.0, False, 1, [5, 6])
+    with pytest.raises(ValueError, match="newer schema"):
+        from_table(to_table([record(schema=SCHEMA_VERSION + 1)]))
+
+
+def test_half_of_the_first_schemas_bytes() -> None:
+    """Laws like a small model's: the room that a position takes when records are written as the server writes them."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(600, 4096, generator=generator)
+    records = [
+        record(
+            round=number, p=of_logits(logits[3 * number : 3 * number + 3]), q=of_logits(logits[3 * number : 3 * number + 3] + 1)
+        )
+        for number in range(200)
+    ]
+    assert len(to_bytes(records)) / 600 < 512
+
+
+def test_sampled_records_of_the_second_schema_count_as_seeded() -> None:
+    """It does not say which were; greedy ones draw nothing."""
+    older = [record(schema=2, p=[even(3)], q=[even(1)], temperature=temperature) for temperature in (0.0, 0.7)]
+    table = to_table(older).drop_columns(["seeded"])
+    greedy, sampled = from_table(table)
+    assert (greedy.seeded, greedy.schema, greedy.share) == (False, 2, pytest.approx(0.3))
+    assert sampled.seeded
+    data = io.BytesIO()
+    record_table.write(table, data)  # as `forget` writes what is left of an older shard
+    assert [one.seeded for one in from_table(record_table.read(data))] == [False, True]
+    with pytest.raises(ValueError, match="lacks column 'seeded'"):
+        from_table(to_table([record()]).drop_columns(["seeded"]))

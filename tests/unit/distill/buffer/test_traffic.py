@@ -1,0 +1,114 @@
+"""Stitching: the text comes back as it was served, gaps end it, roles are what verification did."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from draftsmith.distill.buffer.traffic import OpenRequests, branches, is_held_out, stitch
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import RoundRecord
+from draftsmith.train.data.roles import Role, RoleWeights
+
+
+def make(number: int, position: int, context: list[int], drafted: list[int], committed: list[int], accepted: int) -> RoundRecord:
+    return RoundRecord(
+        request="r", round=number, request_class="", target="t", target_revision="", draft_version="1", time_s=0.0,
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=position, context=context, drafted=drafted, accepted=accepted,
+        committed=committed, emitted=committed[-1] if committed else -1,
+    )  # fmt: skip
+
+
+ROUNDS = [
+    make(0, 3, [1, 2, 3], [4, 5, 9], [4, 5, 6], 2),
+    make(1, 6, [], [7, 8], [7, 8, 10], 2),
+    make(2, 11, [11, 12], [9, 9, 9], [13], 0),
+    make(3, 12, [], [14, 15, 16], [14, 15], 3),  # cut short by a stop string
+]
+
+
+def test_text_and_roles() -> None:
+    text = stitch(ROUNDS)
+    assert text is not None and text.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15]
+    c, a, r, b = Role
+    assert text.roles.tolist() == [c, c, c, a, a, r, a, a, b, c, c, r, a, a]
+    weights = RoleWeights(accepted=0.0, first_rejected=1.0, bonus=0.0, later_rejected=1.0)
+    assert np.flatnonzero(weights.of(text.roles)).tolist() == [5, 11]
+
+
+def test_branches_hold_the_drafted_tokens_behind_the_first_rejection() -> None:
+    text = stitch(ROUNDS)
+    assert text is not None
+    (branch,) = branches(text)
+    assert branch.tokens == [*text.tokens[:11], 9, 9, 9] and branch.begin == 12
+
+
+def test_a_missing_record_ends_the_text_and_a_missing_beginning_leaves_none() -> None:
+    assert stitch([ROUNDS[0], ROUNDS[2], ROUNDS[3]]).tokens == [1, 2, 3, 4, 5, 6]
+    assert stitch(ROUNDS[1:]) is None and stitch([]) is None
+
+
+def test_order_of_arrival_does_not_matter() -> None:
+    shuffled = list(ROUNDS)
+    random.Random(1).shuffle(shuffled)
+    assert stitch(shuffled).tokens == stitch(ROUNDS).tokens
+
+
+def test_served_records_stitch_to_what_was_served(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    records = serving(target, bigram(288), prompts(3), traffic())
+    for number, prompt in enumerate(prompts(3)):
+        mine = [record for record in records if record.request == f"r{number}"]
+        text = stitch(mine)
+        assert text.tokens[:6] == prompt and len(text.tokens) == 6 + sum(len(record.committed) for record in mine)
+        counts = np.bincount(text.roles, minlength=4)
+        assert counts[Role.ACCEPTED] == sum(record.accepted for record in mine)
+        assert counts[Role.FIRST_REJECTED] + counts[Role.BONUS] == len(mine)
+
+
+def test_open_requests_wait_for_silence_and_count_orphans() -> None:
+    waiting = OpenRequests()
+    waiting.add(ROUNDS[:2])
+    assert waiting.take(idle_s=60.0) == [] and len(waiting.all_records()) == 2
+    waiting.add(ROUNDS[2:3])
+    (text,) = waiting.take(idle_s=0.0)
+    assert len(text.records) == 3 and waiting.orphans == 0
+    waiting.add(ROUNDS[3:])
+    assert waiting.take(idle_s=0.0) == [] and waiting.orphans == 1
+
+
+def test_held_out_is_decided_by_the_prompt() -> None:
+    texts = [stitch([make(0, 3, [number, 2, 3], [4], [5], 0)]) for number in range(400)]
+    share = sum(is_held_out(text, 0.25) for text in texts) / 400
+    assert 0.18 < share < 0.32
+    again = stitch([make(0, 3, [7, 2, 3], [8], [9], 0)])
+    assert is_held_out(again, 0.25) == is_held_out(texts[7], 0.25)
+    assert not any(is_held_out(text, 0.0) for text in texts)
+
+
+def test_whatever_is_dropped_the_text_is_a_beginning_of_what_was_served(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    records = serving(target, bigram(288), prompts(1), traffic(max_tokens=40))
+    whole = stitch(records)
+    random_source = random.Random(0)
+    lengths = set()
+    for _ in range(60):
+        kept = [record for record in records if random_source.random() < 0.9]
+        text = stitch(kept)
+        known = 0 if text is None else len(text.tokens)
+        assert text is None or (text.tokens == whole.tokens[:known] and text.roles.tolist() == whole.roles[:known].tolist())
+        lengths.add(known)
+    assert len(lengths) > 5
+
+
+def test_slim_text_keeps_everything_but_the_laws(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> None:
+    text = stitch(serving(target, bigram(288), prompts(1), traffic()))
+    slim = text.slim()
+    assert slim.tokens == text.tokens and all(not record.p and not record.q for record in slim.records)
+    assert all(record.p for record in text.records)

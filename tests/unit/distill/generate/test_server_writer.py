@@ -1,0 +1,96 @@
+"""Answers from an OpenAI-compatible server: what is asked, what is made of it, and what is tried again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.generate.prompts import Prompt
+from draftsmith.distill.generate.server_writer import MAX_TRIES, ServerWriter
+from draftsmith.errors import UserError
+
+PROMPTS = [Prompt("a", False, [5, 6]), Prompt("b", False, [7])]
+
+
+class Letters:
+    eos_token_id = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text.lower()]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+class Server:
+    """Answers with `answer(body)`; the first `failures` requests fail with `status`, or with no answer at all (0)."""
+
+    def __init__(self, answer: Callable[[dict], dict], *, failures: int = 0, status: int = 503):
+        self.answer, self.failures, self.status = answer, failures, status
+        self.asked: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "first"}, {"id": "second"}]})
+        with self.lock:
+            self.asked.append(json.loads(request.content) | {"auth": request.headers.get("authorization")})
+            if len(self.asked) <= self.failures:
+                if self.status == 0:
+                    raise httpx.ConnectError("refused")
+                return httpx.Response(self.status, text="busy")
+        return httpx.Response(200, json={"choices": [self.answer(self.asked[-1])]})
+
+
+def writer(server: Server, **options: Any) -> ServerWriter:
+    config = GenerateConfig(target="t", prompts="p", out="o", url="http://host:1/v1", **options)
+    return ServerWriter(config, Letters(), transport=httpx.MockTransport(server), pause_s=0.0)
+
+
+def test_token_ids_go_and_come(tmp_path):
+    server = Server(lambda body: {"token_ids": [*body["prompt"], 9], "text": "whatever"})
+    written = writer(server, temperature=0.5, top_k=7, max_tokens=3, api_key="k", batch=1).write(PROMPTS, [1 << 40, 3])
+    assert [one.ids for one in written] == [[5, 6, 5, 6, 9], [7, 7, 9]]
+    assert [one.mask for one in written] == [[0, 0, 1, 1, 1], [0, 1, 1]]
+    by_prompt = {tuple(body["prompt"]): body for body in server.asked}
+    asked = by_prompt[7,]
+    assert (asked["model"], asked["temperature"], asked["top_k"], asked["max_tokens"]) == ("first", 0.5, 7, 3)
+    assert asked["seed"] == 3 and asked["return_token_ids"] and asked["auth"] == "Bearer k"
+    assert by_prompt[5, 6]["seed"] == 0  # seeds are cut to what every server takes
+
+
+def test_text_alone_is_tokenised_and_checked():
+    def with_text(text: str, reason: str) -> list[int]:
+        server = Server(lambda body: {"text": text, "finish_reason": reason})
+        return writer(server, model="second").write(PROMPTS[:1], [0])[0].ids[2:]
+
+    assert with_text("ab", "length") == [97, 98]
+    assert with_text("ab", "stop") == [97, 98, 0]
+    with pytest.raises(UserError, match="gives no token ids"):
+        with_text("AB", "stop")
+
+
+@pytest.mark.parametrize("status", [503, 429, 0])
+def test_a_busy_server_is_asked_again(status):
+    server = Server(lambda body: {"token_ids": [1]}, failures=2, status=status)
+    assert [one.ids for one in writer(server).write(PROMPTS[1:], [0])] == [[7, 1]]
+    assert len(server.asked) == 3
+
+
+def test_a_server_that_stays_away_or_refuses_is_named():
+    away = Server(lambda body: {}, failures=10**6)
+    with pytest.raises(UserError, match=r"http://host:1 does not answer .* 503: busy.*run the same command"):
+        writer(away).write(PROMPTS[:1], [0])
+    assert len(away.asked) == MAX_TRIES
+    refusing = Server(lambda body: {}, failures=10**6, status=400)
+    with pytest.raises(UserError, match="status 400"):
+        writer(refusing).write(PROMPTS[:1], [0])
+    assert len(refusing.asked) == 1
+    with pytest.raises(UserError, match="OpenAI-compatible"):
+        writer(Server(lambda body: {"content": "x"})).write(PROMPTS[:1], [0])

@@ -1,0 +1,177 @@
+"""A recorded forward gives what the model gives: every state, logit, key and value, at any number of tokens."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftsmith.drafters.compiled import recorded as recorded_module
+from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
+from draftsmith.drafters.compiled.recorded import Mismatch, compare
+from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.target.load import load_model
+from draftsmith.drafters.target.target import FINAL, Target
+from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gpt_neox", "qwen3_moe", "mixtral", "gpt2"]
+TAPS = (2, 0, FINAL, 4)
+# Tokens of the two rows in each pass: prompts, single tokens, verification of two depths, one row alone.
+PASSES = [(9, 20), (1, 1), (4, 2), (1, 0), (0, 7), (3, 3)]
+
+
+def serve_texts(target: Target) -> tuple[list[torch.Tensor], list[torch.Tensor], PagedPool]:
+    """Logits and taps of every pass over two texts in blocks out of order, and the pool they leave."""
+    pool = target.new_pool(num_blocks=24, block_size=4)
+    generator = torch.Generator().manual_seed(3)
+    tables = torch.randperm(24, generator=generator).view(2, 12)
+    texts = torch.randint(3, target.vocab_size, (2, 48), generator=generator)
+    done, logits, taps = [0, 0], [], []
+    for counts in PASSES:
+        rows = [row for row in range(2) if counts[row]]
+        parts = [torch.arange(done[row], done[row] + counts[row]) for row in rows]
+        positions = torch.cat(parts)
+        ids = torch.cat([texts[row, part] for row, part in zip(rows, parts)])
+        context = PagedPass(pool, tables[rows], positions, torch.tensor([len(part) for part in parts]))
+        output = target.forward(ids[None], positions[None], context, torch.arange(len(ids))[::2], TAPS)
+        logits.append(output.logits)
+        taps.append(output.taps)
+        done = [one + two for one, two in zip(done, counts)]
+    return logits, taps, pool
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_family_is_recorded_and_replayed_exactly(tiny_target, arch):
+    own, recorded = Target.load(tiny_target(arch)), Target.load(tiny_target(arch))
+    recorded.record()
+    assert recorded.recorded
+    # Logits are a few units large; float32 sums in another order add up to 1e-5 of that.
+    close = {"atol": 4e-5, "rtol": 1e-5}
+    for found, expected in zip(serve_texts(recorded), serve_texts(own)):
+        if isinstance(found, PagedPool):
+            found, expected = [*found.keys, *found.values], [*expected.keys, *expected.values]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, **close)
+
+
+def test_in_float64_only_the_order_of_sums_differs(tiny_target):
+    own, recorded = (Target.load(tiny_target("gemma2"), dtype=torch.float64) for _ in range(2))
+    recorded.record()
+    for one, other in zip(serve_texts(recorded)[1], serve_texts(own)[1], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-12)
+
+
+def test_half_precision_stays_half_precision(tiny_target):
+    target = Target.load(tiny_target("llama"), dtype=torch.bfloat16)
+    target.record()
+    assert target.recorded
+    assert serve_texts(target)[1][0].dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_no_length_is_recorded_anew(tiny_target, monkeypatch):
+    target = Target.load(tiny_target("llama"))
+    target.record()
+    monkeypatch.setattr(recorded_module, "Replay", None)
+    target.record()
+    pool, table = target.new_pool(16, 8), torch.arange(16)[None]
+    for count in (1, 2, 3, 7, 30, 100):
+        positions = torch.arange(count)
+        context = PagedPass(pool, table, positions, torch.tensor([count]))
+        final = target.paged(torch.full((1, count), 5), positions[None], context).final
+        assert final.shape == (1, count, target.hidden_size)
+
+
+def test_a_recording_that_is_wrong_is_not_used(tiny_target, monkeypatch, caplog):
+    original = recorded_module.Replay.__call__
+
+    def wrong(self, *inputs, attention_context=None):
+        result = original(self, *inputs, attention_context=attention_context)
+        return [1.001 * state for state in result] if isinstance(result, (list, tuple)) else result
+
+    monkeypatch.setattr(recorded_module.Replay, "__call__", wrong)
+    target = Target.load(tiny_target("llama"))
+    with caplog.at_level(logging.INFO, logger="draftsmith.drafters.compiled.recorded"):
+        target.record()
+    assert not target.recorded
+    assert "differs from the model's own" in caplog.text
+
+
+def test_a_model_that_decides_by_value_is_run_as_it_is(tiny_target, monkeypatch, caplog):
+    """Rotary frequencies that grow with the longest position are such a decision."""
+    folder = tiny_target("llama")
+    model = load_model(folder, trust_remote_code=False)
+    config = model.config
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    growing = AutoModelForCausalLM.from_config(config).eval()
+    target = Target(growing, "growing")
+    with caplog.at_level(logging.INFO, logger="draftsmith.drafters.compiled.recorded"):
+        target.record()
+    assert not target.recorded
+    assert "runs without a recording" in caplog.text
+    serve_texts(target)
+
+
+def test_a_branch_on_the_number_of_tokens_is_refused():
+    def forward(rows, context):
+        return rows * 2 if rows.shape[1] > 5 else rows
+
+    with pytest.raises(ValueError, match="number of tokens"):
+        capture(forward, [torch.zeros(1, NUM_TOKENS, 3)])
+
+
+def test_compare_notices_shape_type_and_values():
+    values = torch.randn(2, 3, 8)
+    compare(values, values.clone())
+    for other in (values[:1], values.double(), values + 1e-3, values * torch.nan):
+        with pytest.raises(Mismatch):
+            compare(other, values)
+
+
+@torch.no_grad()
+def test_weights_written_in_place_count_after_a_refresh():
+    layers = [torch.nn.Linear(16, size, bias=size > 8) for size in (8, 24)]
+
+    def forward(rows, context):
+        return [layer(rows) for layer in layers]
+
+    replay = Replay(forward, [torch.zeros(1, NUM_TOKENS, 16)])
+    rows = torch.randn(1, 3, 16)
+    for layer in layers:
+        layer.weight.copy_(torch.randn_like(layer.weight))
+    stale = replay(rows)
+    replay.refresh()
+    for found, old, layer in zip(replay(rows), stale, layers):
+        torch.testing.assert_close(found, layer(rows))
+        assert (found - old).abs().max() > 0.1
+
+
+def test_what_a_rewrite_leaves_of_a_llama(tiny_target):
+    """Its speed is the number of calls: a change of transformers' code that no pattern fits any more must not go unnoticed."""
+    target = Target.load(tiny_target("llama"))
+    target.record()
+    names = [node.name for node in target._recorded.body.graph.nodes if node.op == "call_function"]
+    layers = target.num_layers
+
+    def count(prefix: str) -> int:
+        return sum(name == prefix or (name.startswith(f"{prefix}_") and name[len(prefix) + 1 :].isdigit()) for name in names)
+
+    assert count("rms_norm") == 2 * layers + 1
+    assert count("roll") == 2 * layers
+    assert count("multiply") == 4 * layers
+    assert count("attend") == layers
+    assert (count("pow"), count("to_copy"), count("linear")) == (0, 0, 0)
+    assert count("cos") == count("sin") == 1
+    assert len(names) <= 38 * layers + 20
+
+
+@torch.no_grad()
+def test_without_memory_for_a_second_copy_weights_stay_as_they_are(tiny_target):
+    target = Target.load(tiny_target("llama"))
+    layer = target.model.lm_head
+    replay = Replay(lambda rows, context: layer(rows), [torch.zeros(1, NUM_TOKENS, target.hidden_size)], pack=False)
+    rows = torch.randn(1, 3, target.hidden_size)
+    torch.testing.assert_close(replay(rows), layer(rows))
+    assert [node.target for node in replay.graph.nodes if node.op == "call_function"] == [torch._C._nn.linear]

@@ -1,0 +1,196 @@
+"""EAGLE-3's portable folder, its vocabulary subset, and what a new draft takes from its target."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.options import Eagle3Options, default_taps
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+
+ENGINES = {
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling",
+    "vocab_size", "draft_vocab_size", "tie_word_embeddings", "attention_bias", "target_hidden_size",
+    "num_aux_hidden_states", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+    "eagle_aux_hidden_state_layer_ids", "eagle_config",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return Target.load(tiny_target("llama"), dtype=torch.float32)
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    create(target, draft_vocab_size=100).save(tmp_path)
+    return tmp_path
+
+
+def create(target: Target, **options) -> Eagle3:
+    return Eagle3.create(Eagle3Options(**options), target, seed=0, token_counts=torch.arange(target.vocab_size))
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(32, (2, 16, 29)), (8, (2, 4, 5)), (4, (1, 2)), (2, (1,)), (1, (1,)), (5, (2,))])
+def test_default_taps(layers, taps):
+    assert default_taps(layers) == taps
+
+
+def test_config_has_both_layer_id_keys(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert config.keys() >= ENGINES
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+    assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1]}
+    assert config["tie_word_embeddings"] is False and config["draft_vocab_size"] == 100
+
+
+def test_tensor_names_and_shapes(folder):
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert shapes == {
+        "fc.weight": (32, 64),
+        "midlayer.self_attn.q_proj.weight": (32, 64),
+        "midlayer.self_attn.k_proj.weight": (16, 64),
+        "midlayer.self_attn.v_proj.weight": (16, 64),
+        "midlayer.self_attn.o_proj.weight": (32, 32),
+        "midlayer.mlp.gate_proj.weight": (64, 32),
+        "midlayer.mlp.up_proj.weight": (64, 32),
+        "midlayer.mlp.down_proj.weight": (32, 64),
+        "midlayer.input_layernorm.weight": (32,),
+        "midlayer.hidden_norm.weight": (32,),
+        "midlayer.post_attention_layernorm.weight": (32,),
+        "norm.weight": (32,),
+        "lm_head.weight": (100, 32),
+        "d2t": (100,),
+        "t2d": (288,),
+    }
+
+
+def test_d2t_holds_offsets(folder, target):
+    tensors = load_file(folder / "model.safetensors")
+    ids = torch.arange(100) + tensors["d2t"]
+    # The counts grow with the id, and the end-of-text token (0) is in whatever its count.
+    assert ids.tolist() == [0, *range(189, 288)]
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    assert Eagle3.load(folder, target).vocab_map.tolist() == ids.tolist()
+
+
+def test_full_vocabulary_needs_no_map(target, tmp_path):
+    drafter = create(target)
+    assert drafter.vocab_map is None and drafter.head_weight().shape == (288, 32)
+    drafter.save(tmp_path)
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "model.safetensors").keys()
+
+
+def rewrite(folder, *, rename=lambda name: name, drop=(), config=None, add=None):
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {rename(name): tensor for name, tensor in tensors.items() if name not in drop}
+    save_file({**tensors, **(add or {})}, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    for key, value in (config or {}).items():
+        values.pop(key) if value is None else values.update({key: value})
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_folders_made_elsewhere(folder, target):
+    """`layers.0.`, no t2d, SGLang's key alone, no record of ours: the same draft."""
+    own = Eagle3.load(folder, target)
+    rewrite(
+        folder,
+        rename=lambda name: name.replace("midlayer.", "layers.0."),
+        drop=("t2d",),
+        config={"eagle_aux_hidden_state_layer_ids": None, "target_hidden_size": None},
+    )
+    theirs = checkpoint.load(folder, target)
+    assert theirs.taps == own.taps == (1, 2)
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor), name
+
+
+def test_folder_with_its_own_embeddings(folder, target):
+    table = torch.randn(288, 32)
+    rewrite(folder, add={"embed_tokens.weight": table})
+    drafter = Eagle3.load(folder, target)
+    assert torch.equal(drafter.embed(torch.tensor([5, 7])), table[[5, 7]])
+    assert not drafter.embed_tokens.weight.requires_grad
+    drafter.save(folder)
+    assert torch.equal(load_file(folder / "model.safetensors")["embed_tokens.weight"], table)
+
+
+def test_scaled_embeddings_are_kept_with_their_scale(tiny_target):
+    """Engines share the raw table; where the target scales it, the draft must bring what it was trained on."""
+    gemma = Target.load(tiny_target("gemma"), dtype=torch.float32)
+    drafter = create(gemma)
+    ids = torch.tensor([3, 100])
+    torch.testing.assert_close(drafter.embed(ids), gemma.embed(ids))
+    shared = type(gemma.model.get_input_embeddings()) is torch.nn.Embedding
+    assert (drafter.embed_tokens is None) == shared
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fc_norm": True}, "'fc_norm.0.weight' is missing"),
+        ({"attention_bias": True}, "'midlayer.self_attn.q_proj.bias' is missing"),
+        ({"num_hidden_layers": 2}, "'layers.1.self_attn.q_proj.weight' is missing"),
+        ({"vocab_size": 300}, "vocab_size=300 where 288"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64 where 32"),
+        ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
+    ],
+)
+def test_folders_that_cannot_be_served(folder, target, config, message):
+    rewrite(folder, config=config)
+    with pytest.raises(UserError, match=message):
+        Eagle3.load(folder, target)
+
+
+@pytest.mark.parametrize("offsets", [torch.zeros(100).long() + 200, torch.zeros(99).long(), torch.arange(100).flip(0)])
+def test_bad_vocabulary_maps(folder, target, offsets):
+    rewrite(folder, add={"d2t": offsets})
+    with pytest.raises(UserError, match="distinct target ids"):
+        Eagle3.load(folder, target)
+
+
+def test_options(target, tmp_path):
+    drafter = create(target, taps=(1, 3), intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    assert drafter.taps == (1, 3)
+    assert drafter.midlayer.self_attn.q_proj.weight.shape == (16, 64)
+    assert drafter.midlayer.mlp.up_proj.weight.shape == (48, 32)
+    drafter.save(tmp_path)
+    assert Eagle3.load(tmp_path, target).midlayer.self_attn.k_proj.weight.shape == (8, 64)
+    with pytest.raises(UserError, match="tap 9 does not exist"):
+        create(target, taps=(1, 9))
+
+
+def test_a_subset_needs_counts(target):
+    with pytest.raises(UserError, match="chosen by frequency"):
+        Eagle3.create(Eagle3Options(draft_vocab_size=50), target, seed=0)
+    assert Eagle3.create(Eagle3Options(draft_vocab_size=288), target, seed=0).vocab_map is None
+
+
+def test_the_seed_decides_the_start_and_nothing_else_changes(target):
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    first, again, other = (Eagle3.create(Eagle3Options(), target, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    # The half that reads the embedding is random; the other is the target's.
+    weights = [drafter.midlayer.self_attn.q_proj.weight for drafter in (first, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_the_target_is_no_part_of_the_draft(target):
+    drafter = create(target)
+    own = {parameter.data_ptr() for parameter in drafter.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in target.model.parameters()}
+    assert all(parameter.requires_grad for parameter in drafter.parameters())
+
+
+def test_rotary_frequencies_survive_a_cast(target):
+    drafter = create(target).to(torch.bfloat16)
+    assert drafter._rotary[0].inv_freq.dtype == torch.float32

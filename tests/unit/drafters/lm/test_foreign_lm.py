@@ -1,0 +1,181 @@
+"""A draft LM with another tokenizer: which tokens are shared, what it reads, that its law is told over the target's ids, and
+greedy text that no such draft changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, UnrollBatch
+from draftsmith.drafters.lm.foreign_lm import ForeignLm
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target.load import load_tokenizer
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.vocabulary import shared_tokens
+from draftsmith.errors import UserError
+from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.serve.api import Engine as PythonEngine
+from draftsmith.serve.command import check, load_drafter
+from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.train.doctor.config import DoctorConfig
+from draftsmith.train.doctor.offline import check_pair
+
+SPACE = "\u2581"
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target) -> Target:
+    return Target.load(tiny_target("llama"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def foreign(target, tmp_path_factory) -> str:
+    """Every second of the target's tokens, in the opposite order and with another way of writing a space, and 40 of its own."""
+    folder = str(tmp_path_factory.mktemp("foreign"))
+    theirs = target.tokenizer()
+    names = [theirs.convert_ids_to_tokens(index).replace("\u0120", SPACE) for index in range(4, len(theirs), 2)]
+    vocabulary = {
+        name: index for index, name in enumerate(["<unk>", "</s>", *[f"own{number}" for number in range(40)], *names[::-1]])
+    }
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter(foreign, target) -> ForeignLm:
+    return checkpoint.load_foreign(foreign, target)
+
+
+def test_shared_tokens_have_one_text(foreign, target):
+    ours, theirs = target.tokenizer(), load_tokenizer(foreign, trust_remote_code=False)
+    shared = shared_tokens(theirs, ours, draft_size=len(theirs), target_size=target.vocab_size)
+    pairs = list(zip(shared.target_ids.tolist(), shared.draft_ids.tolist(), strict=True))
+    assert len(pairs) == len(set(shared.draft_ids.tolist())) > 100
+    for mine, other in pairs:
+        if mine == ours.eos_token_id:
+            assert other == theirs.eos_token_id
+        else:
+            assert ours.convert_ids_to_tokens(mine).replace("\u0120", SPACE) == theirs.convert_ids_to_tokens(other)
+    assert torch.equal(shared.to_draft[shared.target_ids], shared.draft_ids)
+    assert int(shared.to_draft.min()) >= 0 and int(shared.to_draft.max()) < len(theirs)
+
+
+def test_another_tokenizer_is_refused_with_the_difference_shown(foreign, target):
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(foreign, target)
+    message = str(caught.value)
+    ours, theirs = target.tokenizer(), load_tokenizer(foreign, trust_remote_code=False)
+    assert f"{len(ours)} tokens and the draft's {len(theirs)}" in message
+    for index in range(3):
+        assert f"{ours.convert_ids_to_tokens(index)!r} is {index} and " in message
+    assert "--heterogeneous-vocab" in message and "\n" not in message
+
+
+@torch.no_grad()
+def test_the_law_is_the_models_own_over_the_shared_tokens(drafter, target):
+    """Against the plain transformers model on translated ids."""
+    text = torch.randint(3, 288, (12,), generator=torch.Generator().manual_seed(1))
+    inputs = DraftInputs(
+        tokens=text, starts=torch.tensor([0]), lengths=torch.tensor([12]), taps=None, num_draft=torch.tensor([3]),
+        sampling=SamplingRows.of([1.0]), seeds=torch.tensor([7]),
+        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float32), block_tables=torch.arange(8)[None],
+        histories=[text.tolist()],
+    )  # fmt: skip
+    proposal = drafter.propose(inputs)
+    whole = torch.cat([text, proposal.tokens[0]])
+    plain = drafter.model.__class__.from_pretrained(drafter.lm.name)
+    logits = plain(drafter.to_draft[whole][None]).logits[0]
+    for depth in range(3):
+        law = torch.full((target.vocab_size,), -torch.inf)
+        law[drafter.target_ids] = logits[11 + depth, drafter.draft_ids]
+        torch.testing.assert_close(proposal.logits[0, depth].softmax(-1), law.softmax(-1), atol=1e-5, rtol=1e-4)
+
+
+def engine(target: Target, drafter: ForeignLm | None, **changes) -> Engine:
+    return Engine(target, drafter, EngineConfig(k=3, **changes))
+
+
+def test_greedy_text_is_the_targets(drafter, target):
+    prompts = [list(range(10 + seed, 40 + seed)) for seed in range(4)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    speculating = engine(target, drafter)
+    found = speculating.generate(prompts, greedy)
+    plain = engine(target, None).generate(prompts, greedy)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert speculating.stats.num_drafts > 0 and not speculating.stats.fallbacks
+
+
+def test_it_is_taken_when_the_user_says_so(foreign, target):
+    options = {"draft": foreign, "heterogeneous_vocab": True, "draft_dtype": "bfloat16"}
+    config = ServeConfig(target=target.name, **options)
+    check(config)
+    served = load_drafter(config, target).drafter
+    assert isinstance(served, ForeignLm) and served.model.dtype == torch.bfloat16
+    with PythonEngine(target.name, **options, config=EngineConfig(k=2, compile="off")) as made:
+        (answer,) = made.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert sum(answer.speculation.offered) > 0
+    findings = {finding.check: finding for finding in check_pair(DoctorConfig(target=target.name, **options))}
+    assert findings["draft.loads"].what == "draft-lm, a tokenizer of its own" and findings["draft.finite"].status == "ok"
+    assert findings["draft.vocabulary"].what.startswith(f"drafts {len(served.target_ids)} of {target.vocab_size}")
+    assert "memory.training" not in findings
+
+
+@torch.no_grad()
+def test_what_training_would_see_of_it_is_its_law_too(drafter, target):
+    """`doctor --data` judges it by its unroll."""
+    text = torch.randint(3, 288, (1, 12), generator=torch.Generator().manual_seed(2))
+    (step,) = drafter.unroll(UnrollBatch(input_ids=text, attention_mask=torch.ones_like(text), taps=None, num_steps=1))
+    plain = drafter.model(drafter.to_draft[text]).logits[..., drafter.draft_ids]
+    torch.testing.assert_close(step.hidden @ drafter.head_weight().T, plain, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"heterogeneous_vocab": True}, "heterogeneous_vocab is given without a draft"),
+        ({"draft_revision": "main"}, "draft_revision is given without a draft"),
+        ({"draft": "d", "heterogeneous_vocab": True, "learn": "b"}, "with versions or learn"),
+    ],
+)
+def test_draft_options_that_mean_nothing_are_refused(options, words):
+    with pytest.raises(UserError, match=words):
+        check(ServeConfig(target="t", **options))
+
+
+def test_a_head_is_no_lm_with_another_tokenizer(target, tmp_path):
+    checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path, target)
+    with pytest.raises(UserError, match="is a draft of family 'eagle3'"):
+        checkpoint.load_foreign(tmp_path, target)
+
+
+def test_a_revision_of_a_local_folder_is_refused(foreign, target):
+    with pytest.raises(UserError, match="revision 'v1' is asked of draft"):
+        checkpoint.load(foreign, target, revision="v1")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_draft_may_have_a_type_of_its_own(dtype, target, tmp_path):
+    """With the target in float32, eagerly and recorded."""
+    checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path, target)
+    config = ServeConfig(target=target.name, draft=str(tmp_path), draft_dtype=dtype)
+    for mode in ("auto", "off"):
+        drafter = load_drafter(config, target).drafter
+        assert drafter.fc.weight.dtype == getattr(torch, dtype)
+        made = engine(target, drafter, compile=mode)
+        made.generate([[5, 6, 7, 8]], SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True))
+        assert made.stats.num_drafts > 0 and not made.stats.fallbacks

@@ -1,0 +1,83 @@
+"""Code that a model's folder brings is run where that was allowed, and nowhere else; nobody is asked on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.lm.foreign_lm import ForeignLm
+from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.target.load import build_model, load_config, load_model, load_tokenizer
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+
+LOADERS: dict[str, Callable[..., Any]] = {"model": load_model, "config": load_config, "tokenizer": load_tokenizer}
+IDS = torch.tensor([[3, 5, 7, 11]])
+
+
+@pytest.mark.parametrize("what", LOADERS)
+def test_code_of_a_folder_needs_leave(what, own_code):
+    folder = own_code.make()
+    with pytest.raises(UserError, match="trust-remote-code") as caught:
+        LOADERS[what](folder, trust_remote_code=False)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    assert not own_code.has_run and not own_code.was_asked
+    LOADERS[what](folder, trust_remote_code=True)
+    assert own_code.has_run and not own_code.was_asked
+
+
+def test_a_class_of_transformers_loads_beside_code_that_is_not_run(own_code):
+    folder = own_code.make("llama")
+    target = Target.load(folder)
+    assert type(target.model).__module__.startswith("transformers.")
+    target.tokenizer()
+    assert not own_code.has_run and not own_code.was_asked
+
+
+def test_a_target_of_own_code_and_drafts_for_it(tiny_target, own_code):
+    """The target's leave is that of its drafts: one made of its layers, one begun from a model, one read from a folder."""
+    folder = own_code.make()
+    target = Target.load(folder, dtype=torch.float32, trust_remote_code=True)
+    assert type(target.model).__name__ == "OwnForCausalLM"
+    plain = Target.load(tiny_target("llama"), dtype=torch.float32)
+    expected = plain.states(IDS, torch.ones_like(IDS), ())[1]
+    torch.testing.assert_close(target.states(IDS, torch.ones_like(IDS), ())[1], expected)
+    for options in (DraftLmOptions(target_layers=(0, 2)), DraftLmOptions(init=str(folder))):
+        draft = DraftLm.create(options, target, seed=0)
+        assert type(draft.model).__name__ == "OwnForCausalLM"
+    assert isinstance(checkpoint.load(folder, target), DraftLm)
+    assert isinstance(checkpoint.load_foreign(folder, target), ForeignLm)
+    with pytest.raises(UserError, match="trust-remote-code"):
+        DraftLm.create(DraftLmOptions(init=str(folder)), plain, seed=0)
+
+
+@pytest.mark.parametrize("load", [checkpoint.load, checkpoint.load_foreign])
+def test_a_draft_of_own_code_needs_leave(load, tiny_target, own_code):
+    folder = own_code.make()
+    with pytest.raises(UserError, match="trust-remote-code") as caught:
+        load(folder, Target.load(tiny_target("llama")))
+    assert str(folder) in str(caught.value)
+    assert not own_code.has_run and not own_code.was_asked
+
+
+def test_a_model_built_from_a_configuration_alone(own_code):
+    folder = own_code.make("llama")
+    config = load_config(folder, trust_remote_code=False)
+    assert type(build_model(config, trust_remote_code=False)).__module__.startswith("transformers.")
+    assert not own_code.has_run and not own_code.was_asked
+    assert type(build_model(config, trust_remote_code=True)).__name__ == "OwnForCausalLM"
+    assert own_code.has_run
+
+
+def test_the_terminal_would_be_asked_by_a_call_that_says_nothing(own_code):
+    """Control: what every loader here is spared."""
+    from transformers import AutoConfig
+
+    folder = own_code.make()
+    AutoConfig.from_pretrained(folder)
+    assert own_code.has_run and own_code.was_asked

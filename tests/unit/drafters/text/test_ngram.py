@@ -1,0 +1,99 @@
+"""n-gram drafting against a plain search, and vLLM's vectors."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.drafters.interface import DraftInputs
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.errors import UserError
+from draftsmith.kernels.sampling.filters import SamplingRows
+
+
+def propose(drafter: Ngram, histories: list[list[int]], num_draft: list[int]):
+    size = len(histories)
+    none = torch.zeros(size, dtype=torch.int64)
+    inputs = DraftInputs(
+        tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
+        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None], histories=histories,
+    )  # fmt: skip
+    return drafter.propose(inputs)
+
+
+def drafted(drafter: Ngram, history: list[int], k: int) -> list[int]:
+    proposal = propose(drafter, [history], [k])
+    return proposal.tokens[0, : proposal.lengths[0]].tolist()
+
+
+def plain_search(history: list[int], min_n: int, max_n: int, k: int) -> list[int]:
+    for n in range(max_n, min_n - 1, -1):
+        for begin in range(len(history) - n):
+            if history[begin : begin + n] == history[-n:]:
+                return history[begin + n : begin + n + k]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("history", "min_n", "max_n", "k", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2, 3], 2, 2, 3, [4, 1, 2]),
+        ([1, 2, 3, 4, 1, 2, 3], 2, 2, 2, [4, 1]),
+        ([1, 2, 3, 4, 1, 2, 3], 1, 1, 3, [4, 1, 2]),
+        ([1, 2, 3, 4, 1, 2, 3], 4, 4, 3, []),
+        # The longer match wins over the earlier one, and among equals the earliest wins.
+        ([9, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1, 3, 2, [8, 1]),
+        ([1, 2, 5, 1, 2, 6, 1, 2], 2, 2, 1, [5]),
+        ([4, 4, 4, 4], 1, 3, 5, [4]),
+        ([4], 1, 3, 5, []),
+        ([1, 2, 3], 1, 3, 5, []),
+    ],
+)
+def test_vectors(history, min_n, max_n, k, expected):
+    assert drafted(Ngram(min_n=min_n, max_n=max_n), history, k) == expected
+
+
+def test_equals_a_plain_search_on_random_texts():
+    generator = np.random.default_rng(0)
+    for _ in range(400):
+        history = generator.integers(0, int(generator.integers(2, 6)), int(generator.integers(1, 40))).tolist()
+        min_n = int(generator.integers(1, 4))
+        max_n = min_n + int(generator.integers(0, 4))
+        k = int(generator.integers(0, 6))
+        assert drafted(Ngram(min_n=min_n, max_n=max_n), history, k) == plain_search(history, min_n, max_n, k)
+
+
+def test_rows_of_different_k():
+    proposal = propose(Ngram(min_n=2), [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [5, 6], [7, 8, 7, 8, 9, 7, 8]], [3, 0, 4, 1])
+    assert proposal.tokens.tolist() == [[3, 1, 2, -1], [-1] * 4, [-1] * 4, [7, -1, -1, -1]]
+    assert proposal.lengths.tolist() == [3, 0, 0, 1]
+    assert proposal.logits is None
+
+
+def test_no_row_drafts():
+    proposal = propose(Ngram(), [[1, 2, 1, 2]], [0])
+    assert proposal.tokens.shape == (1, 0) and proposal.lengths.tolist() == [0]
+
+
+def test_the_window_bounds_what_is_searched():
+    history = [1, 2, 3] + [9, 8, 7, 6] * 10 + [1, 2]
+    assert drafted(Ngram(min_n=2, max_n=2), history, 1) == [3]
+    assert drafted(Ngram(min_n=2, max_n=2, window=20), history, 1) == []
+
+
+def test_long_histories_are_cheap():
+    """The worst case, one token over and over, within the window: well under the time of a forward pass."""
+    drafter, history = Ngram(min_n=1, max_n=8), [5] * 100_000
+    begun_s = time.perf_counter()
+    for _ in range(5):
+        drafted(drafter, history, 4)
+    assert (time.perf_counter() - begun_s) / 5 < 0.05
+
+
+@pytest.mark.parametrize(("min_n", "max_n"), [(0, 2), (3, 2)])
+def test_bad_ranges(min_n, max_n):
+    with pytest.raises(UserError, match="1 <= min <= max"):
+        Ngram(min_n=min_n, max_n=max_n)

@@ -1,0 +1,221 @@
+"""Suffix decoding against a search of everything; memory and time are bounded; requests share what they may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.drafters.interface import DraftInputs, Remembering
+from draftsmith.drafters.options import SuffixOptions
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.suffix_index import MAX_OCCURRENCES, SuffixIndex
+from draftsmith.errors import UserError
+from draftsmith.kernels.sampling.filters import SamplingRows
+
+
+def propose(
+    drafter: Suffix, histories: list[list[int]], num_draft: list[int], names: Sequence[str] = (), shares: Sequence[bool] = ()
+):
+    size = len(histories)
+    none = torch.zeros(size, dtype=torch.int64)
+    inputs = DraftInputs(
+        tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
+        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None], histories=histories,
+        request_ids=list(names), shares=list(shares),
+    )  # fmt: skip
+    return drafter.propose(inputs)
+
+
+def drafted(drafter: Suffix, history: list[int], k: int, name: str = "") -> list[int]:
+    proposal = propose(drafter, [history], [k], [name] if name else [])
+    return proposal.tokens[0, : proposal.lengths[0]].tolist()
+
+
+def continuations(texts: Sequence[Sequence[int]], context: Sequence[int], *, skip: tuple[int, int] | None) -> list[list[int]]:
+    """What followed every occurrence of `context`, newest first. `skip` is (text, end) of an occurrence that does not count."""
+    found = []
+    for number in reversed(range(len(texts))):
+        text = texts[number]
+        for end in range(len(text), len(context) - 1, -1):
+            if (number, end) != skip and list(text[end - len(context) : end]) == list(context):
+                found.append(list(text[end:]))
+    return found
+
+
+def reference(texts: Sequence[Sequence[int]], history: Sequence[int], k: int, options: SuffixOptions):
+    """(tokens, score) by looking at every context length and every occurrence. The newest text's own end is no occurrence."""
+    best: tuple[list[int], float] = ([], 0.0)
+    skip = (len(texts) - 1, len(texts[-1])) if texts else None
+    for length in range(min(options.max_tree_depth, len(history)), 0, -1):
+        rows = continuations(texts, history[-length:], skip=skip)
+        tokens, score, prob = [], 0.0, 1.0
+        for depth in range(min(k, int(length * options.max_spec_factor + options.max_spec_offset))):
+            following = [row[depth] for row in rows if len(row) > depth]
+            if not following:
+                break
+            token = max(dict.fromkeys(following), key=following.count)
+            prob *= following.count(token) / len(rows)
+            if prob < options.min_token_prob:
+                break
+            tokens, score = [*tokens, token], score + prob
+            rows = [row for row in rows if len(row) > depth and row[depth] == token]
+        if score > best[1] + 1e-12:
+            best = tokens, score
+    return best
+
+
+OPTIONS = st.builds(
+    SuffixOptions,
+    max_tree_depth=st.integers(1, 24),
+    max_spec_factor=st.sampled_from([0.5, 1.0, 2.0]),
+    max_spec_offset=st.sampled_from([0.0, 1.0]),
+    min_token_prob=st.sampled_from([0.0, 0.1, 0.4, 0.9]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(options=OPTIONS, k=st.integers(1, 6), data=st.data())
+def test_own_text_equals_a_search_of_everything(options, k, data):
+    """Read in pieces of any size, as rounds commit them."""
+    history = data.draw(st.lists(st.integers(0, data.draw(st.integers(0, 4))), min_size=1, max_size=100))
+    drafter, read = Suffix(options), 0
+    while read < len(history):
+        read += min(data.draw(st.integers(1, 60)), len(history) - read)
+        expected, _ = reference([history[:read]], history[:read], k, options)
+        assert drafted(drafter, history[:read], k, "a") == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(options=OPTIONS, k=st.integers(1, 6), data=st.data())
+def test_shared_texts_equal_a_search_of_everything(options, k, data):
+    tokens = st.integers(0, data.draw(st.integers(0, 3)))
+    texts = data.draw(st.lists(st.lists(tokens, min_size=1, max_size=40), min_size=1, max_size=3))
+    history = data.draw(st.lists(tokens, min_size=1, max_size=40))
+    drafter = Suffix(options)
+    for number, text in enumerate(texts):
+        drafter.finished(str(number), text)
+    own = reference([history], history, k, options)
+    shared = reference(texts, history, k, options)
+    assert drafted(drafter, history, k) == (shared if shared[1] > own[1] + 1e-12 else own)[0]
+
+
+def test_the_most_frequent_continuation_wins():
+    drafter = Suffix()
+    assert drafted(drafter, [7, 1, 2, 5, 7, 1, 2, 6, 7, 1, 2, 6, 7, 1, 2], 3) == [6, 7, 1]
+    # Of equals the newer one.
+    assert drafted(drafter, [7, 1, 2, 5, 7, 1, 2, 6, 7, 1, 2], 3) == [6, 7, 1]
+
+
+def test_a_long_context_earns_a_long_draft():
+    history = [*range(10, 20), 99, *range(10, 20)]
+    assert drafted(Suffix(), history, 16) == [99, *range(10, 19)]
+    assert drafted(Suffix(), [5, 6, 7, 5], 16) == [6]
+    assert drafted(Suffix(SuffixOptions(max_spec_factor=3.0)), [5, 6, 7, 5], 16) == [6, 7, 5]
+    assert drafted(Suffix(SuffixOptions(max_spec_factor=0.5)), [5, 6, 7, 5], 16) == []
+
+
+def test_improbable_drafts_are_cut():
+    history = [token for other in range(20) for token in (1, 2, 100 + other)] + [1, 2]
+    assert drafted(Suffix(), history, 2) == []
+    assert len(drafted(Suffix(SuffixOptions(min_token_prob=0.0)), history, 2)) == 2
+
+
+def test_finished_requests_serve_others_and_are_forgotten_in_order():
+    drafter = Suffix(SuffixOptions(max_cached_requests=2))
+    assert isinstance(drafter, Remembering)
+    for number in range(3):
+        drafter.finished(str(number), [10 * number + 100, 10 * number + 101, 10 * number + 102])
+    assert drafter.shared.num_texts == 2
+    assert [drafted(drafter, [first, first + 1], 4) for first in (100, 110, 120)] == [[], [112], [122]]
+
+
+def test_what_may_not_be_kept_is_not():
+    drafter = Suffix()
+    assert drafted(drafter, [1, 2, 3, 1, 2], 1, "secret") == [3]
+    drafter.finished("secret", [])
+    assert drafted(drafter, [1, 2], 1, "other") == []
+    nothing_shared = Suffix(SuffixOptions(max_cached_requests=0))
+    nothing_shared.finished("a", [1, 2, 3])
+    assert drafted(nothing_shared, [1, 2], 1) == []
+
+
+def test_a_request_that_shares_no_text_is_drafted_from_its_own_alone():
+    drafter = Suffix()
+    drafter.finished("a", [1, 2, 3, 4])
+    proposal = propose(drafter, [[1, 2], [1, 2], [2, 7, 1, 2]], [1, 1, 1], ["b", "c", "d"], [True, False, False])
+    assert proposal.lengths.tolist() == [1, 0, 1] and proposal.tokens[:, 0].tolist() == [3, -1, 7]
+
+
+def test_requests_leave_nothing_behind():
+    drafter = Suffix()
+    for number in range(50):
+        drafted(drafter, [1, 2, 3, 1], 2, str(number))
+        drafter.finished(str(number), [1, 2, 3, 1])
+    assert not drafter._own and drafter.shared.num_texts == 50
+
+
+def test_rows_of_different_k():
+    proposal = propose(Suffix(), [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [5, 6]], [3, 0, 4], ["a", "b", "c"])
+    assert proposal.tokens.tolist() == [[3, 1, -1, -1], [-1] * 4, [-1] * 4]
+    assert proposal.lengths.tolist() == [2, 0, 0] and proposal.logits is None
+    assert propose(Suffix(), [[1, 2, 1]], [0]).tokens.shape == (1, 0)
+
+
+@pytest.mark.parametrize("piece", [1, 10, 40, 300])
+def test_the_ring_forgets_the_oldest_tokens_alone(piece):
+    """Far more than fits, in pieces of any size: what is still held is found, as in an index of just that."""
+    text = np.random.default_rng(0).integers(0, 5, 1500).tolist()
+    index = SuffixIndex(256)
+    index.begin_text()
+    for begin in range(0, len(text), piece):
+        index.extend(text[begin : begin + piece])
+    assert index.capacity == 256 and index.end - index.oldest <= 256
+    if piece >= 256:
+        return  # more at once than the ring holds: only its end is read
+    held = text[-256:]
+    for order, size in enumerate((1, 2, 4)):
+        found = index.occurrences(held[-12:], order, 3)
+        ends = [end for end in range(len(held) - 1, size - 1, -1) if held[end - size : end] == held[-size:]]
+        followed = [(held[end : end + 3] + [-1] * 3)[:3] for end in ends]
+        assert found.continuations.tolist() == followed[:MAX_OCCURRENCES]
+
+
+def test_texts_do_not_run_into_each_other():
+    drafter = Suffix()
+    drafter.finished("a", [1, 2, 3])
+    drafter.finished("b", [4, 5, 6])
+    assert drafted(drafter, [2, 3], 4) == [] and drafted(drafter, [3, 4], 4) == [5]
+
+
+def test_long_and_repetitive_texts_are_cheap():
+    """A draft costs less than a pass of any model, whatever is remembered."""
+    drafter, generator = Suffix(), np.random.default_rng(0)
+    words = generator.zipf(1.3, size=400_000).clip(max=30_000)
+    for number, text in enumerate(np.split(words, 100)):
+        drafter.finished(str(number), text.tolist())
+    history = words[:30_000].tolist()
+    drafted(drafter, history, 4, "a")
+    begun_s = time.perf_counter()
+    for _ in range(50):
+        history.append(int(generator.zipf(1.3)) % 30_000)
+        drafted(drafter, history, 4, "a")
+    assert (time.perf_counter() - begun_s) / 50 < 0.02
+    same = [5] * 30_000
+    drafted(drafter, same, 8, "b")
+    begun_s = time.perf_counter()
+    assert drafted(drafter, [*same, 5], 8, "b") == [5] * 8
+    assert time.perf_counter() - begun_s < 0.05
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tree_depth": 0}, {"min_token_prob": 1.5}, {"max_spec_factor": -1.0}, {"max_cached_requests": -1}]
+)
+def test_bad_options(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        Suffix(SuffixOptions(**wrong))

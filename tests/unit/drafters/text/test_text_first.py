@@ -1,0 +1,92 @@
+"""Suffix decoding beside a model: who drafts which row, and that the laws are those of who drafted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftsmith.drafters.interface import DraftInputs, Proposal, Remembering
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.errors import UserError
+from draftsmith.kernels.sampling.filters import SamplingRows
+
+VOCAB = 20
+
+
+class Model:
+    """Drafts token 9 for as long as it may, by a law of two tokens."""
+
+    family, taps = "made-up", (3,)
+
+    def __init__(self, *, greedy: bool = False):
+        self.greedy, self.asked = greedy, []
+
+    def new_pool(self, num_blocks, block_size, device, dtype):
+        return None
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        self.asked.append(inputs.num_draft.tolist())
+        width = int(inputs.num_draft.max())
+        used = torch.arange(width)[None] < inputs.num_draft[:, None]
+        logits = torch.full((len(inputs.num_draft), width, VOCAB), -torch.inf)
+        logits[..., 9], logits[..., 8] = 0.0, -1.0
+        tokens = torch.where(used, 9, -1)
+        return Proposal(tokens=tokens, lengths=inputs.num_draft, logits=None if self.greedy else logits)
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        return last + 1 + accepted
+
+
+def propose(drafter: TextFirst, histories: list[list[int]], num_draft: list[int]) -> Proposal:
+    size = len(histories)
+    none = torch.zeros(size, dtype=torch.int64)
+    return drafter.propose(DraftInputs(
+        tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
+        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None], histories=histories,
+        request_ids=[str(row) for row in range(size)],
+    ))  # fmt: skip
+
+
+REPEATED, NEW = [1, 2, 3, 4, 5, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6]
+
+
+def test_text_drafts_where_it_is_sure_and_the_model_elsewhere():
+    model = Model()
+    proposal = propose(TextFirst(model, Suffix()), [REPEATED, NEW, REPEATED], [3, 2, 0])
+    assert model.asked == [[0, 2, 0]], "every row is read by the model; it drafts those that text does not"
+    assert proposal.tokens.tolist() == [[5, 1, 2], [9, 9, -1], [-1, -1, -1]]
+    assert proposal.lengths.tolist() == [3, 2, 0] and proposal.copied == {0}
+    one_hot = torch.full((3, VOCAB), -torch.inf)
+    one_hot[torch.arange(3), torch.tensor([5, 1, 2])] = 0.0
+    assert torch.equal(proposal.logits[0], one_hot)
+    assert proposal.logits[1, 0, 8] == -1.0 and proposal.logits[1, 0, 9] == 0.0
+
+
+def test_text_alone_leaves_nothing_to_the_model():
+    proposal = propose(TextFirst(Model(), Suffix()), [REPEATED], [2])
+    assert proposal.tokens.tolist() == [[5, 1]] and proposal.logits.shape == (1, 2, VOCAB)
+
+
+def test_greedy_models_need_no_laws():
+    proposal = propose(TextFirst(Model(greedy=True), Suffix()), [REPEATED, NEW], [3, 3])
+    assert proposal.tokens.tolist() == [[5, 1, 2], [9, 9, 9]] and proposal.logits is None
+
+
+def test_the_share_decides():
+    """The context of one token, 1, promises 2 surely and one token is all it earns: a third of k = 3."""
+    history = [1, 2, 7, 1]
+    for share, by_text in ((0.3, True), (0.4, False)):
+        proposal = propose(TextFirst(Model(), Suffix(), share=share), [history], [3])
+        assert proposal.tokens[0].tolist() == ([2, -1, -1] if by_text else [9, 9, 9])
+
+
+def test_it_stands_in_for_its_model():
+    drafter = TextFirst(Model(), Suffix())
+    assert drafter.family == "made-up" and drafter.taps == (3,) and isinstance(drafter, Remembering)
+    # Positions of copied tokens were never written by the model.
+    assert drafter.cached_after(10, 4, 3) == 11
+    drafter.finished("a", [1, 2, 3])
+    assert drafter.text.shared.num_texts == 1
+    with pytest.raises(UserError, match="suffix_share is 0"):
+        TextFirst(Model(), Suffix(), share=0.0)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.serve.cache.blocks import NULL_BLOCK, BlockManager
+
+
+def check(manager: BlockManager, owners: list[list[int]]) -> None:
+    held = [block for blocks in owners for block in blocks]
+    assert NULL_BLOCK not in held
+    assert all(0 < block < manager.num_blocks for block in held)
+    for block in range(1, manager.num_blocks):
+        assert manager.references(block) == held.count(block)
+    assert manager.num_free + len(set(held)) == manager.num_usable
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_blocks=st.integers(2, 20),
+    block_size=st.integers(1, 5),
+    actions=st.lists(
+        st.tuples(st.sampled_from(["grow", "release", "share"]), st.integers(0, 3), st.integers(0, 30)), max_size=40
+    ),
+)
+def test_every_block_is_free_or_counted_for_its_owners(
+    num_blocks: int, block_size: int, actions: list[tuple[str, int, int]]
+) -> None:
+    manager = BlockManager(num_blocks, block_size)
+    owners: list[list[int]] = [[] for _ in range(4)]
+    for action, index, amount in actions:
+        before = list(owners[index])
+        if action == "grow":
+            fits = manager.blocks_for(amount) - len(before) <= manager.num_free
+            assert manager.grow(owners[index], amount) == fits
+            assert owners[index][: len(before)] == before
+            assert len(owners[index]) == (max(len(before), manager.blocks_for(amount)) if fits else len(before))
+        elif action == "release":
+            manager.release(owners[index])
+            assert owners[index] == []
+        else:
+            owners.append(manager.share(owners[index]))
+        check(manager, owners)
+
+
+def test_a_lone_request_grows_into_neighbours() -> None:
+    manager = BlockManager(100, 16)
+    blocks: list[int] = []
+    assert manager.grow(blocks, 16)
+    for num_tokens in range(17, 300):
+        assert manager.grow(blocks, num_tokens)
+    assert blocks == list(range(blocks[0], blocks[0] + 19))
+
+
+def test_a_released_hold_of_a_shared_block_keeps_it() -> None:
+    manager = BlockManager(4, 1)
+    first: list[int] = []
+    manager.grow(first, 2)
+    second = manager.share(first)
+    manager.release(first)
+    assert manager.num_free == 1
+    manager.release(second)
+    assert manager.num_free == 3
+
+
+def test_a_second_release_is_an_error() -> None:
+    manager = BlockManager(4, 1)
+    blocks: list[int] = []
+    manager.grow(blocks, 2)
+    copy = list(blocks)
+    manager.release(blocks)
+    with pytest.raises(KeyError):
+        manager.release(copy)
+
+
+@pytest.mark.parametrize("num_blocks, block_size", [(1, 16), (0, 16), (4, 0)])
+def test_sizes_that_hold_nothing_are_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        BlockManager(num_blocks, block_size)

@@ -1,0 +1,193 @@
+"""Text drafts for a trained draft that rests after a failure; k of a running request is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.published.pool import DraftPool
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.errors import UserError
+from draftsmith.record import RoundRecord
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.stats import TEXT
+
+PROMPT = [5, 60, 7, 200, 9, 33]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+CONFIG = EngineConfig(k=3, compile="off")
+
+
+class Failing:
+    """An EAGLE head that fails in its first rounds."""
+
+    def __init__(self, drafter: Eagle3, failures: int):
+        self.drafter, self.failures = drafter, failures
+        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
+        self.cached_after = drafter.cached_after
+        self.starts: list[int] = []
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        if self.failures > 0:
+            self.failures -= 1
+            raise RuntimeError("not yet")
+        self.starts += inputs.starts.tolist()
+        return self.drafter.propose(inputs)
+
+
+class Knowing:
+    """Matches text, and the text is the answer."""
+
+    family = "knowing"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, text: list[int]):
+        self.text = text
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        return None
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        return last + 1
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        width = int(inputs.num_draft.max())
+        drafts = [(self.text + [9] * width)[len(history) :][:width] for history in inputs.histories]
+        return Proposal(tokens=torch.tensor(drafts), lengths=inputs.num_draft, logits=None)
+
+
+@pytest.fixture(scope="module")
+def head(target: Target) -> Eagle3:
+    return Eagle3.create(Eagle3Options(), target, seed=1).eval()
+
+
+def test_text_drafts_while_the_draft_rests(
+    target: Target, head: Eagle3, greedy_text: Callable, records: list[RoundRecord]
+) -> None:
+    drafter, answer = Failing(head, 4), greedy_text(PROMPT, 60)
+    engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7", fallback=Knowing(PROMPT + answer))
+    engine.lineup.router.pool = DraftPool({"code": "c01"})
+    request = engine.submit(PROMPT, GREEDY, request_class="code")
+    while engine.busy:
+        engine.step()
+    assert request.output == answer
+    # 1 + 3 + 7 rounds of rest between the failures; the head then reads everything from the beginning.
+    assert engine.stats.fallbacks["raised"] == 4 and drafter.starts[0] == 0
+    drafted = [record for record in records if record.drafted]
+    # The draft's own rounds alone are told as the draft's, those of text as text's.
+    own, text = engine.stats.by_version["7"], engine.stats.by_version[TEXT]
+    assert len(drafted) == own.rounds == engine.stats.num_drafts - text.rounds and text.rounds >= 10
+    assert sum(text.accepted) == sum(text.offered) > 0 and sum(own.accepted) < sum(own.offered)
+    # By them alone the draft is compared with another.
+    (measured,) = engine.lineup.router._measured.values()
+    assert list(measured.shares) == [sum(own.accepted) / sum(own.offered)]
+    told = [token for record in records for token in record.context + record.committed]
+    assert told == PROMPT + answer
+
+
+def test_what_text_drafts_in_front_of_a_draft_is_not_the_drafts(target: Target, head: Eagle3, records: list[RoundRecord]) -> None:
+    drafter = TextFirst(head, Suffix(), share=0.5)
+    engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7")
+    (completion,) = engine.generate([[7, 8, 9] * 5], GREEDY)
+    own, text = engine.stats.by_version["7"], engine.stats.by_version[TEXT]
+    assert own.rounds > 0 < text.rounds and own.rounds + text.rounds == engine.stats.num_drafts
+    assert sum(text.accepted) > 0 and completion.speculation.own_reached == sum(own.offered)
+    assert len([record for record in records if record.drafted]) == own.rounds
+
+
+def test_without_a_fallback_nobody_drafts_meanwhile(target: Target, head: Eagle3) -> None:
+    engine = Engine(target, Failing(head, 4), CONFIG)
+    engine.generate([PROMPT], GREEDY)
+    assert engine.stats.num_drafts == sum(engine.stats.by_version[""].committed.values())
+
+
+def test_a_request_stops_drafting_and_starts_again(target: Target, head: Eagle3, greedy_text: Callable) -> None:
+    drafter = Failing(head, 0)
+    engine = Engine(target, drafter, CONFIG)
+    request = engine.submit(PROMPT, GREEDY)
+    calls = []
+    for k in (3, 0, 2):
+        engine.set_k(request, k)
+        before = len(drafter.starts)
+        for _ in range(8):
+            engine.step()
+        calls.append(len(drafter.starts) - before)
+    while engine.busy:
+        engine.step()
+    assert calls[0] > 0 == calls[1] < calls[2]
+    assert request.output == greedy_text(PROMPT, 60)
+    assert request.speculation.offered[0] == 3 and set(request.speculation.offered[calls[0] :]) <= {1, 2}
+    assert not engine.stats.fallbacks
+
+
+def test_k_needs_a_drafter(target: Target) -> None:
+    engine = Engine(target, None, CONFIG)
+    request = engine.submit(PROMPT, GREEDY)
+    engine.set_k(request, 0)
+    with pytest.raises(UserError, match="no drafter"):
+        engine.set_k(request, 1)
+
+
+def test_taps_of_a_text_nobody_drafts_do_not_pile_up(target: Target, head: Eagle3, greedy_text: Callable) -> None:
+    engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:0", compile="off"))
+    engine.most_unread = 10
+    request = engine.submit(PROMPT, GREEDY)
+    kept = []
+    while engine.busy:
+        engine.step()
+        kept.append(sum(len(tap) for tap in request.taps))
+    assert max(kept) <= len(PROMPT) + 11 and kept[-2] == 0
+    assert request.output == greedy_text(PROMPT, 60)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
+    prefix_cache: bool, target: Target, head: Eagle3, greedy_text: Callable
+) -> None:
+    engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:3,3:0", compile="off", prefix_cache=prefix_cache))
+    engine.most_unread = 10
+    prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
+    first, second, _ = (
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+        for prompt, n in zip(prompts, (60, 60, 20), strict=True)
+    )
+    readings = set()
+    while engine.busy:
+        engine.step()
+        readings.add(first.num_preemptions + second.num_preemptions)
+    for request in (first, second):
+        assert request.k == 3 and request.num_preemptions == 1 and sum(request.speculation.offered) > 30
+    assert readings == {0, 1, 2}, "one at a time"
+    assert [request.output for request in (first, second)] == [greedy_text(prompt, 60) for prompt in prompts[:2]]
+    assert not engine.stats.fallbacks
+
+
+def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_risk(target: Target, head: Eagle3) -> None:
+    for most, num_blocks in ((23, None), (60, 22)):
+        config = EngineConfig(k=3, k_schedule="1:3,2:0", compile="off", block_size=4, num_blocks=num_blocks, max_length=84)
+        engine = Engine(target, head, config)
+        engine.most_unread = 10
+        long = engine.submit(PROMPT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
+        short = engine.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        while not short.finished:
+            engine.step()
+        assert long.lost_taps
+        if num_blocks is not None:
+            # Nothing is free but what it holds itself.
+            assert engine.scheduler.blocks.grow(long.blocks, long.num_tokens + 12)
+            engine.scheduler.blocks.grow([], 4 * engine.scheduler.blocks.num_free)
+            for _ in range(3):
+                engine.step()
+            assert long in engine.scheduler.running and long.num_preemptions == 0
+            continue
+        while engine.busy:
+            engine.step()
+        assert long.num_preemptions == 0 and long.speculation.offered == []

@@ -1,0 +1,223 @@
+"""Requests whose draws can be repeated (sampled, with a seed of their own) leave no mark on records and controls."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.published.pool import DraftPool
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.record import RoundRecord
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.control.auto import AutoControl
+from draftsmith.serve.control.control import Offer, RoundResult
+from draftsmith.serve.engine import engine as engine_module
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests import intake
+from draftsmith.serve.requests.request import SamplingParams
+
+PROMPT = [5, 60, 7, 200, 9, 33]
+SAMPLED = SamplingParams(temperature=2.0, max_tokens=40, ignore_eos=True)
+SEEDED = replace(SAMPLED, seed=7)
+GREEDY = replace(SEEDED, temperature=0.0)
+ADAPTIVE = EngineConfig(k=4, adaptive=True, tune_draft_temperature=True, compile="off", seed=1)
+
+
+def plain(value: Any) -> Any:
+    """Nested state as what compares by value."""
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [plain(item) for item in value]
+    if hasattr(value, "__dict__"):
+        return plain(vars(value))
+    if hasattr(value, "__slots__"):
+        return {name: plain(getattr(value, name)) for name in value.__slots__}
+    return copy.deepcopy(value)
+
+
+def by_acceptance(engine: Engine) -> dict[str, Any]:
+    """All state of the engine that is decided by how drafts were accepted, and nothing that is decided by time alone."""
+    return plain({
+        "survival": engine.scheduler.control.survival,
+        "temperatures": (engine.draft_law.best, engine.draft_law._arms),
+        "rests": [(one._failures, one._pause) for one in engine.drafting.drafts.values()],
+        "classes": {str(route): measured for route, measured in engine.lineup.router._measured.items()},
+        "records": engine.recorder.num_records,
+    })  # fmt: skip
+
+
+def serve(engine: Engine, params: SamplingParams) -> None:
+    engine.submit(PROMPT, params, request_class="code")
+    while engine.busy:
+        engine.step()
+
+
+@pytest.fixture
+def engine(target: Target, fixed_drafter: Callable, records: list[RoundRecord]) -> Engine:
+    made = Engine(target, fixed_drafter(sharpness=0.5), ADAPTIVE, sink=records, draft_version="1")
+    made.lineup.router.pool = DraftPool({"code": "c01"})
+    return made
+
+
+def test_a_seeded_sampled_request_moves_nothing(engine: Engine) -> None:
+    before = by_acceptance(engine)
+    serve(engine, SEEDED)
+    assert by_acceptance(engine) == before
+    assert engine.stats.num_drafts > 0 < engine.stats.num_accepted_tokens
+    assert (engine.stats.num_seeded_requests, engine.stats.num_seeded_tokens) == (1, 40)
+
+
+@pytest.mark.parametrize("params, parts", [
+    (SAMPLED, {"survival", "temperatures", "classes", "records"}),
+    (GREEDY, {"survival", "classes", "records"}),  # its drafts are drawn at no temperature
+])  # fmt: skip
+def test_others_move_what_it_does_not(params: SamplingParams, parts: set[str], engine: Engine) -> None:
+    """The negative control, and what a greedy request with a seed counts as: it draws nothing."""
+    before = by_acceptance(engine)
+    serve(engine, params)
+    after = by_acceptance(engine)
+    assert {name for name in before if before[name] != after[name]} == parts
+    assert engine.stats.num_seeded_requests == engine.stats.num_seeded_tokens == 0
+
+
+def test_one_among_others_is_left_out_alone(engine: Engine, records: list[RoundRecord]) -> None:
+    seen: list[RoundResult] = []
+    observe = engine.scheduler.control.observe
+    engine.scheduler.control.observe = lambda result: (seen.append(result), observe(result))
+    for params in (SAMPLED, SEEDED, GREEDY):
+        engine.submit(PROMPT, params)
+    while engine.busy:
+        engine.step()
+    full = [result for result in seen if len(result.offers) == 3]
+    assert full and all(sum(offer.accepted is None for offer in result.offers) == 1 for result in full)
+    assert all(result.num_drafted is None for result in full)
+    assert {record.temperature for record in records} == {0.0, 2.0}
+    assert len({record.request for record in records}) == 2 and not any(record.seeded for record in records)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round takes as long as the others."""
+
+    def ticks() -> Iterator[float]:
+        count = 0
+        while True:
+            count += 1
+            yield count / 1024
+
+    source = ticks()
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: next(source))
+
+
+def after_rounds(engine: Engine, params: SamplingParams, rounds: int) -> tuple[Any, int]:
+    for _ in range(2):
+        engine.submit(PROMPT, replace(params, max_tokens=200))
+    for _ in range(rounds):
+        engine.step()
+    return plain((engine.scheduler.control, engine.draft_law)), engine.stats.num_accepted_tokens
+
+
+def test_what_a_control_knows_does_not_depend_on_draws_that_can_be_repeated(
+    target: Target, fixed_drafter: Callable, clock: None
+) -> None:
+    """All of it: rounds, times, trials, depths. By the same clock, two seeds lead to the same state, two servers' own do not."""
+
+    def states(params: list[SamplingParams], seeds: list[int]) -> list[tuple[Any, int]]:
+        engines = [Engine(target, fixed_drafter(sharpness=0.5), replace(ADAPTIVE, seed=seed)) for seed in seeds]
+        return [after_rounds(engine, one, 30) for engine, one in zip(engines, params, strict=True)]
+
+    (first, kept), (second, kept_by_second) = states([replace(SAMPLED, seed=seed) for seed in (1, 2)], [1, 1])
+    assert first == second and kept != kept_by_second
+    (first, kept), (second, kept_by_second) = states([SAMPLED, SAMPLED], [1, 2])
+    assert first != second
+
+
+def test_a_row_that_may_not_count_is_reckoned_as_expected() -> None:
+    """Trials are charged for what their rounds did not bring: a row that is not told must not look like one that kept none."""
+    control = AutoControl()
+    control.survival.add("", 3, 2, 50)
+    assert control._kept(Offer("", 3, 2)) == 2
+    assert control._kept(Offer("", 3, None)) == pytest.approx(sum(control.survival.chances("", 3)))
+
+
+class Broken:
+    """Draws its first token; the second has no law, or there is an exception."""
+
+    family = "broken"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, vocab_size: int, *, raises: bool):
+        self.vocab_size, self.raises, self.calls = vocab_size, raises, 0
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        return None
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        return last + 1
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        self.calls += 1
+        if self.raises:
+            raise RuntimeError("broken")
+        size, depth = len(inputs.num_draft), int(inputs.num_draft.max())
+        logits = torch.full((size, depth, self.vocab_size), torch.nan)
+        logits[:, 0] = 0.0
+        return Proposal(tokens=torch.full((size, depth), 40), lengths=inputs.num_draft, logits=logits)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("params, rests", [(SEEDED, False), (SAMPLED, True), (GREEDY, True)])
+def test_a_draft_does_not_rest_by_draws_that_can_be_repeated(
+    params: SamplingParams, rests: bool, raises: bool, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = Broken(target.vocab_size, raises=raises)
+    engine = Engine(target, drafter, EngineConfig(k=3, compile="off"))
+    serve(engine, params)
+    (failures,) = engine.stats.fallbacks.values()
+    assert (engine.drafting.live._failures > 0) == rests
+    if rests:
+        assert drafter.calls < 10
+        return
+    assert failures > 15
+    told = [line for line in caplog.messages if "seeded" in line]
+    assert 1 < len(told) <= failures.bit_length(), "not in every round"
+
+
+@pytest.mark.parametrize("params, num_texts", [(SEEDED, 0), (SAMPLED, 1), (GREEDY, 1)])
+def test_text_is_shared_by_those_that_draw_once(params: SamplingParams, num_texts: int, target: Target) -> None:
+    drafter = Suffix()
+    serve(Engine(target, drafter, EngineConfig(k=3, compile="off")), params)
+    assert drafter.shared.num_texts == num_texts
+
+
+def test_seeds_that_differ_draw_differently(target: Target) -> None:
+    engine = Engine(target, None, EngineConfig(compile="off"))
+    seeds = [3, 3 + 2**62, 3 - 2**62, 3 + 2**63 - 2**64, -3]
+    answers = [tuple(engine.generate([PROMPT], replace(SAMPLED, seed=seed))[0].tokens) for seed in [*seeds, seeds[0]]]
+    assert len(set(answers[:-1])) == len(seeds) and answers[-1] == answers[0]
+
+
+def test_servers_repeat_each_others_answers_under_one_seed_alone(
+    target: Target, fixed_drafter: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "secrets", secrets)  # which the other tests settle
+
+    def answers(config: EngineConfig) -> list[list[int]]:
+        done = Engine(target, fixed_drafter(sharpness=0.5), config).generate([PROMPT] * 4, SAMPLED)
+        return [one.tokens for one in done]
+
+    default = EngineConfig(k=2, compile="off")
+    first, second = answers(default), answers(default)
+    assert not any(one == other for one, other in zip(first, second, strict=True))
+    told = replace(default, seed=5)
+    assert answers(told) == answers(told)

@@ -1,0 +1,157 @@
+"""A target that is not finite behind one token that it never chooses: drafts that offer the token change no answer.
+
+Seeds draw the same tokens as with a target that is finite there, for every way of drafting and of judging. To decide such a
+round again without drafts would not do: drafts that were drawn would be left out for what they are, which favours the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Draft
+from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.drafters.tree_shape import TreeShape
+from draftsmith.kernels.sampling.filters import process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import FinishReason, SamplingParams
+
+BAD = 250
+PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41, 8], [77, 12, 5, 8, 30]]
+SAMPLED = SamplingParams(temperature=1.0, top_k=6, max_tokens=12, ignore_eos=True)
+
+
+class Near:
+    """Draws from the target's own logits with BAD as the likeliest of all, so that good drafts are kept and bad ones offered."""
+
+    family, taps = "near", ()
+
+    def __init__(self, sound: Target):
+        self.sound, self.offered = sound, 0
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def new_pool(self, *sizes: object) -> None:
+        return None
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        return last + 1
+
+    def logits(self, texts: list[list[int]]) -> torch.Tensor:
+        return torch.stack([self.after(tuple(text)) for text in texts])
+
+    def after(self, text: tuple[int, ...]) -> torch.Tensor:
+        if text not in self.known:
+            _, hidden = self.sound.states(torch.tensor([text]), torch.ones(1, len(text)), ())
+            logits = self.sound.head(hidden[0, -1]).float()
+            logits[BAD] = logits.max() - 0.5
+            self.known[text] = logits
+        return self.known[text]
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        texts = [list(history) for history in inputs.histories]
+        ends = torch.tensor([len(text) for text in texts])
+        laws, tokens = [], []
+        for depth in range(int(inputs.num_draft.max())):
+            laws.append(process(self.logits(texts), inputs.sampling))
+            tokens.append(sample(laws[-1], inputs.seeds, ends + depth, Purpose.DRAFT))
+            texts = [[*text, token] for text, token in zip(texts, tokens[-1].tolist(), strict=True)]
+        drawn = torch.stack(tokens, dim=1)
+        self.offered += int((drawn == BAD).sum())
+        used = torch.arange(drawn.shape[1]) < inputs.num_draft[:, None]
+        return Proposal(tokens=torch.where(used, drawn, -1), lengths=inputs.num_draft, logits=torch.stack(laws, dim=1))
+
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        """Three children of the root, and two of the first of them."""
+        texts = [list(history) for history in inputs.histories]
+        ends = torch.tensor([len(text) for text in texts])
+        roots = process(self.logits(texts), inputs.sampling)
+        first = sample_without_replacement(roots, inputs.seeds, ends, Purpose.DRAFT, 3)
+        texts = [[*text, token] for text, token in zip(texts, first[:, 0].tolist(), strict=True)]
+        below = process(self.logits(texts), inputs.sampling)
+        second = sample_without_replacement(below, inputs.seeds, ends + 1, Purpose.DRAFT, 2)
+        tokens = torch.cat([first, second], dim=1)
+        self.offered += int((tokens == BAD).sum())
+        size = len(texts)
+        q_rows = torch.full((size, 6), -1)
+        q_rows[:, 0], q_rows[:, 1] = torch.arange(size), size + torch.arange(size)
+        parents = torch.tensor([[-1, -1, -1, 0, 0]]).repeat(size, 1)
+        laws = torch.cat([roots, below])
+        return Proposal(tokens=tokens, lengths=inputs.num_draft.clamp(max=5), logits=laws, parents=parents, q_rows=q_rows)
+
+
+class Copying:
+    """Text of others: BAD and then more, for every second length."""
+
+    family, taps = "copying", ()
+
+    def drafts(self, inputs: DraftInputs) -> list[Draft]:
+        return [Draft([BAD, 5, 6][:k], 3.0 * (len(h) % 2)) for h, k in zip(inputs.histories, inputs.num_draft.tolist())]
+
+    def finished(self, request_id: str, tokens: list[int]) -> None:
+        return
+
+
+@pytest.fixture(scope="module")
+def targets(tiny_target: Callable[..., str]) -> tuple[Target, Target]:
+    """(sound, not finite behind BAD); neither gives BAD a place among its likeliest tokens."""
+    pair = []
+    for value in (0.5, torch.nan):
+        target = Target.load(tiny_target("llama"))
+        with torch.no_grad():
+            target.model.get_output_embeddings().weight[BAD] = 0.0
+            target.model.get_input_embeddings().weight[BAD] = value
+        pair.append(target)
+    return pair[0], pair[1]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": {"k": 3}, "block": {"k": 3, "verification": "block"}, "tree": {"tree": "sampled:3x2"}, "text first": {"k": 3},
+}  # fmt: skip
+
+
+def answers(target: Target, drafter: ServingDrafter | None, way: dict[str, Any], params: SamplingParams) -> list[list[int]]:
+    engine = Engine(target, drafter, EngineConfig(**way, compile="off", block_size=4))
+    requests = [engine.submit(prompt, replace(params, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    while engine.step():
+        pass
+    assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}, [r.error for r in requests]
+    assert not engine.stats.fallbacks
+    return [request.output for request in requests]
+
+
+@pytest.fixture(scope="module")
+def near(targets: tuple[Target, Target]) -> Near:
+    return Near(targets[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_those_of_a_target_that_is_finite_everywhere(way: str, targets: tuple[Target, Target], near: Near) -> None:
+    near.offered = 0
+    drafter = TextFirst(near, Copying(), share=0.5) if way == "text first" else near  # type: ignore[arg-type]
+    whole, broken = (answers(target, drafter, WAYS[way], SAMPLED) for target in targets)
+    assert whole == broken
+    assert near.offered > 5
+
+
+def test_greedy_answers_are_those_without_drafts(targets: tuple[Target, Target], near: Near) -> None:
+    greedy = replace(SAMPLED, temperature=0.0)
+    drafter = TextFirst(near, Copying(), share=0.5)  # type: ignore[arg-type]
+    assert answers(targets[1], drafter, {"k": 3}, greedy) == answers(targets[1], None, {}, greedy)
+
+
+def test_a_request_whose_own_text_is_not_finite_ends_alone(targets: tuple[Target, Target], near: Near) -> None:
+    engine = Engine(targets[1], near, EngineConfig(k=3, compile="off"))
+    lost = engine.submit([5, BAD, 7], SAMPLED)
+    others = [engine.submit(prompt, replace(SAMPLED, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    while engine.step():
+        pass
+    assert lost.finish_reason is FinishReason.ERROR and lost.output == []
+    assert [request.output for request in others] == answers(targets[1], near, {"k": 3}, SAMPLED)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from draftsmith.serve.http.threads import Mailbox
+
+
+def test_what_comes_before_the_loop_looks_is_one_call_and_in_order(monkeypatch):
+    async def scenario() -> tuple[list[int], list[int], int]:
+        loop, calls = asyncio.get_running_loop(), []
+        call = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(given), call(*given)))
+        mailbox: Mailbox[int] = Mailbox()
+        first, second = asyncio.Queue(), asyncio.Queue()
+        # The loop stands still meanwhile, so it looks once all is there.
+        thread = threading.Thread(target=lambda: [mailbox.put((first, second)[item % 2], item) for item in range(10)])
+        thread.start()
+        thread.join()
+        got = [await first.get() for _ in range(5)], [await second.get() for _ in range(5)]
+        return *got, len(calls)
+
+    assert asyncio.run(scenario()) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9], 1)
+
+
+def test_nothing_is_lost_while_both_threads_run():
+    async def scenario() -> list[int]:
+        mailbox: Mailbox[int] = Mailbox()
+        reader: asyncio.Queue[int] = asyncio.Queue()
+        thread = threading.Thread(target=lambda: [mailbox.put(reader, item) for item in range(20_000)])
+        thread.start()
+        got = [await asyncio.wait_for(reader.get(), 20) for _ in range(20_000)]
+        thread.join()
+        return got
+
+    assert asyncio.run(scenario()) == list(range(20_000))
+
+
+def test_a_loop_that_is_gone_is_no_failure():
+    async def scenario() -> Mailbox[int]:
+        return Mailbox()
+
+    asyncio.run(scenario()).put(asyncio.Queue(), 1)

@@ -1,0 +1,124 @@
+"""From the wire to sampling parameters: nothing a request says is lost on the way."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from draftsmith.errors import UserError
+from draftsmith.serve.http.gate import digests, opens
+from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest
+from draftsmith.serve.http.speculation_report import speculation_report
+from draftsmith.serve.http.tokens import bad_word_tokens
+from draftsmith.serve.requests.request import SamplingParams, SpeculationStats
+from draftsmith.serve.sampling.grammar import Grammar
+
+BASE = {"model": "m", "prompt": "x"}
+CHANGES = [
+    ({"temperature": 0.5}, {"temperature": 0.5}),
+    ({"temperature": 0}, {"temperature": 0}),
+    ({"top_k": 5}, {"top_k": 5}),
+    ({"top_k": -1}, {"top_k": 0}),
+    ({"top_p": 0.5}, {"top_p": 0.5}),
+    ({"min_p": 0.5}, {"min_p": 0.5}),
+    ({"max_tokens": 3}, {"max_tokens": 3}),
+    ({"min_tokens": 3}, {"min_tokens": 3}),
+    ({"stop": "a"}, {"stop": ("a",)}),
+    ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+    ({"stop_token_ids": [4]}, {"stop_token_ids": (4,)}),
+    ({"ignore_eos": True}, {"ignore_eos": True}),
+    ({"seed": 7}, {"seed": 7}),
+    ({"presence_penalty": -0.5}, {"presence_penalty": -0.5}),
+    ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+    ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"logit_bias": {"5": -3, "6": 1.5}}, {"logit_bias": ((5, -3), (6, 1.5))}),
+    ({"allowed_token_ids": [1, 2]}, {"allowed_token_ids": (1, 2)}),
+    ({"logprobs": 2}, {"logprobs": 2}),
+    ({"logprobs": 2, "echo": True}, {"logprobs": 2, "prompt_logprobs": 2}),
+    ({"max_tokens": 0, "echo": True}, {"max_tokens": 1}),
+    ({"speculation": {"k": 2}}, {"k": 2}),
+    ({"speculation": {"draft_temperature": 0.5}}, {"draft_temperature": 0.5}),
+    ({"response_format": {"type": "text"}}, {"grammar": None}),
+    ({"response_format": {"type": "json_object"}}, {"grammar": Grammar.json_object()}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
+        {"grammar": Grammar.json_schema({"type": "null"})},
+    ),
+    ({"structured_outputs": {"json": {"type": "null"}}}, {"grammar": Grammar.json_schema({"type": "null"})}),
+    ({"structured_outputs": {"json": '{"type": "null"}'}}, {"grammar": Grammar.json_schema({"type": "null"})}),
+    ({"structured_outputs": {"json_object": True}}, {"grammar": Grammar.json_object()}),
+    ({"structured_outputs": {"regex": "a+"}}, {"grammar": Grammar.regex("a+")}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"grammar": Grammar.choice(["a", "b"])}),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": Grammar.lark('start: "a"')}),
+]
+
+
+@pytest.mark.parametrize("said, meant", CHANGES, ids=[str(said)[:50] for said, _ in CHANGES])
+def test_every_parameter_reaches_the_engine(said: dict, meant: dict) -> None:
+    assert CompletionRequest(**BASE, **said).sampling(0) == SamplingParams(**{"max_tokens": 16, **meant})
+
+
+def test_no_sampling_parameter_is_out_of_reach() -> None:
+    reached = {name for _, meant in CHANGES for name in meant} | {"bad_words"}
+    assert set(SamplingParams.__dataclass_fields__) - reached == OURS_ALONE
+
+
+# Python callables cannot come over the wire.
+OURS_ALONE = {"logits_processors"}
+
+
+def test_choices_of_a_seed_differ_and_repeat() -> None:
+    body = CompletionRequest(**BASE, seed=3, n=3)
+    seeds = [body.sampling(index).seed for index in range(3)]
+    assert len(set(seeds)) == 3 and seeds == [body.sampling(index).seed for index in range(3)]
+
+
+def test_a_chat_answers_until_the_context_ends_unless_told() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    assert ChatRequest(model="m", messages=messages).sampling(0).max_tokens is None
+    assert ChatRequest(model="m", messages=messages, max_completion_tokens=5).sampling(0).max_tokens == 5
+    chat = ChatRequest(model="m", messages=messages, logprobs=True)
+    assert chat.sampling(0).logprobs == 0
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatRequest(model="m", messages=[{"role": "user", "content": parts}]).messages[0].plain()["content"] == "ab"
+
+
+@pytest.mark.parametrize("change", [{"temperature": "1"}, {"max_tokens": True}, {"max_tokens": 0}, {"n": 1.5}, {"echo": 1}])
+def test_nothing_is_converted(change: dict) -> None:
+    with pytest.raises(ValidationError):
+        CompletionRequest(**BASE, **change)
+
+
+def test_bad_words_are_banned_at_the_beginning_and_after_a_space() -> None:
+    tokens = {"a": [5], " a": [6], "ab": [5, 7], " ab": [8], "c": [9], " c": [9], "": [], " ": [4]}
+
+    def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": tokens[text]}
+
+    # Of as many tokens and with another first one: banned after a space too.
+    assert bad_word_tokens([" a", "ab", "c"], tokenizer) == ((5,), (6,), (5, 7), (9,))
+    with pytest.raises(UserError, match="bad_words"):
+        bad_word_tokens([""], tokenizer)
+
+
+def test_a_key_opens_only_as_itself() -> None:
+    accepted = digests(["alpha", "beta"])
+    assert opens(accepted, "Bearer alpha") and opens(accepted, "bearer beta")
+    for wrong in ("", "Bearer", "Bearer ", "alpha", "Basic alpha", "Bearer alph", "Bearer alphabeta"):
+        assert not opens(accepted, wrong)
+    assert not opens([], "Bearer alpha")
+
+
+def test_the_report_of_a_request_without_drafts_divides_by_nothing() -> None:
+    report = speculation_report(SpeculationStats(num_passes=5, num_committed=5), 3, level="detailed")
+    assert report["acceptance_histogram"] == [0, 0, 0, 0] and report["acceptance_histogram_by_draft_length"] == {}
+    assert report["num_spec_steps"] == 0 and report["tau"] is None and report["mean_acceptance_length"] == 1.0
+
+
+def test_the_report_counts_by_draft_length() -> None:
+    stats = SpeculationStats(offered=[3, 3, 1], accepted=[3, 0, 1], committed=[4, 1, 2], num_passes=3, num_committed=7)
+    report = speculation_report(stats, 3, level="summary")
+    assert report["acceptance_histogram"] == [1, 1, 0, 1]
+    assert report["acceptance_histogram_by_draft_length"] == {"1": [0, 1], "3": [1, 0, 0, 1]}
+    assert report["mean_acceptance_length"] == 1 + 4 / 3 and report["tau"] == 7 / 3 and "per_step_drafted" not in report

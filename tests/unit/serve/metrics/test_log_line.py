@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import dataclasses
+
+from draftsmith.serve.metrics.log_line import Occupancy, Snapshot, lines
+
+IDLE = Occupancy(0, 0, 0.0)
+BEFORE = Snapshot(100.0, 10, 20, 4, 10, 6, {0: 4, 1: 4, 2: 2}, {0: 3, 1: 2, 2: 1}, 0, 0)
+
+
+def test_an_idle_server_logs_nothing() -> None:
+    assert lines(BEFORE, dataclasses.replace(BEFORE, time_s=110.0), IDLE) == []
+
+
+def test_both_lines_in_the_words_of_vllm() -> None:
+    after = Snapshot(110.0, 110, 270, 24, 60, 36, {0: 24, 1: 24, 2: 12}, {0: 19, 1: 12, 2: 5}, 200, 50)
+    serving, speculation = lines(BEFORE, after, Occupancy(3, 1, 0.25))
+    assert serving == (
+        "Engine 000: Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 25.0 tokens/s, "
+        "Running: 3 reqs, Waiting: 1 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
+    )
+    # 20 rounds, 50 drafted, 30 accepted; position 2 was offered by 10 rounds only.
+    assert speculation == (
+        "SpecDecoding metrics: Mean acceptance length: 2.50, Accepted throughput: 3.00 tokens/s, "
+        "Drafted throughput: 5.00 tokens/s, Accepted: 30 tokens, Drafted: 50 tokens, "
+        "Per-position acceptance rate: 0.800, 0.500, 0.400, Avg Draft acceptance rate: 60.0%"
+    )
+
+
+def test_no_line_about_drafts_where_there_were_none() -> None:
+    after = dataclasses.replace(BEFORE, time_s=101.0, generated=25)
+    assert len(lines(BEFORE, after, IDLE)) == 1

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.serve.cache.blocks import BlockManager
+from draftsmith.serve.engine.scheduler import QueueFull, Scheduler
+from draftsmith.serve.requests.fair_queue import FairQueue, cost_of
+from draftsmith.serve.requests.request import Request, SamplingParams
+
+
+def make_request(kind: str, prompt: int = 10, max_tokens: int = 10, *, tenant: str = "") -> Request:
+    return Request(
+        id=f"{kind}{tenant}",
+        tokens=[7] * prompt,
+        num_prompt=prompt,
+        params=SamplingParams(),
+        seed=0,
+        k=0,
+        max_tokens=max_tokens,
+        request_class=kind,
+        tenant=tenant,
+    )
+
+
+def fill(queue: FairQueue, *kinds: str) -> list[Request]:
+    requests = [make_request(kind) for kind in kinds]
+    for request in requests:
+        queue.append(request)
+    return requests
+
+
+def drain(queue: FairQueue) -> str:
+    return "".join(queue.pop().request_class for _ in range(len(queue)))
+
+
+def test_one_class_is_first_come_first_served() -> None:
+    queue = FairQueue()
+    requests = fill(queue, "a", "a", "a")
+    assert [queue.pop() for _ in requests] == requests
+
+
+def test_a_class_that_comes_late_does_not_wait_for_all_of_a_flood() -> None:
+    queue = FairQueue()
+    fill(queue, *"aaaaaaaa")
+    assert queue.pop().request_class == "a"
+    fill(queue, "b", "b")
+    assert drain(queue).startswith(("bab", "abab"))
+
+
+def test_classes_share_by_tokens_and_not_by_requests() -> None:
+    queue = FairQueue()
+    for _ in range(40):
+        queue.append(make_request("small", 5, 5))
+        queue.append(make_request("large", 20, 20))
+    tokens: Counter[str] = Counter()
+    for _ in range(40):
+        request = queue.pop()
+        tokens[request.request_class] += cost_of(request)
+    assert abs(tokens["small"] - tokens["large"]) <= 40
+
+
+def test_a_tenant_is_one_class_whatever_it_calls_its_requests() -> None:
+    queue = FairQueue()
+    for kind in "abcd":
+        queue.append(make_request(kind, tenant="greedy"))
+    queue.append(make_request("e", tenant="other"))
+    assert "e" in [queue.pop().request_class for _ in range(2)]
+
+
+def test_who_was_put_back_goes_first_and_the_earlier_one_before_the_later() -> None:
+    queue = FairQueue()
+    fill(queue, "a", "b")
+    later, earlier = make_request("later"), make_request("earlier")
+    queue.put_back(later)
+    queue.put_back(earlier)
+    assert [queue.head(), queue.pop(), queue.pop()] == [earlier, earlier, later]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    events=st.lists(
+        st.tuples(
+            st.sampled_from(["append", "append", "append", "pop", "remove", "put back"]), st.integers(0, 4), st.integers(1, 9)
+        )
+    )
+)
+def test_nobody_is_lost_doubled_or_overtaken_within_its_class(events: list[tuple[str, int, int]]) -> None:
+    queue, waiting, popped = FairQueue(), [], []
+    for event, kind, size in events:
+        if event == "append":
+            request = make_request(str(kind), size, size)
+            queue.append(request)
+            waiting.append(request)
+        elif event == "pop" and waiting:
+            head = queue.head()
+            request = queue.pop()
+            assert request is head
+            same = [other for other in waiting if other.request_class == request.request_class]
+            assert request in popped or request is next(other for other in same if other not in popped)
+            waiting.remove(request)
+            popped.append(request)
+        elif event == "remove" and waiting:
+            request = waiting.pop(size % len(waiting))
+            assert queue.remove(request) and not queue.remove(request)
+        elif event == "put back" and popped and popped[-1] not in waiting:
+            queue.put_back(popped[-1])
+            waiting.append(popped[-1])
+        assert len(queue) == len(waiting) and {id(request) for request in queue} == {id(request) for request in waiting}
+
+
+@settings(max_examples=50, deadline=None)
+@given(flood=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 30)), min_size=60, max_size=60))
+def test_nobody_starves_under_an_endless_flood_of_new_classes(flood: list[tuple[int, int]]) -> None:
+    queue = FairQueue()
+    fill(queue, "b")
+    patient = fill(queue, "b")[0]
+    for kind, size in flood:
+        queue.append(make_request(f"new {kind}", size, size))
+        queue.append(make_request(f"newer {kind}", size, size))
+        if queue.pop() is patient:
+            return
+    pytest.fail("the second request of class b still waits after 60 admissions")
+
+
+def test_a_full_queue_refuses_whatever_the_class() -> None:
+    scheduler = Scheduler(BlockManager(9, 4), max_batch=1, max_round_tokens=8, max_queue=2)
+    scheduler.add(make_request("a"))
+    scheduler.add(make_request("b"))
+    with pytest.raises(QueueFull, match="later"):
+        scheduler.add(make_request("c"))

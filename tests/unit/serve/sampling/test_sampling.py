@@ -1,0 +1,249 @@
+"""The pipeline equals transformers' own processors, row by row, with the drafted tokens before each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import NoRepeatNGramLogitsProcessor
+
+from draftsmith.errors import UserError
+from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
+from draftsmith.serve.sampling.params import check_vocabulary
+from draftsmith.serve.sampling.processors import check_processors
+from draftsmith.serve.sampling.state import LawState
+
+VOCAB = 12
+EOS = (0,)
+CPU = torch.device("cpu")
+NO_REPEATED_PAIR = NoRepeatNGramLogitsProcessor(2)
+
+tokens = st.integers(0, VOCAB - 1)
+texts = st.lists(tokens, max_size=7)
+
+
+@st.composite
+def params(draw: st.DrawFn) -> SamplingParams:
+    biases = draw(st.dictionaries(tokens, st.sampled_from([-100.0, -1.7, 0.3, 100.0]), max_size=3))
+    words = draw(st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4, unique=True))
+    return SamplingParams(
+        repetition_penalty=draw(st.sampled_from([1.0, 0.7, 1.3])),
+        presence_penalty=draw(st.sampled_from([0.0, -0.4, 1.1])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.6, -1.9])),
+        logit_bias=tuple(biases.items()),
+        bad_words=tuple(word for word in words if word not in [(token,) for token in EOS]),
+        allowed_token_ids=draw(st.none() | st.lists(tokens, min_size=1, unique=True).map(tuple)),
+        min_tokens=draw(st.integers(0, 6)),
+        stop_token_ids=tuple(draw(st.lists(st.integers(1, 2), max_size=1))),
+        logits_processors=draw(st.sampled_from([(), (NO_REPEATED_PAIR,)])),
+    )
+
+
+def state_of(asked: SamplingParams, num_prompt: int, device: torch.device = CPU) -> LawState:
+    return LawState(asked, num_prompt=num_prompt, vocab_size=VOCAB, eos_token_ids=EOS, device=device)
+
+
+def batch(*requests: tuple[SamplingParams, list[int], list[int]]) -> Adjustments | None:
+    """Each (params, prompt, output)."""
+    made = [
+        SimpleNamespace(tokens=prompt + output, law_state=state_of(asked, len(prompt)) if asked.adjusts else None)
+        for asked, prompt, output in requests
+    ]
+    return Adjustments.of(made)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(params(), st.lists(tokens, min_size=1, max_size=6), texts, texts), min_size=1, max_size=3), st.data())
+def test_every_row_equals_transformers_processors_with_its_drafted_tokens(
+    adjusted: Callable[..., torch.Tensor], rows: list, data: st.DataObject
+) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    adjust = batch(*[(asked, prompt, output) for asked, prompt, output, _ in rows])
+    owners, prefixes = chain_prefixes([chain for *_, chain in rows])
+    logits = 3 * torch.randn(len(owners), VOCAB, dtype=dtype, generator=torch.Generator().manual_seed(len(owners)))
+    raw = logits.clone()
+    found = raw if adjust is None else adjust.apply(logits, owners, prefixes)
+    assert torch.equal(raw, logits)
+    for row, (owner, prefix) in enumerate(zip(owners, prefixes)):
+        asked, prompt, output, _ = rows[owner]
+        if not set(prefix).isdisjoint([*EOS, *asked.stop_token_ids]):
+            continue
+        expected = adjusted(asked, prompt + output + prefix, len(prompt), EOS, raw[row])
+        # A float32 bias is what transformers adds, to whichever type.
+        torch.testing.assert_close(found[row], expected, rtol=0, atol=0 if dtype == torch.float32 else 1e-6)
+
+
+def test_prefixes_are_the_paths_to_each_row() -> None:
+    assert chain_prefixes([[4, 5], [], [6]]) == ([0, 0, 0, 1, 2, 2], [[], [4], [4, 5], [], [], [6]])
+    tree = tree_prefixes([[4, 5, 6, 7], []], [[-1, -1, 1, 0], []])
+    assert tree == ([0, 0, 0, 0, 0, 1], [[], [4], [5], [5, 6], [4, 7], []])
+
+
+def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor]) -> None:
+    asked = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.5)
+    request = SimpleNamespace(tokens=[3, 4], law_state=state_of(asked, 2))
+    raw = torch.linspace(-1, 1, VOCAB)
+    for fresh in ([], [5, 5], [6], [5, 3]):
+        request.tokens += fresh
+        adjust = Adjustments.of([request])
+        for prefix in ([], [7, 5]):
+            found = adjust(raw[None], torch.tensor([0]), [prefix])[0]
+            expected = adjusted(asked, request.tokens + prefix, 2, EOS, raw)
+            assert torch.equal(found, expected)
+
+
+def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_changes_no_row_of_it() -> None:
+    assert batch((SamplingParams(), [1], [2])) is None
+    adjust = batch((SamplingParams(), [1], [2]), (SamplingParams(presence_penalty=2.0), [1], [2]))
+    logits = torch.randn(4, VOCAB)
+    found = adjust.apply(logits, [0, 0, 1, 1], [[], [3], [], [3]])
+    assert torch.equal(found[:2], logits[:2])
+    assert not torch.equal(found[2:], logits[2:])
+
+
+@pytest.mark.gpu
+def test_rows_on_a_device_are_those_on_the_cpu() -> None:
+    asked = SamplingParams(
+        repetition_penalty=1.3,
+        frequency_penalty=0.6,
+        presence_penalty=-0.4,
+        logit_bias=((3, 1.7),),
+        bad_words=((4, 5), (6,)),
+        allowed_token_ids=tuple(range(1, 10)),
+        min_tokens=4,
+        logits_processors=(NO_REPEATED_PAIR,),
+    )
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    owners, prefixes = chain_prefixes([[7, 4, 8]])
+    found = []
+    for device in (CPU, torch.device("cuda")):
+        adjust = Adjustments.of([SimpleNamespace(tokens=[3, 2, 7, 4], law_state=state_of(asked, 2, device))])
+        found.append(adjust.apply(logits.to(device), owners, prefixes).cpu())
+    # A division on the device may round otherwise.
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+
+
+def test_penalties_without_the_drafted_prefix_are_told_apart(adjusted: Callable[..., torch.Tensor]) -> None:
+    """What SGLang's relaxed penalties would give."""
+    asked = SamplingParams(frequency_penalty=1.0)
+    adjust = batch((asked, [1], [2]))
+    logits = torch.zeros(1, VOCAB)
+    expected = adjusted(asked, [1, 2, 5], 1, EOS, logits[0])
+    assert torch.equal(adjust.apply(logits, [0], [[5]])[0], expected)
+    assert not torch.equal(adjust.apply(logits, [0], [[]])[0], expected)
+
+
+# Re-derived after vLLM's tests/v1/sample/test_rejection_sampler.py: target logits peak at the drafted tokens (100 against 1),
+# so that greedy verification keeps them until a penalty or a ban says otherwise.
+GOLDEN = [
+    # Each target logit of 100 outweighs a frequency penalty of 2: all stand.
+    (SamplingParams(temperature=0, frequency_penalty=2.0), [], [5, 5, 5], [5, 5, 5]),
+    # 100 / 1.5 for a token seen, against 70 for the runner-up: 5 falls where it would come a second time.
+    (SamplingParams(temperature=0, repetition_penalty=1.5), [], [5, 5, 5], [5, 7, 7]),
+    # In the prompt it counts for repetition, not for presence.
+    (SamplingParams(temperature=0, repetition_penalty=1.5), [5], [5, 6, 5], [7, 6, 7]),
+    (SamplingParams(temperature=0, presence_penalty=2.0, logit_bias=((7, 29.0),)), [5], [5, 5, 5], [5, 7, 7]),
+    # The pair 5 6 may not come about; behind a 7 the 6 may.
+    (SamplingParams(temperature=0, bad_words=((5, 6),)), [], [5, 6, 6], [5, 7, 6]),
+    (SamplingParams(temperature=0, bad_words=((5,), (8, 9, 10))), [], [8, 9, 10, 5], [8, 9, 7, 7]),
+    (SamplingParams(temperature=0, allowed_token_ids=(5, 7)), [], [5, 6, 5], [5, 7, 5]),
+    (SamplingParams(temperature=0, min_tokens=2), [], [0, 0, 0], [7, 7, 0]),
+]
+
+
+@pytest.mark.parametrize(("asked", "prompt", "draft", "expected"), GOLDEN)
+def test_golden_vectors(asked: SamplingParams, prompt: list[int], draft: list[int], expected: list[int]) -> None:
+    """The argmax of each row behind the drafted tokens before it; the runner-up is 7."""
+    adjust = batch((asked, [3, *prompt], []))
+    logits = torch.ones(len(draft), VOCAB)
+    logits[:, 7] = 70.0
+    logits[torch.arange(len(draft)), draft] = 100.0
+    # EOS would end the answer, and behind the end nothing is adjusted: each row is taken for itself.
+    prefixes = [[token if token else 7 for token in draft[:length]] for length in range(len(draft))]
+    assert adjust.apply(logits, [0] * len(draft), prefixes).argmax(-1).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"logit_bias": ((3, 101.0),)}, "logit_bias of token 3 is 101.0"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "token 3 twice"),
+        ({"bad_words": ((),)}, "empty sequence"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is empty"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "more than max_tokens 4"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"logit_bias": ((VOCAB, 1.0),)}, f"logit_bias names token {VOCAB}"),
+        ({"allowed_token_ids": (-1,)}, "allowed_token_ids names token -1"),
+        ({"bad_words": ((1, 99),)}, "bad_words names token 99"),
+        ({"stop_token_ids": (99,)}, "stop_token_ids names token 99"),
+        ({"bad_words": ((0,),)}, "bans the end-of-sequence token 0"),
+    ],
+)
+def test_token_ids_are_held_against_the_vocabulary(wrong: dict, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        check_vocabulary(SamplingParams(**wrong), VOCAB, EOS)
+
+
+class Counting:
+    """Remembers how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores + self.calls
+
+
+def failing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize(
+    ("processor", "told"),
+    [
+        (Counting(), "Counting gave two answers"),
+        (failing, "raised RuntimeError: out of luck"),
+        (lambda input_ids, scores: scores[:, :3], "must return scores of shape"),
+    ],
+)
+def test_a_processor_that_is_no_pure_function_is_refused(processor: object, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        check_processors([processor], [1, 2], vocab_size=VOCAB, device=CPU)
+
+
+def test_a_pure_processor_is_taken() -> None:
+    check_processors([NO_REPEATED_PAIR], [1, 2, 1], vocab_size=VOCAB, device=CPU)
+
+
+def test_a_processor_that_fails_later_ends_its_own_request_only() -> None:
+    adjust = batch((SamplingParams(logits_processors=(failing,)), [1], [2]), (SamplingParams(min_tokens=3), [1], [2]))
+    found = adjust.apply(torch.zeros(2, VOCAB), [0, 1], [[], []])
+    assert (found[0] == -torch.inf).all()
+    assert (found[1, 1:] == 0).all()
+    assert "out of luck" in adjust.states[0].error
+
+
+def test_a_processor_cannot_give_back_a_forbidden_token() -> None:
+    asked = SamplingParams(allowed_token_ids=(4, 5), logits_processors=(lambda input_ids, scores: torch.ones_like(scores),))
+    found = batch((asked, [1], [2])).apply(torch.zeros(1, VOCAB), [0], [[]])
+    assert torch.isfinite(found[0]).nonzero()[:, 0].tolist() == [4, 5]

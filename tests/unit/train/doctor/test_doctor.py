@@ -1,0 +1,337 @@
+"""Every defect that doctor knows is planted, found under its name, and gone when the thing is sound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json
+from draftsmith.train.doctor.command import run
+from draftsmith.train.doctor.config import DoctorConfig
+from draftsmith.train.doctor.data import check_ends, check_masks, check_start, rendered
+from draftsmith.train.doctor.data_tokens import Row, check_after_end, check_known, check_unused, check_vocabulary
+from draftsmith.train.doctor.memory import compare
+from draftsmith.train.doctor.shown import COLOUR, HarmlessDecoder, marked
+
+
+@pytest.fixture
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture
+def diagnose(target: Target, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, dict[str, str]]]:
+    """Findings by check; the exit status must agree with them."""
+
+    def examine(**options: Any) -> dict[str, dict[str, str]]:
+        capsys.readouterr()
+        status = run(DoctorConfig(**{"target": target.name, "json": True, **options}))
+        report = json.loads(capsys.readouterr().out)
+        assert status == (1 if report["fail"] else 0)
+        assert len(report["findings"]) == report["ok"] + report["warn"] + report["fail"]
+        assert all(finding["mend"] for finding in report["findings"] if finding["status"] != "ok")
+        return {finding["check"]: finding for finding in report["findings"]}
+
+    return examine
+
+
+@pytest.fixture
+def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
+    """A folder as `generate` writes it: the target's own answers, unless rows are given."""
+
+    def make(rows: list[Row] | None = None, temperature: float = 1.0, **provenance: Any) -> str:
+        folder = tmp_path / f"data-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        rows = own_rows(target, temperature) if rows is None else rows
+        masks = [[int(bit) for bit in row.loss_mask] for row in rows]
+        columns = {"input_ids": [row.input_ids for row in rows], "loss_mask": masks}
+        types = {"input_ids": pyarrow.list_(pyarrow.int32()), "loss_mask": pyarrow.list_(pyarrow.int8())}
+        table = pyarrow.table({name: pyarrow.array(column, types[name]) for name, column in columns.items()})
+        pyarrow.parquet.write_table(table, folder / "part-00000.parquet")
+        record = {
+            "target": target.name, "target_revision": target.revision, "tokenizer_hash": tokenizer_hash(target.tokenizer()),
+            "template_hash": template_hash(target.tokenizer().chat_template), "temperature": temperature, "complete": True,
+        }  # fmt: skip
+        write_json(folder / "provenance.json", record | provenance)
+        return str(folder)
+
+    return make
+
+
+def own_rows(target: Target, temperature: float) -> list[Row]:
+    prompts = [[5 + index, 9, 14] for index in range(12)]
+    answers = target.answer(prompts, max_new_tokens=24, temperature=temperature)
+    return [Row(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers, strict=True)]
+
+
+def save_eagle3(folder: Path, target: Target, **options: Any) -> str:
+    counts = torch.arange(target.vocab_size, 0, -1)
+    drafter = Eagle3.create(Eagle3Options(taps=(1, 2, 3), **options), target, seed=0, token_counts=counts)
+    checkpoint.save(drafter, folder, target)
+    return str(folder)
+
+
+def test_sound_input_has_no_complaint_but_the_missing_evaluation(
+    target: Target, diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
+) -> None:
+    found = diagnose(draft=save_eagle3(tmp_path / "draft", target), data=make_data())
+    complaints = {check for check, finding in found.items() if finding["status"] != "ok"}
+    assert complaints <= {"draft.evaluation", "draft.alpha", "data.ends"}, found
+    assert {"target.attention", "draft.taps", "memory.serving", "memory.training", "data.text", "data.law"} <= found.keys()
+    assert "raw layer ids [1, 2, 3] of 4" in found["draft.taps"]["what"]
+
+
+def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(DoctorConfig(target=str(tmp_path / "gone"))) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("fail  target.loads  model ") and "cannot be loaded" in shown
+    assert "-> check the path or Hub id" in shown and shown.endswith("0 ok, 0 warn, 1 fail\n")
+
+
+def test_a_target_that_holds_nan_fails(diagnose: Callable[..., Any], target: Target, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(target.name, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][200:] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    found = diagnose(target=str(broken))
+    assert any(finding["status"] == "fail" for finding in found.values()), found
+
+
+def test_a_draft_of_another_vocabulary_fails(
+    diagnose: Callable[..., Any], tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    other = Target.load(tiny_target("other_vocab"))
+    found = diagnose(draft=save_eagle3(tmp_path / "draft", other))
+    assert found["draft.loads"]["status"] == "fail" and "288" in found["draft.loads"]["what"]
+
+
+def test_a_draft_with_nan_fails(diagnose: Callable[..., Any], target: Target, tmp_path: Path) -> None:
+    draft = Path(save_eagle3(tmp_path / "draft", target))
+    tensors = load_file(draft / "model.safetensors")
+    tensors["fc.weight"][0, 0] = float("nan")
+    save_file(tensors, draft / "model.safetensors")
+    found = diagnose(draft=str(draft))
+    assert found["draft.loads"]["status"] == "fail" and "'fc.weight'" in found["draft.loads"]["what"]
+
+
+def test_a_draft_of_other_weights_is_warned_of(
+    diagnose: Callable[..., Any], tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    found = diagnose(draft=save_eagle3(tmp_path / "draft", Target.load(tiny_target("llama", seed=1))))
+    assert found["draft.target"]["status"] == "warn"
+    assert found["draft.evaluation"]["status"] == "warn"
+
+
+def test_taps_out_of_order_and_too_few_positions_are_warned_of(
+    diagnose: Callable[..., Any], target: Target, tmp_path: Path
+) -> None:
+    draft = Path(save_eagle3(tmp_path / "draft", target))
+    config = read_json(draft / "config.json")
+    write_json(draft / "config.json", config | {"eagle_aux_hidden_state_layer_ids": [3, 2, 1], "max_position_embeddings": 128})
+    found = diagnose(draft=str(draft))
+    assert found["draft.taps"]["status"] == "warn" and "[3, 2, 1]" in found["draft.taps"]["what"]
+    assert found["draft.positions"]["status"] == "warn" and "128" in found["draft.positions"]["what"]
+
+
+def test_mass_outside_the_draft_vocabulary_bounds_alpha(
+    diagnose: Callable[..., Any], target: Target, make_data: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = own_rows(target, 1.0)
+    found = diagnose(draft=save_eagle3(tmp_path / "draft", target, draft_vocab_size=100), data=make_data(rows))
+    probs = []
+    for row in rows:
+        ids = torch.tensor([row.input_ids])
+        _, hidden = target.states(ids, torch.ones_like(ids), ())
+        probs.append(target.head(hidden)[0, 2:-1].double().softmax(-1))
+    # Counts fall with the id, so the draft has the ids below 100.
+    outside = torch.cat(probs)[:, 100:].sum(-1).mean().item()
+    assert f"{outside:.1%}" in found["draft.outside"]["what"] and f"at most {1 - outside:.3f}" in found["draft.outside"]["what"]
+    assert found["draft.outside"]["status"] == ("warn" if outside > 0.1 else "ok")
+    alpha = float(found["draft.alpha"]["what"].split()[2])
+    assert alpha <= 1 - outside + 5e-4
+
+
+def test_alpha_of_the_target_as_its_own_draft_is_one(
+    diagnose: Callable[..., Any], target: Target, make_data: Callable[..., str], tmp_path: Path
+) -> None:
+    checkpoint.save(DraftLm.create(DraftLmOptions(init=target.name), target, seed=0), tmp_path / "draft", target)
+    found = diagnose(draft=str(tmp_path / "draft"), data=make_data())
+    assert "alpha_1 is 1.000" in found["draft.alpha"]["what"]
+
+
+def test_text_of_another_model_is_noticed(
+    diagnose: Callable[..., Any], make_data: Callable[..., str], tiny_target: Callable[..., str]
+) -> None:
+    other = Target.load(tiny_target("llama", seed=1))
+    for temperature in (0.0, 1.0):
+        assert diagnose(data=make_data(temperature=temperature))["data.law"]["status"] == "ok"
+        foreign = make_data(own_rows(other, temperature), temperature=temperature, target_revision=other.revision)
+        found = diagnose(data=foreign)
+        assert found["data.law"]["status"] == "warn", found["data.law"]
+        assert found["data.target"]["status"] == "warn"
+    filtered = diagnose(data=make_data(own_rows(other, 1.0), top_p=0.5))
+    assert "data.law" not in filtered, "the law of filtered text is not the target's"
+
+
+@pytest.mark.parametrize(
+    ("provenance", "check", "status"),
+    [
+        ({"tokenizer_hash": "x"}, "data.tokenizer", "fail"),
+        ({"template_hash": "x"}, "data.template", "warn"),
+        ({"complete": False}, "data.complete", "warn"),
+    ],
+)
+def test_provenance(
+    diagnose: Callable[..., Any], make_data: Callable[..., str], provenance: dict[str, Any], check: str, status: str
+) -> None:
+    assert diagnose(data=make_data(**provenance))[check]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("row", "check", "status"),
+    [
+        (Row([5, 6, 288], [False, True, True]), "data.ids", "fail"),
+        (Row([5, 6, 7], [True, False, False]), "data.masks", "fail"),
+        (Row([5, 6, 7], [True, True, True]), "data.masks", "warn"),
+        (Row([5] * 60, [False] * 59 + [True]), "data.length", "warn"),
+        (Row([5, 6, 7], [False, True]), "data.shapes", "fail"),
+    ],
+)
+def test_rows(diagnose: Callable[..., Any], make_data: Callable[..., str], row: Row, check: str, status: str) -> None:
+    assert diagnose(data=make_data([row, row]), max_length=50)[check]["status"] == status
+
+
+def test_unreadable_data_fails(diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path) -> None:
+    assert diagnose(data="gone")["data.reads"]["status"] == "fail"
+    assert diagnose(data=make_data([]))["data.reads"]["status"] == "fail"
+    folder = Path(make_data())
+    (folder / "part-00000.parquet").write_bytes(b"PAR1 broken")
+    assert diagnose(data=str(folder))["data.reads"]["status"] == "fail"
+
+
+def test_doubled_beginnings_and_endings() -> None:
+    doubled, single = Row([2, 2, 7], [False, False, True]), Row([2, 7, 2], [False, True, True])
+    assert check_start([doubled, single], 2).status == "fail"
+    assert check_start([single], 2).status == "ok" and check_start([doubled], None).status == "ok"
+    inside = Row([5, 2, 2, 7], [False, False, False, True])  # a template's own, behind a system prompt
+    assert check_start([inside], 2).status == "fail"
+    assert check_ends([doubled], (0,)).status == "warn" and check_ends([doubled], (7,)).status == "ok"
+    assert check_masks([single, Row([3], [True])]).status == "warn"
+
+
+def test_masks_that_go_on_behind_the_end_of_an_answer() -> None:
+    """What a mask of whole rendered turns does: the line break behind the end of text is the template's."""
+    through = Row([7, 8, 0, 9, 5], [False, True, True, True, False])
+    ended = Row([7, 8, 0, 9, 5], [False, True, True, False, False])
+    two_answers = Row([7, 8, 0, 9, 5, 0], [False, True, True, False, True, True])
+    assert check_after_end([ended, through], (0,)).status == "warn"
+    assert check_after_end([ended, two_answers], (0,)).status == "ok"
+
+
+def test_ids_in_the_padding_of_the_head_and_mask_tokens_in_text() -> None:
+    rows = [Row([5, 6, 7], [False, True, True]), Row([5, 295, 7], [False, True, True])]
+    assert check_known(rows, 290, 300).status == "warn" and check_known(rows[:1], 290, 300).status == "ok"
+    assert check_known(rows, 290, 292).status == "ok"  # that is for data.ids to say
+    assert check_unused(rows, 6).status == "warn" and check_unused(rows, 9).status == "ok"
+
+
+def test_the_vocabulary_that_a_draft_needs_is_measured_on_unseen_answers() -> None:
+    common = [Row([at % 50 for at in range(300)], [False] + [True] * 299) for _ in range(20)]
+    told = check_vocabulary(common)
+    assert told.status == "ok" and "the 50 most frequent" in told.what and "at most" in told.what
+    rare = [Row([at % 50 + 1000 * (row % 2) for at in range(300)], [False] + [True] * 299) for row in range(20)]
+    assert check_vocabulary(rare).status == "warn"
+    assert "too few" in check_vocabulary(common[:2]).what
+    # Nine in ten are common, the others never seen twice.
+    mixed = [Row([at % 50 if at % 10 else 100 + 300 * row + at for at in range(300)], [True] * 300) for row in range(20)]
+    unseen = check_vocabulary(mixed)
+    assert unseen.status == "warn" and "90.0%" in unseen.what
+
+
+def test_plain_text_for_a_chat_model_is_warned_of(
+    tiny_target: Callable[..., str], tmp_path: Path, make_data: Callable[..., str], diagnose: Callable[..., Any]
+) -> None:
+    folder = tmp_path / "chat"
+    shutil.copytree(tiny_target("llama"), folder)
+    config = read_json(folder / "tokenizer_config.json", "config")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    template = "{% for m in messages %}<|mask|>{{ m.content }}{% endfor %}"
+    write_json(folder / "tokenizer_config.json", config | {"chat_template": template, "additional_special_tokens": ["<|mask|>"]})
+    plain, chat = Row([5, 6, 7], [False, True, True]), Row([2, 6, 7], [False, True, True])  # 2 is <|mask|>
+    assert Target.load(folder).tokenizer().convert_tokens_to_ids("<|mask|>") == 2
+    found = {
+        name: diagnose(target=str(folder), data=make_data(rows))["data.chat"]["status"]
+        for name, rows in (("plain", [plain, plain]), ("some", [plain, chat]), ("chats", [chat, chat]))
+    }
+    assert found == {"plain": "warn", "some": "warn", "chats": "ok"}
+
+
+def test_the_first_rows_are_shown_whole_with_their_masks(
+    target: Target, make_data: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = target.tokenizer()("def f(x):\n", add_special_tokens=False)["input_ids"]
+    rows = [Row(ids, [False] * 2 + [True] * (len(ids) - 2)) for _ in range(3)]
+    run(DoctorConfig(target=target.name, data=make_data(rows), show=2, max_length=len(ids) - 1))
+    out = capsys.readouterr().out
+    text = target.tokenizer().decode
+    line = f"--- row 1: {len(ids) - 1} tokens, cut from {len(ids)}, {len(ids) - 3} trained\n{text(ids[:2])}[[{text(ids[2:-1])}]]"
+    assert line in out and "--- row 2" in out and "--- row 3" not in out
+    run(DoctorConfig(target=target.name, data=make_data(rows), show=0))
+    assert "--- row" not in capsys.readouterr().out
+
+
+def test_data_alone_is_judged_with_the_target_it_names(
+    target: Target, diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
+) -> None:
+    assert diagnose(target=None, data=make_data())["data.target"]["status"] == "ok"
+    with pytest.raises(UserError, match="target"):
+        diagnose(target=None, data=make_data(target=None))
+    with pytest.raises(UserError, match="provenance"):
+        diagnose(target=None, data=str(tmp_path / "gone"))
+
+
+def test_colours_replace_brackets_and_text_cannot_steer_the_terminal() -> None:
+    class Letters:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            return "".join(map(chr, ids))
+
+    text = marked([97, 27, 98], [False, True, True], HarmlessDecoder(Letters()), COLOUR)
+    assert text == f"a{COLOUR.begin}\ufffdb{COLOUR.end}"
+
+
+def test_rendered_text_marks_what_the_target_wrote(target: Target) -> None:
+    tokenizer = target.tokenizer()
+    prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("def f", "(x):\n"))
+    shown = rendered([Row(prompt + answer, [False] * len(prompt) + [True] * len(answer))], tokenizer)
+    assert shown == r"def f[[(x):\n]]"
+
+
+def test_memory_beyond_the_machine_is_warned_of() -> None:
+    assert compare("memory.serving", "much", 2**60, torch.device("cpu"), "less").status == "warn"
+    assert compare("memory.serving", "little", 2**20, torch.device("cpu"), "less").status == "ok"
+
+
+def test_a_model_that_ignores_the_attention_interface_fails(diagnose: Callable[..., Any], tmp_path: Path) -> None:
+    from transformers import FalconConfig
+
+    config = FalconConfig(vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "falcon")
+    assert diagnose(target=str(tmp_path / "falcon"))["target.loads"]["status"] == "fail"

@@ -1,0 +1,245 @@
+"""EAGLE-3 exports: what is written, what is refused, and what vLLM and SGLang would read from it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.errors import UserError
+from draftsmith.files import write_json
+from draftsmith.train.export.command import run
+from draftsmith.train.export.config import ExportConfig
+from draftsmith.train.export.layouts.eagle3 import expected_shapes
+from draftsmith.train.export.readers.table import READERS
+from draftsmith.train.export.readers.understood import Understood
+
+VOCAB, HIDDEN = 288, 32  # of tiny_target("llama"), which has 4 layers
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0, "vocab_size": VOCAB, "draft_vocab_size": 100,
+    "tie_word_embeddings": False, "attention_bias": False, "target_hidden_size": HIDDEN, "num_aux_hidden_states": 3,
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False, "dtype": "float32",
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}  # fmt: skip
+
+
+def random_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: shape for name, shape in expected_shapes(config).items() if name != "d2t"}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if config["draft_vocab_size"] != config["vocab_size"]:
+        ids = torch.randperm(VOCAB, generator=generator)[: config["draft_vocab_size"]].sort().values
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    return tensors
+
+
+@pytest.fixture
+def make_draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Path]:
+    """`make_draft(change)` writes an EAGLE-3 checkpoint after `change(config, tensors)`."""
+
+    def draft(change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object] | None = None) -> Path:
+        folder = tmp_path / "draft"
+        folder.mkdir(exist_ok=True)
+        config = copy.deepcopy(CONFIG)
+        tensors = random_tensors(config)
+        if change is not None:
+            change(config, tensors)
+        write_json(folder / "config.json", config)
+        save_file(tensors, folder / "model.safetensors")
+        target = {"name": tiny_target("llama"), "vocab_size": VOCAB}
+        write_json(folder / "draftsmith.json", {"schema": 1, "family": "eagle3", "target": target, "evaluation": {}})
+        return folder
+
+    return draft
+
+
+def export(draft: Path, engine: str, **options: Any) -> Path:
+    out = draft.parent / f"out-{engine}"
+    assert run(ExportConfig(draft=str(draft), to=engine, out=str(out), prove=False, **options)) == 0
+    return out
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_as(engine: str, folder: Path) -> Understood:
+    understood = READERS["eagle3", engine](folder, {"num_hidden_layers": 4})
+    assert understood is not None
+    return understood
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_both_engines_read_the_portable_layout_alike(make_draft: Callable[..., Path], engine: str) -> None:
+    draft = make_draft()
+    out = export(draft, engine)
+    original = load_file(draft / "model.safetensors")
+    for reader in ("vllm", "sglang"):
+        config, tensors, _ = read_as(reader, out)
+        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+        assert {**tensors, "t2d": original["t2d"]}.keys() == original.keys()
+        assert all(torch.equal(tensor, original[name]) for name, tensor in tensors.items())
+    assert config["draft_vocab_size"] == 100 and config["tie_word_embeddings"] is False
+
+
+def test_the_readers_tell_broken_folders(make_draft: Callable[..., Path]) -> None:
+    out = export(make_draft(), "vllm")
+    tensors, config = load_file(out / "model.safetensors"), read_config(out)
+    save_file({**tensors, "midlayer.q_norm.weight": torch.ones(8)}, out / "model.safetensors")
+    with pytest.raises(UserError, match="vLLM knows no parameter"):
+        read_as("vllm", out)
+    read_as("sglang", out)  # passes over it
+    hidden = tensors.pop("midlayer.hidden_norm.weight")
+    save_file({**tensors, "midlayer.hiddennorm.weight": hidden}, out / "model.safetensors")
+    with pytest.raises(UserError, match=r"SGLang finds no weight for its parameter 'model.layers.0.hidden_norm.weight'"):
+        read_as("sglang", out)
+    # As SpecForge writes it: the older runner of vLLM is off by one, the newer one falls back on other layers.
+    write_json(out / "config.json", {name: value for name, value in config.items() if not name.startswith("eagle_aux")})
+    with pytest.raises(UserError, match="vLLM's two runners would tap"):
+        read_as("vllm", out)
+
+
+def test_speculators_layout(make_draft: Callable[..., Path], tiny_target: Callable[..., str]) -> None:
+    draft = make_draft()
+    out = export(draft, "speculators", speculative_tokens=5)
+    config, tensors = read_config(out), load_file(out / "model.safetensors")
+    assert config["speculators_model_type"] == "eagle3" and config["norm_before_residual"] is False
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert config["speculators_config"]["verifier"]["name_or_path"] == tiny_target("llama")
+    assert read_as("speculators", out).config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    original = load_file(draft / "model.safetensors")
+    assert torch.equal(tensors["layers.0.self_attn.q_proj.weight"], original["midlayer.self_attn.q_proj.weight"])
+    assert not [name for name in tensors if name.startswith("midlayer")]
+
+
+def test_the_other_layer_prefix_is_renamed(make_draft: Callable[..., Path]) -> None:
+    """SGLang before 0.5.23 knew the layer by one name only."""
+
+    def prefixed(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("midlayer.")]:
+            tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+
+    written = load_file(export(make_draft(prefixed), "sglang") / "model.safetensors")
+    assert not any(name.startswith("layers.") for name in written) and "midlayer.self_attn.q_proj.weight" in written
+
+
+def test_full_vocabulary_needs_no_map(make_draft: Callable[..., Path]) -> None:
+    def full(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["draft_vocab_size"] = VOCAB
+        tensors.clear()
+        tensors.update(random_tensors(config))
+
+    out = export(make_draft(full), "sglang")
+    assert "d2t" not in load_file(out / "model.safetensors")
+
+
+def drop(*names: str) -> Callable[..., None]:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            (tensors if name in tensors else config).pop(name)
+
+    return change
+
+
+def assign(**values: Any) -> Callable[..., None]:
+    return lambda config, tensors: config.update(values)
+
+
+def replace(name: str, tensor: torch.Tensor) -> Callable[..., None]:
+    return lambda config, tensors: tensors.update({name: tensor})
+
+
+NESTED = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (drop("draft_vocab_size"), "lacks 'draft_vocab_size'"),
+        (drop("eagle_aux_hidden_state_layer_ids"), "lacks 'eagle_aux_hidden_state_layer_ids'"),
+        (drop("fc.weight"), "weight 'fc.weight' is missing"),
+        (drop("d2t"), "weight 'd2t' is missing"),
+        (assign(eagle_config=NESTED), "SGLang would read other layers than vLLM, write [0, 1, 2]"),
+        (assign(eagle_aux_hidden_state_layer_ids=[2, 1, 3]), "its eagle_config says [0, 1, 2]"),
+        (
+            assign(
+                eagle_aux_hidden_state_layer_ids=[3, 2, 1],
+                eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 1, 0]},
+            ),
+            "train with [1, 2, 3]",
+        ),
+        (
+            assign(
+                eagle_aux_hidden_state_layer_ids=[1, 2, 4],
+                eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
+            ),
+            "engines can read 1 to 3",
+        ),
+        (assign(num_hidden_layers=2), "weight 'layers.1.self_attn.q_proj.weight' is missing"),
+        (assign(tie_word_embeddings=True), "tie_word_embeddings=True"),
+        (assign(architectures=["Qwen3Eagle3Model"]), "'Qwen3Eagle3Model' is not the portable EAGLE-3 one"),
+        (assign(attention_bias=True), "attention_bias=True"),
+        (assign(fc_norm=True), "weight 'fc_norm.0.weight' is missing"),
+        (replace("fc_norm.0.weight", torch.ones(HIDDEN)), "'fc_norm.0.weight' of shape [32] has no place"),
+        (assign(vocab_size=300), "vocab_size 300"),
+        (assign(intermediate_size=64), "has shape [48, 32], its config.json implies [64, 32]"),
+        (replace("midlayer.q_norm.weight", torch.ones(8)), "'midlayer.q_norm.weight' of shape [8] has no place"),
+        (replace("norm.weight", torch.full((HIDDEN,), float("nan"))), "'norm.weight'"),
+        (replace("d2t", torch.zeros(100, dtype=torch.int64) - 1), "d2t does not map"),
+        (replace("d2t", torch.full((100,), VOCAB, dtype=torch.int64)), "d2t does not map"),
+    ],
+)
+def test_what_no_engine_could_serve_is_refused_in_one_sentence(
+    make_draft: Callable[..., Path], change: Callable[..., None], wanted: str
+) -> None:
+    draft = make_draft(change)
+    with pytest.raises(UserError) as caught:
+        export(draft, "vllm")
+    assert wanted in str(caught.value) and "\n" not in str(caught.value)
+    assert [path.name for path in draft.parent.iterdir()] == ["draft"], "a refused export leaves nothing behind"
+
+
+def normed(key: str) -> Callable[..., None]:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config[key] = True
+        if key == "fc_norm":
+            tensors |= {f"fc_norm.{index}.weight": torch.ones(HIDDEN) for index in range(3)}
+        if key == "norm_before_fc":
+            tensors["input_norm.weight"] = torch.ones(3 * HIDDEN)
+
+    return change
+
+
+@pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
+def test_norms_go_where_they_are_read(make_draft: Callable[..., Path], key: str) -> None:
+    draft = make_draft(normed(key))
+    assert read_config(export(draft, "vllm"))[key] is True
+    assert read_config(export(draft, "speculators"))[key] is True
+    if key == "norm_before_residual":
+        with pytest.raises(UserError, match="SGLang cannot express"):
+            export(draft, "sglang")
+    else:
+        assert read_as("sglang", export(draft, "sglang")).config[key] is True
+
+
+def test_targets_with_scaled_embeddings_need_embeddings_in_the_draft(
+    make_draft: Callable[..., Path], tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    target = json.loads((Path(tiny_target("llama")) / "config.json").read_text())
+    scaled = {**target, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "query_pre_attn_scalar": 16}
+    (tmp_path / "scaled").mkdir()
+    write_json(tmp_path / "scaled" / "config.json", scaled)
+    with pytest.raises(UserError, match="scales its token embeddings"):
+        export(make_draft(), "vllm", target=str(tmp_path / "scaled"))
+    own = make_draft(replace("embed_tokens.weight", torch.zeros(VOCAB, HIDDEN)))
+    export(own, "vllm", target=str(tmp_path / "scaled"))

@@ -1,0 +1,168 @@
+"""The export command around the layouts: where it reads and writes, its model card, its refusals."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from draftsmith.drafters import checkpoint
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json
+from draftsmith.train.export.command import run
+from draftsmith.train.export.config import LAYOUTS, ExportConfig
+from draftsmith.train.export.layouts.table import REFUSALS, WRITERS
+
+
+@pytest.fixture
+def draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Path:
+    folder = tmp_path / "draft"
+    AutoModelForCausalLM.from_pretrained(tiny_target("llama", seed=1)).save_pretrained(folder)
+    set_record(folder, family="draft-lm", target={"name": tiny_target("llama")}, training={"steps": 7}, evaluation=[])
+    return folder
+
+
+def set_record(folder: Path, **values: Any) -> None:
+    record = folder / "draftsmith.json"
+    known = read_json(record) if record.is_file() else {"schema": 1}
+    write_json(record, {**known, **values})
+
+
+def export(source: Path, out: str = "out", **options: Any) -> Path:
+    folder = source.parent / out
+    run(ExportConfig(**{"draft": str(source), "to": "hf", "out": str(folder), "prove": False, **options}))
+    return folder
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        export(folder, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_family_and_layout_is_written_or_refused_with_a_reason() -> None:
+    for family, writers in WRITERS.items():
+        for layout in LAYOUTS:
+            assert (layout in writers) != ((family, layout) in REFUSALS), (family, layout)
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else(draft: Path) -> None:
+    out = export(draft)
+    (out / "leftover").write_text("x")
+    assert not (export(draft) / "leftover").exists()
+    (draft.parent / "mine").mkdir()
+    (draft.parent / "mine" / "notes.txt").write_text("x")
+    assert "is not an earlier export" in refusal(draft, out="mine")
+    assert (draft.parent / "mine" / "notes.txt").is_file()
+
+
+def test_a_draft_checkpoint_is_never_overwritten(draft: Path) -> None:
+    assert "is where the export is read from" in refusal(draft, out="draft")
+    other = draft.parent / "other-draft"
+    other.mkdir()
+    set_record(other, family="eagle3", target={"name": "x"})
+    assert "is not an earlier export" in refusal(draft, out="other-draft")
+
+
+def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path, tiny_target: Callable[..., str]) -> None:
+    assert "'gone' is neither a folder nor" in refusal(draft, draft="gone")
+    assert "target 'gone' is neither a folder nor" in refusal(draft, target="gone")
+    assert "--speculative-tokens is 0" in refusal(draft, speculative_tokens=0)
+    assert "speculators layout has no plain draft LMs; export this draft-lm draft --to vllm or sglang or hf" in refusal(
+        draft, to="speculators"
+    )
+    set_record(draft, target={})
+    assert "does not say which target it is for; give --target" in refusal(draft)
+    set_record(draft, target={"name": tiny_target("llama"), "tokenizer_hash": "another"})
+    assert "another tokenizer" in refusal(draft)
+    set_record(draft, family="ngram", target={"name": str(tmp_path)})
+    assert "config.json" in refusal(draft)
+    write_json(tmp_path / "config.json", {})
+    assert "family 'ngram' has no weights to export" in refusal(draft)
+    (draft / "draftsmith.json").write_text("{")
+    assert "is not valid JSON" in refusal(draft)
+
+
+def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
+    draft: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def snapshot(name: str, *, ignore_patterns: list[str] | None, revision: str | None = None) -> str:
+        asked.append((name, ignore_patterns))
+        return tiny_target("llama")
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot)
+    set_record(draft, target={"name": "ann/target"})
+    card = (export(draft) / "README.md").read_text()
+    assert [(name, "*.safetensors" in patterns) for name, patterns in asked] == [("ann/target", True)]
+    assert "base_model: ann/target" in card
+
+
+def test_a_draft_made_elsewhere_needs_no_record(draft: Path, tiny_target: Callable[..., str]) -> None:
+    (draft / "draftsmith.json").unlink()
+    assert "does not say which target" in refusal(draft)
+    out = export(draft, target=tiny_target("llama"))
+    card = (out / "README.md").read_text()
+    assert "Nothing was measured" in card and "carries no training record" in card
+    assert read_json(out / "draftsmith.json")["family"] == "draft-lm"
+    shutil.copy(Path(tiny_target("other_vocab")) / "tokenizer.json", draft)
+    shutil.copy(Path(tiny_target("other_vocab")) / "tokenizer_config.json", draft)
+    assert "the draft's tokenizer is not the target's" in refusal(draft, target=tiny_target("llama"))
+
+
+def estimate(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.01, "high": value + 0.01}
+
+
+def evaluation(temperature: float, tau: float) -> dict[str, Any]:
+    return {
+        "temperature": temperature, "k": 3, "documents": 5, "tokens": 1234, "rounds": 500.0, "tau": estimate(tau),
+        "alpha": [estimate(0.71), estimate(0.62), None], "tau_by_k": [1.7, 2.1, 2.2], "unlikely": 0.0, "method": "by a test",
+    }  # fmt: skip
+
+
+def test_the_card_shows_what_was_measured(draft: Path) -> None:
+    set_record(draft, evaluation=[evaluation(1.0, 2.25), evaluation(0.0, 2.5)])
+    card = (export(draft) / "README.md").read_text()
+    assert "| temperature | tau (95 %) | alpha_1 | alpha_2 | alpha_3 | tokens |" in card
+    assert "| 0 | 2.50 (2.49 to 2.51) | 0.710 | 0.620 | - | 1234 |" in card
+    assert card.index("| 0 | 2.50") < card.index("| 1 | 2.25")
+    assert '"steps": 7' in card and "Method: by a test." in card
+
+
+def test_the_card_shows_decoded_beside_predicted(draft: Path) -> None:
+    decoded = evaluation(1.0, 2.25) | {"measured": {"tau": estimate(2.31)}}
+    set_record(draft, evaluation=[decoded, evaluation(0.0, 2.5)])
+    card = (export(draft) / "README.md").read_text()
+    assert "| temperature | tau (95 %) | tau decoded (95 %) | alpha_1 |" in card
+    assert (
+        "| 1 | 2.25 (2.24 to 2.26) | 2.31 (2.30 to 2.32) | 0.710 |" in card and "| 0 | 2.50 (2.49 to 2.51) | - | 0.710 |" in card
+    )
+    assert "counted in lossless decoding" in card
+
+
+def test_the_card_names_data_and_method(draft: Path) -> None:
+    data = {"prompts": "stdlib:code", "answers": 24, "tokens": 1130, "temperature": 1.0}
+    set_record(draft, training={"steps": 300, "data": data})
+    card = (export(draft) / "README.md").read_text()
+    assert "300 steps, on 24 answers (1130 tokens) that the target wrote at temperature 1 to prompts from `stdlib:code`" in card
+
+
+def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
+    card = (export(draft) / "README.md").read_text()
+    assert "Nothing was measured for this checkpoint" in card and "alpha_1" not in card
+
+
+def test_the_card_says_how_to_serve_in_each_engine(draft: Path, tiny_target: Callable[..., str]) -> None:
+    card = (export(draft, speculative_tokens=4) / "README.md").read_text()
+    target = tiny_target("llama")
+    assert f'vllm serve {target} --speculative-config \'{{"method": "draft_model"' in card
+    assert '"num_speculative_tokens": 4' in card
+    assert "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
+    assert "assistant_model=" in card

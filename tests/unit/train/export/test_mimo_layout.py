@@ -1,0 +1,160 @@
+"""Stitched MTP: the folder is still the target, and the module read as vLLM reads it is still our module."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.mtp import Mtp
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train.export.command import run
+from draftsmith.train.export.config import ExportConfig
+from draftsmith.train.session import older_drafter
+
+
+class MimoModule(torch.nn.Module):
+    """What vLLM builds from `model.mtp_layers.0.*` (mimo_mtp.py), over transformers' Qwen2 layer."""
+
+    def __init__(self, config: Qwen2Config):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.token_layernorm = Qwen2RMSNorm(size, eps)
+        self.hidden_layernorm = Qwen2RMSNorm(size, eps)
+        self.input_proj = torch.nn.Linear(2 * size, size, bias=False)
+        self.mtp_block = Qwen2DecoderLayer(config, layer_idx=0)
+        self.final_layernorm = Qwen2RMSNorm(size, eps)
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        block = re.compile(r"^(self_attn|mlp|input_layernorm|post_attention_layernorm)\.")
+        names = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors.items() if "mtp_layers" in name}
+        self.load_state_dict({block.sub(r"mtp_block.\1.", name): tensor for name, tensor in names.items()})
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Qwen2RotaryEmbedding) -> torch.Tensor:
+        positions = torch.arange(embeds.shape[1])[None]
+        embeds = torch.where(positions[..., None] == 0, 0, embeds)
+        mixed = self.input_proj(torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embeds)], dim=-1))
+        mask = torch.full((embeds.shape[1],) * 2, float("-inf")).triu(1)[None, None]
+        state = self.mtp_block(mixed, attention_mask=mask, position_embeddings=rotary(mixed, positions))
+        return self.final_layernorm(state)
+
+
+@pytest.fixture
+def exported(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., tuple[Target, Mtp, Path]]:
+    def make(arch: str = "llama", options: MtpOptions | None = None) -> tuple[Target, Mtp, Path]:
+        target = Target.load(tiny_target(arch))
+        drafter = Mtp.create(options or MtpOptions(), target, seed=3)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in drafter.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.add_(noise * (0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5))
+        checkpoint.save(drafter, tmp_path / "draft", target)
+        run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out"), prove=False))
+        return target, drafter, tmp_path / "out"
+
+    return make
+
+
+def stitched_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in set(weight_map.values())}
+    assert sum(map(len, files.values())) == len(weight_map), "the index names every tensor once"
+    return {name: files[file][name] for name, file in weight_map.items()}
+
+
+IDS = torch.randint(2, 288, (1, 12), generator=torch.Generator().manual_seed(1))
+
+
+def test_transformers_still_loads_the_target(exported: Callable[..., tuple[Target, Mtp, Path]]) -> None:
+    target, _, folder = exported()
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded).__name__ == "Qwen2ForCausalLM"
+    assert not info["missing_keys"]
+    with torch.no_grad():
+        expected = target.head(target.states(IDS, torch.ones_like(IDS), ())[1])
+        torch.testing.assert_close(loaded(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer().get_vocab()
+
+
+def test_vllm_reads_the_module_that_was_trained(exported: Callable[..., tuple[Target, Mtp, Path]]) -> None:
+    target, drafter, folder = exported()
+    values = json.loads((folder / "config.json").read_text())
+    assert values["architectures"] == ["MiMoForCausalLM"] and values["num_nextn_predict_layers"] == 1
+    config = Qwen2Config(**{key: value for key, value in values.items() if key not in ("architectures", "model_type")})
+    config._attn_implementation = "eager"
+    module = MimoModule(config).eval()
+    module.load(stitched_tensors(folder))
+    rotary = Qwen2RotaryEmbedding(config)
+    mask = torch.ones_like(IDS)
+    with torch.no_grad():
+        # MiMo hands its module the target's state before the last norm, raw id L.
+        taps, _ = target.states(IDS, mask, (target.num_layers,))
+        theirs = module(target.embed(torch.roll(IDS, -1, 1)), taps, rotary)
+        batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=target.states(IDS, mask, drafter.taps)[0], num_steps=1)
+        ours = next(iter(drafter.unroll(batch))).hidden
+    torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
+    exported: Callable[..., tuple[Target, Mtp, Path]], biased: bool, tmp_path: Path
+) -> None:
+    _, drafter, folder = exported()
+    if biased:  # as published ones are
+        stitched = load_file(folder / "model-mtp.safetensors")
+        for name in stitched:
+            if name.endswith("_proj.bias"):
+                stitched[name] = torch.linspace(-1.0, 1.0, stitched[name].numel())
+        save_file(stitched, folder / "model-mtp.safetensors", metadata={"format": "pt"})
+    target = Target.load(str(folder))
+    native = older_drafter(str(folder), "mtp", target)
+    assert isinstance(native, Mtp)
+    own, wanted = native.state_dict(), drafter.state_dict()
+    assert {name for name in own if name not in wanted} == {f"layer.self_attn.{kind}_proj.bias" for kind in "qkv" if biased}
+    assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
+    checkpoint.save(native, tmp_path / "tuned", target)
+    again = checkpoint.load(tmp_path / "tuned", target)
+    run(ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "again")))  # and proves what was written
+    assert again.state_dict().keys() == own.keys()
+    old, new = stitched_tensors(folder), stitched_tensors(tmp_path / "again")
+    assert all(torch.equal(old[name], new[name]) for name in old if "mtp_layers" in name)
+
+
+def test_a_target_with_other_modules_than_one_is_refused(exported: Callable[..., tuple[Target, Mtp, Path]]) -> None:
+    target, _, folder = exported()
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "num_nextn_predict_layers": 3}))
+    with pytest.raises(UserError, match="num_nextn_predict_layers=3"):
+        checkpoint.load(folder, target)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma", "gpt_neox", "mixtral", "mistral"])
+def test_targets_that_the_layout_cannot_express_are_refused(exported: Callable[..., object], arch: str) -> None:
+    # mistral: its sliding window.
+    with pytest.raises(UserError, match="train an eagle3 draft"):
+        exported(arch)
+
+
+def test_a_module_of_another_width_is_refused(exported: Callable[..., object]) -> None:
+    with pytest.raises(UserError, match="wants an MTP layer of the target's shape"):
+        exported("llama", MtpOptions(intermediate_size=40))
+
+
+@pytest.mark.parametrize("engine", ["sglang", "speculators", "hf"])
+def test_engines_without_a_matching_layout_are_refused(
+    exported: Callable[..., tuple[Target, Mtp, Path]], engine: str, tmp_path: Path
+) -> None:
+    exported()
+    with pytest.raises(UserError, match="export this mtp draft --to vllm"):
+        run(ExportConfig(draft=str(tmp_path / "draft"), to=engine, out=str(tmp_path / "other")))

@@ -1,0 +1,256 @@
+"""What is stored of a target teaches as the target does: bfloat16 and fp8 states, sparse laws, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.config import build, to_dict
+from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.generate import command as generate
+from draftsmith.drafters.options import Eagle3Options, MedusaOptions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.taps import FINAL
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.kernels.divergence.fused import divergence
+from draftsmith.kernels.divergence.kind import FORWARD_KL
+from draftsmith.kernels.sampling.top_tokens import top_law
+from draftsmith.train.command import run
+from draftsmith.train.config import OptimConfig, TrainConfig
+from draftsmith.train.data.batches import pack
+from draftsmith.train.data.dataset import Corpus, read_corpus
+from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
+from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.stored_teacher import LawTeacher, TapTeacher, stored_teacher
+from draftsmith.train.objective.teacher import LiveTeacher, Teacher
+from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
+
+TAPS = (1, 2, 3)
+
+
+@pytest.fixture
+def target(tiny_target) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture
+def stored(target: Target, tmp_path: Path) -> Callable[..., Path]:
+    """A folder of 12 answers in shards of 5, with what is asked for stored of them."""
+
+    def make(**options: Any) -> Path:
+        values = {"prompts": "stdlib:prose", "count": 12, "prompt_tokens": 9, "max_tokens": 14, "batch": 4, "shard": 5}
+        generate.run(GenerateConfig(target=target.name, out=str(tmp_path / "data"), **values | options))
+        return tmp_path / "data"
+
+    return make
+
+
+def corpus_of(folder: Path) -> Corpus:
+    return read_corpus(folder, max_length=64, vocab_size=288, held_out_share=0.0)
+
+
+def text_of(corpus: Corpus, rows: list[list[int]]) -> WeightedText:
+    batch = pack(corpus.train.__getitems__(rows))
+    return WeightedText(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        weights=batch.loss_mask.float(),
+        segments=batch.segments,
+        places=batch.places,
+    )
+
+
+# Packed and alone, in and out of the folder's order, from every shard.
+ROWS = [[0, 1, 7], [11], [6, 2]]
+
+
+def loss(target: Target, teacher: Teacher, text: WeightedText, family: str = "eagle3") -> UnrolledLoss:
+    options = Eagle3Options(taps=TAPS) if family == "eagle3" else MedusaOptions(num_heads=3)
+    drafter = FAMILIES[family].create(options, target, seed=0)
+    return unrolled_loss(drafter, teacher, text, num_steps=3, weighting=Exponential(0.8))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2.0**-8), ("fp8", 2.0**-4)])
+def test_stored_states_are_the_targets_to_their_precision(target, stored, precision, tolerance):
+    """bfloat16 rounds to 8 bits; e4m3 to 4 bits of numbers within 2**-6 of the largest it has, which each state is scaled to."""
+    corpus = corpus_of(folder := stored(store_taps=precision, taps=TAPS))
+    text = text_of(corpus, ROWS)
+    teacher = stored_teacher(target, folder, corpus.provenance, (*TAPS, FINAL))
+    assert isinstance(teacher, TapTeacher)
+    wanted = (3, FINAL, 1)
+    live, kept = (one.read(text, wanted).taps.unflatten(-1, (3, -1)) for one in (LiveTeacher(target), teacher))
+    real = text.attention_mask.bool()
+    # Half of the smallest step that e4m3 has, beside its largest number.
+    floor = live.abs().amax(dim=-1, keepdim=True) * 2.0**-10 / LARGEST_FP8
+    error = (kept - live)[real].abs() - floor[real]
+    assert (error <= tolerance * live[real].abs()).all()
+    # The final state is bfloat16 either way.
+    assert ((kept - live)[real][:, 1].abs() <= 2.0**-8 * live[real][:, 1].abs()).all()
+    assert (kept[real] != live[real]).any()
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-3), ("fp8", 2e-2)])
+@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+def test_losses_under_stored_taps_are_the_live_ones(target, stored, family, precision, tolerance):
+    """States are off by 2**-9 on average, fp8 ones by 2**-5; losses average that over some hundred positions."""
+    corpus = corpus_of(folder := stored(store_taps=precision, taps=TAPS))
+    text = text_of(corpus, ROWS)
+    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
+    expected, found = loss(target, LiveTeacher(target), text, family), loss(target, teacher, text, family)
+    assert found.total.item() == pytest.approx(expected.total.item(), rel=tolerance)
+    assert torch.allclose(found.sums.alpha, expected.sums.alpha, rtol=tolerance)
+    assert found.keep is not None
+
+
+def test_states_of_the_next_token_would_be_noticed(target, stored):
+    """Negative control of the places: the same comparison, one token off."""
+    corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
+    whole = vars(text_of(corpus, [[3]]))
+    cut = {name: value if value is None else value[:, :-1] for name, value in whole.items()}
+    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
+    expected = loss(target, LiveTeacher(target), WeightedText(**cut)).total.item()
+    assert loss(target, teacher, WeightedText(**cut)).total.item() == pytest.approx(expected, rel=2e-3)
+    shifted = loss(target, teacher, WeightedText(**cut | {"places": cut["places"] + 1})).total.item()
+    assert abs(shifted - expected) > 1e-2 * expected
+
+
+def test_text_of_the_moment_is_read_by_the_target(target, stored):
+    corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
+    text = text_of(corpus, [[0], [3]])
+    places = text.places.clone()
+    places[1] = -1
+    mixed = WeightedText(**{**vars(text), "places": places})
+    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
+    live, kept = LiveTeacher(target).read(text, TAPS).taps, teacher.read(mixed, TAPS).taps
+    assert torch.allclose(kept[1], live[1], atol=1e-6) and not torch.equal(kept[0], live[0])
+
+
+def test_sparse_laws_lose_what_the_draft_and_the_target_differ_by_within_the_tail(target, stored):
+    """Chain rule: forward KL is that of the buckets plus, in each row, the tail's mass times the KL of the two laws within it."""
+    corpus = corpus_of(folder := stored(top_logprobs=64))
+    text = text_of(corpus, ROWS)
+    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
+    assert isinstance(teacher, LawTeacher)
+    expected, found = loss(target, LiveTeacher(target), text), loss(target, teacher, text)
+    assert found.keep is None
+    within = expected.sums.divergence - found.sums.divergence
+    assert (within >= 0).all() and within.sum() < 0.5 * expected.sums.divergence.sum()
+
+    row, position = (text.weights > 0).nonzero(as_tuple=True)
+    logits = LiveTeacher(target).read(text, ()).laws(row, position)(slice(None))
+    law, exact = teacher.read(text, ()).laws(row, position), top_law(logits, 64)
+    assert torch.equal(law.ids[:, 0], exact.ids[:, 0])
+    assert torch.allclose(law.logprobs, exact.logprobs, atol=1e-4) and torch.allclose(law.tail, exact.tail, atol=1e-5)
+
+    q_logits, head = torch.randn(len(logits), 288, generator=torch.Generator().manual_seed(0)).double(), torch.eye(288).double()
+    weights, exact = torch.ones(len(logits)), top_law(logits.double(), 64)
+    full = divergence(FORWARD_KL, q_logits, head, lambda rows: logits[rows].double(), weights).rows
+    buckets = divergence(FORWARD_KL, q_logits, head, exact, weights).rows
+    in_tail = torch.ones_like(q_logits, dtype=torch.bool).scatter(1, exact.ids, False)
+    p, q = (law.softmax(-1).where(in_tail, 0.0) for law in (logits.double(), q_logits))
+    p_within, q_within = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    within = torch.where(in_tail, p_within * (p_within.log() - q_within.log()), 0.0).sum(-1)
+    assert torch.allclose(full - buckets, p.sum(-1) * within, atol=1e-9) and (full - buckets).mean() > 0.01
+
+
+def test_a_flipped_byte_is_found_in_the_text_that_has_it(target, stored):
+    corpus = corpus_of(folder := stored(store_taps="fp8", taps=TAPS))
+    path = tap_file(folder / "part-00001.parquet")
+    damaged = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(damaged[:8], "little")
+    first = json.loads(damaged[8:begin])["final"]["data_offsets"][0]
+    damaged[begin + first + 5] ^= 4  # in the first text of the second shard
+    path.write_bytes(damaged)
+    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
+    teacher.read(text_of(corpus, [[0], [6]]), TAPS)
+    with pytest.raises(UserError, match=r"taps-00001.safetensors' are damaged at text 0"):
+        teacher.read(text_of(corpus, [[5]]), TAPS)
+
+
+def test_storing_goes_on_where_it_was_killed_and_repeats_nothing(target, stored, monkeypatch):
+    whole = stored(store_taps="fp8", taps=TAPS)
+    expected = {path.name: path.read_bytes() for path in whole.glob("taps-*")}
+    assert len(expected) == 3
+    shutil.rmtree(whole)
+    honest, passes = Target.states, []
+
+    def states(self, ids, *rest):
+        passes.append(tuple(ids.shape))
+        if len(passes) == limit:
+            raise KeyboardInterrupt
+        return honest(self, ids, *rest)
+
+    monkeypatch.setattr(Target, "states", states)
+    limit = 2 + 2 + 1  # two to measure, two of the first shard, one of the second
+    with pytest.raises(KeyboardInterrupt):
+        stored(store_taps="fp8", taps=TAPS)
+    assert [path.name for path in whole.glob("taps-*")] == ["taps-00000.safetensors"]
+    limit, begun = -1, len(passes)
+    stored(store_taps="fp8", taps=TAPS)
+    assert len(passes) - begun == 2 + 2 + 1  # measured again, then the shards of five and of two
+    assert {path.name: path.read_bytes() for path in whole.glob("taps-*")} == expected
+    assert not list(whole.glob(".*.tmp"))
+
+
+def test_the_cost_is_told_first_and_a_small_disk_refused(target, stored, tmp_path, monkeypatch, capsys):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as small:
+        small.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(UserError, match=r"take up to .* GB and the disk of .* has 0.00 GB free"):
+            stored(store_taps="fp8", taps=TAPS)
+    assert not (tmp_path / "data").exists()
+    capsys.readouterr()
+    folder = stored(store_taps="fp8", taps=TAPS)
+    told = capsys.readouterr().out.splitlines()[0]
+    corpus = corpus_of(folder)
+    written = sum(path.stat().st_size for path in folder.glob("taps-*"))
+    tokens = corpus.train.pieces.num_tokens
+    assert "fp8 take at most" in told and int(told.split()[-2]) >= tokens
+    # 3 taps and the final state of 32 numbers, 3 scales; headers and checksums beside them.
+    assert tokens * (3 * 32 + 2 * 32 + 3 * 4) <= written <= tokens * (3 * 32 + 2 * 32 + 3 * 4) + 3 * 2000
+
+
+def test_what_was_stored_of_something_else_is_refused(target, stored, tiny_target):
+    corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
+    other = Target.load(tiny_target("llama", seed=1))
+    with pytest.raises(UserError, match="of other weights"):
+        stored_teacher(other, folder, corpus.provenance, TAPS)
+    with pytest.raises(UserError, match=r"reads tap 4 and stored are 1, 2, 3; .* --taps 2 4"):
+        stored_teacher(target, folder, corpus.provenance, (2, 4))
+    tap_file(folder / "part-00002.parquet").unlink()
+    with pytest.raises(UserError, match=r"has no taps-00002\.safetensors"):
+        stored_teacher(target, folder, corpus.provenance, TAPS)
+    with pytest.raises(UserError, match="delete them to store"):
+        stored(store_taps="fp8", taps=TAPS)
+    for path in folder.glob("taps-*"):
+        path.unlink()
+    with pytest.raises(UserError, match="neither laws nor taps"):
+        stored_teacher(target, folder, corpus.provenance, TAPS)
+    with pytest.raises(UserError, match="neither laws nor taps"):
+        stored_teacher(other, folder, corpus.provenance, TAPS)
+
+
+@pytest.mark.parametrize("signal", [{"store_taps": "fp8", "taps": TAPS}, {"top_logprobs": 64}])
+def test_training_from_stored_signals_learns(target, stored, tmp_path, signal):
+    folder = stored(**signal)
+    values = {"target": target.name, "data": str(folder), "dtype": "float32", "held_out": 0.0, "eval_prompts": 0}
+    config = TrainConfig(
+        family="eagle3", **values, out=str(tmp_path / "draft"), teacher="stored", packing=True, max_length=64, batch_size=2,
+        steps=30, log_every=5, optim=OptimConfig(lr=1e-2), eagle3=Eagle3Options(taps=TAPS),
+    )  # fmt: skip
+    run(config)
+    lines = (tmp_path / "draft" / "metrics.jsonl").read_text().splitlines()
+    losses = [line.split('"loss": ')[1].split(",")[0] for line in lines if '"loss"' in line]
+    assert float(losses[-1]) < 0.8 * float(losses[0])
+    if "top_logprobs" in signal:
+        for wrong in ({"divergence": "ce"}, {"divergence": "forward-kl", "unroll": {"weights": "d-pace"}}):
+            with pytest.raises(UserError, match="needs whole laws"):
+                run(build(TrainConfig, to_dict(config) | wrong | {"out": str(tmp_path / "other")}))

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftsmith.kernels.acceptance import expected_counts, expected_rounds
+from draftsmith.train.objective.rounds_of_text import answers, deepen, predicted_tau, stretches
+
+
+def simulate(keep: torch.Tensor, generator: torch.Generator) -> tuple[int, list[int], list[int]]:
+    """One text emitted round by round: rounds, and offered and accepted per position."""
+    num_tokens, depth = keep.shape
+    rounds, offered, accepted, start = 0, [0] * depth, [0] * depth, 0
+    while start < num_tokens:
+        rounds += 1
+        kept = 0
+        while kept < depth and start + kept < num_tokens:
+            offered[kept] += 1
+            if torch.rand((), generator=generator) >= keep[start, kept]:
+                break
+            accepted[kept] += 1
+            kept += 1
+        start += kept + 1
+    return rounds, offered, accepted
+
+
+def test_expected_counts_match_a_simulation():
+    generator = torch.Generator().manual_seed(0)
+    keep = torch.rand(9, 3, generator=generator)
+    counts = expected_counts(keep)
+    assert counts.rounds == pytest.approx(expected_rounds(keep), abs=1e-12)
+    runs = [simulate(keep, generator) for _ in range(4000)]
+    rounds = torch.tensor([run[0] for run in runs], dtype=torch.float64)
+    # Five standard errors of each simulated mean.
+    assert abs(rounds.mean() - counts.rounds) < 5 * rounds.std() / len(runs) ** 0.5
+    for at, expected in ((1, counts.offered), (2, counts.accepted)):
+        simulated = torch.tensor([run[at] for run in runs], dtype=torch.float64)
+        error = 5 * simulated.std(dim=0) / len(runs) ** 0.5 + 1e-9
+        assert bool(((simulated.mean(dim=0) - expected).abs() < error).all())
+
+
+def test_expected_counts_of_certain_drafts():
+    counts = expected_counts(torch.ones(7, 3))
+    # Rounds begin at 0 and 4; the second is offered its three tokens 4, 5, 6 and ends the text.
+    assert counts.rounds == 2.0
+    assert counts.offered.tolist() == [2.0, 2.0, 2.0]
+    never = expected_counts(torch.zeros(7, 3))
+    assert never.rounds == 7.0 and never.accepted.sum() == 0.0
+
+
+def test_answers_are_cut_at_the_mask_and_anchored():
+    keep = torch.arange(1.0, 13.0).view(6, 2) / 100
+    mask = torch.tensor([0, 1, 1, 0, 1, 1], dtype=torch.bool)
+    assert stretches(mask) == [(1, 3), (4, 6)]
+    first, second = answers(keep, mask)
+    # Entry [i, s] is the token at j0 + i + s drafted at depth s; past the end there is none.
+    assert torch.equal(first, torch.stack([torch.stack([keep[1, 0], keep[2, 1]]), torch.stack([keep[2, 0], torch.tensor(0.0)])]))
+    assert torch.equal(second[0], torch.stack([keep[4, 0], keep[5, 1]]))
+
+
+def test_predicted_tau_weighs_tokens_not_texts():
+    keep = torch.ones(2, 8, 3)
+    keep[1] = 0.0
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[0, :8] = True
+    mask[1, 4:] = True
+    # 8 tokens in 2 rounds, 4 tokens in 4 rounds.
+    assert predicted_tau(keep, mask) == pytest.approx(12 / 6)
+    assert predicted_tau(keep, torch.zeros(2, 8, dtype=torch.bool)) is None
+
+
+def test_deepen_repeats_the_last_depth_and_cuts():
+    keep = torch.rand(2, 5, 2)
+    assert torch.equal(deepen(keep, 1), keep[..., :1])
+    assert torch.equal(deepen(keep, 4)[..., 3], keep[..., 1])

@@ -1,0 +1,95 @@
+"""What rounds of draft and target did at each position of a text, as rows to train on. Shared by on-policy and online training.
+
+Along the text the draft is judged wherever it was offered: where it stood, and where it fell first. The rest of a rejected draft
+is no part of the text; it is a row of its own, the branch, whose laws are known because the target reads any text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from draftsmith.train.data.weighted_text import WeightedText
+
+
+class Role(enum.IntEnum):
+    """What happened at a position of text that rounds wrote."""
+
+    CONTEXT = 0  # the prompt, or text that nothing tells more about
+    ACCEPTED = 1  # the draft's token stood
+    FIRST_REJECTED = 2  # the draft's token fell; the token here is the target's
+    BONUS = 3  # the target's token after a fully accepted draft
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleWeights:
+    """What a position counts in training by what happened there; 0 is not trained."""
+
+    accepted: float
+    first_rejected: float
+    bonus: float
+    later_rejected: float  # of the rest of a rejected draft
+
+    def of(self, roles: np.ndarray) -> np.ndarray:
+        """[n] roles of a text -> [n] float32."""
+        table = np.zeros(len(Role), dtype=np.float32)
+        table[Role.ACCEPTED], table[Role.FIRST_REJECTED], table[Role.BONUS] = self.accepted, self.first_rejected, self.bonus
+        return table[roles]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The rest of a rejected draft: what the target would say there is known, though the text went another way."""
+
+    tokens: list[int]  # the text up to the rejected token, then the drafted ones
+    begin: int  # first position behind the rejected token
+
+
+class Row(NamedTuple):
+    """A text to train on."""
+
+    tokens: list[int]
+    weights: np.ndarray  # [len(tokens)] float32, of the predicted tokens
+
+    def cut(self, length: int) -> Row:
+        return Row(self.tokens[:length], self.weights[:length])
+
+
+def roles_of(num_drafted: int, accepted: int, committed: int) -> list[Role]:
+    """Of the tokens that one round committed, which trimming may have cut short."""
+    last = Role.FIRST_REJECTED if accepted < num_drafted else Role.BONUS
+    return [*[Role.ACCEPTED] * accepted, last][:committed]
+
+
+def branch_of(before: Sequence[int], drafted: Sequence[int], accepted: int) -> Branch | None:
+    """`before` is all text before the round; None where nothing was drafted behind the first rejected token."""
+    if accepted + 1 >= len(drafted):
+        return None
+    return Branch([*before, *drafted], len(before) + accepted + 1)
+
+
+def text_row(tokens: list[int], roles: np.ndarray, weights: RoleWeights) -> Row:
+    return Row(tokens, weights.of(roles))
+
+
+def branch_row(branch: Branch, weights: RoleWeights) -> Row:
+    behind = np.arange(len(branch.tokens)) >= branch.begin
+    return Row(branch.tokens, np.where(behind, weights.later_rejected, 0.0).astype(np.float32))
+
+
+def padded_rows(rows: Sequence[Row], device: torch.device) -> WeightedText:
+    """Rows of any lengths as one batch."""
+    width = max(len(row.tokens) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask, weights = torch.zeros_like(ids), torch.zeros(len(rows), width)
+    for index, row in enumerate(rows):
+        size = len(row.tokens)
+        ids[index, :size] = torch.tensor(row.tokens)
+        mask[index, :size] = 1
+        weights[index, :size] = torch.from_numpy(row.weights)
+    return WeightedText(input_ids=ids.to(device), attention_mask=mask.to(device), weights=weights.to(device))

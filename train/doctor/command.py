@@ -1,0 +1,101 @@
+"""`draftsmith doctor`: what would go wrong with this target, draft and data, or what does with the server at this URL."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.config import check_draft_options
+from draftsmith.errors import UserError
+from draftsmith.files import read_json
+from draftsmith.train.doctor.config import DoctorConfig
+from draftsmith.train.doctor.finding import FAIL, Finding, table
+from draftsmith.train.quiet import quiet
+
+MOST_SECONDS = 3600.0
+
+
+def run(config: DoctorConfig) -> int:
+    config = with_target(config)
+    check_options(config)
+    findings = examine(config)
+    failed = any(finding.status == FAIL for finding in findings)
+    if config.json:
+        print(json.dumps(report(findings), indent=2))
+    else:
+        show_data(config, findings)
+        print(f"{table(findings)}\n\n{summary(findings)}")
+    return 1 if failed else 0
+
+
+def show_data(config: DoctorConfig, findings: list[Finding]) -> None:
+    """The first texts, if they could be read and spelt."""
+    if (
+        config.show == 0
+        or config.data is None
+        or config.target is None
+        or not any(finding.check == "data.ends" for finding in findings)
+    ):
+        return
+    from draftsmith.train.doctor.data import shown
+
+    text = shown(
+        config.data,
+        config.target,
+        count=config.show,
+        max_length=config.max_length,
+        in_colour=sys.stdout.isatty(),
+        trust_remote_code=config.trust_remote_code,
+    )
+    print(f"{text}\n")
+
+
+def with_target(config: DoctorConfig) -> DoctorConfig:
+    """Data alone is judged with the target that it says it was written by."""
+    if config.data is None or config.target is not None or config.url is not None:
+        return config
+    written_by = read_json(Path(config.data) / "provenance.json", "data provenance").get("target")
+    return replace(config, target=written_by)
+
+
+def examine(config: DoctorConfig) -> list[Finding]:
+    """A server is asked without loading what models need."""
+    if config.url is not None:
+        from draftsmith.train.doctor.server import check_server
+
+        return check_server(config.url, seconds=config.seconds, api_key=config.api_key)
+    quiet()
+    from draftsmith.train.doctor.offline import check_pair
+
+    return check_pair(config)
+
+
+def check_options(config: DoctorConfig) -> None:
+    if config.target is None and config.url is None:
+        raise UserError("option 'target' is required; give --target, or --url of a running server")
+    if config.url is not None and (config.target, config.draft, config.data) != (None, None, None):
+        raise UserError("url is given together with a target, draft or data; ask about them one at a time")
+    check_draft_options(config)
+    if config.url is None and (config.seconds != 0 or config.api_key is not None):
+        raise UserError("seconds and api_key are about a running server; give --url too")
+    if not 0 <= config.seconds <= MOST_SECONDS:
+        raise UserError(f"seconds is {config.seconds:g}; it must be from 0 to {MOST_SECONDS:g}")
+    if config.rows < 1 or config.max_length < 2 or config.sequences < 1 or config.show < 0:
+        raise UserError("--rows and --sequences must be at least 1, --max-length 2 and --show 0; raise them")
+
+
+def report(findings: list[Finding]) -> dict[str, Any]:
+    return {"findings": [finding._asdict() for finding in findings], **counts(findings)}
+
+
+def counts(findings: list[Finding]) -> dict[str, int]:
+    found = Counter(finding.status for finding in findings)
+    return {status: found[status] for status in ("ok", "warn", "fail")}
+
+
+def summary(findings: list[Finding]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in counts(findings).items())

@@ -1,0 +1,59 @@
+"""Everything that can be said of a target, its draft and their data before they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.target.place import find_place
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train.doctor.config import DoctorConfig
+from draftsmith.train.doctor.data import check_data, read_sample
+from draftsmith.train.doctor.distributions import check_law
+from draftsmith.train.doctor.draft import check_draft
+from draftsmith.train.doctor.finding import FAIL, Finding, refused
+from draftsmith.train.doctor.memory import check_serving, check_training
+from draftsmith.train.doctor.target import check_target
+
+
+def check_pair(config: DoctorConfig) -> list[Finding]:
+    """Every check that still makes sense after the ones before it."""
+    assert config.target is not None
+    try:
+        target = Target.load(config.target, device=find_place("auto").device, trust_remote_code=config.trust_remote_code)
+    except UserError as error:
+        return [refused("target.loads", error)]
+    findings = check_target(target)
+    draft = None
+    try:
+        draft = checkpoint.load_draft(config, target)
+    except UserError as error:
+        findings.append(refused("draft.loads", error))
+    if draft is not None:
+        findings += check_draft(config, draft, target)
+    findings.append(check_serving(target, draft, config.sequences))
+    if draft is not None and not config.heterogeneous_vocab:
+        findings.append(check_training(target, draft, config.max_length))
+    if config.data is not None:
+        findings += check_examples(config, config.data, target, draft)
+    return findings
+
+
+def check_examples(config: DoctorConfig, folder: str, target: Target, draft: TrainedDrafter | None) -> list[Finding]:
+    try:
+        sample = read_sample(folder, config.rows)
+    except UserError as error:
+        return [refused("data.reads", error)]
+    findings = check_data(folder, sample, target, config.max_length)
+    if not any(finding.status == FAIL for finding in findings):
+        findings += check_law(sample.rows, sampled_at(sample.provenance), target, draft)
+    return findings
+
+
+def sampled_at(provenance: dict[str, Any]) -> float | None:
+    """The temperature, where the text was drawn from the whole law; a greedy choice no filter changes."""
+    temperature = provenance.get("temperature")
+    filtered = provenance.get("top_k", 0) != 0 or provenance.get("top_p", 1.0) != 1.0
+    return None if filtered and temperature != 0 else temperature

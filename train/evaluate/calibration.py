@@ -1,0 +1,60 @@
+"""A draft that guesses its own alpha (`UnrolledStep.confidence`): its loss, and how far guesses and alpha lie apart.
+
+The target of the guess is alpha itself, sum_v min(p_v, q_v), not whether one drawn token was kept: the same mean with less noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.interface import UnrolledStep
+    from draftsmith.train.objective.unrolled_loss import Predicted
+
+BINS = 10  # of equal width
+
+
+def confidence_loss(
+    steps: Sequence[UnrolledStep], predicted: Sequence[Predicted], alpha: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Weighted sum of the binary cross entropies of the guesses; 0 of drafts that make none. alpha and weights [sum of R]."""
+    guesses = [
+        step.confidence[one.row, one.position - step.offset] for step, one in zip(steps, predicted) if step.confidence is not None
+    ]
+    if not guesses:
+        return weights.new_zeros(())
+    logits = torch.cat(guesses)
+    # Under autocast the guesses come in bfloat16, too coarse for chances near 1.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = binary_cross_entropy_with_logits(logits, alpha.to(logits.dtype), reduction="none")
+    return (weights * losses).sum()
+
+
+class Reliability(NamedTuple):
+    """Sums over the guesses that fell into each bin."""
+
+    count: torch.Tensor  # [BINS]
+    guessed: torch.Tensor  # [BINS]
+    alpha: torch.Tensor  # [BINS]
+
+    @classmethod
+    def of(cls, guesses: torch.Tensor, alpha: torch.Tensor) -> Reliability:
+        """Chances [R]."""
+        guesses, alpha = guesses.double().cpu(), alpha.double().cpu()
+        bins = (guesses * BINS).long().clamp(0, BINS - 1)
+        sums = [
+            torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, one) for one in (torch.ones_like(guesses), guesses, alpha)
+        ]
+        return cls(*sums)
+
+    def plus(self, other: Reliability) -> Reliability:
+        return Reliability(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error: the mean distance of guess and alpha over bins, by how many guesses fell into each."""
+        return float((self.guessed - self.alpha).abs().sum() / self.count.sum())

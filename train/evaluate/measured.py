@@ -1,0 +1,165 @@
+"""tau and alpha_i of a draft while it trains: measured by real lossless decoding of held-out prompts, and predicted by teacher
+forcing on the very texts that the decoding wrote. Both carry 95 % intervals over prompts.
+
+The two share their texts, so they differ by the luck of single rounds alone: a gap beyond the intervals is a fault.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.speculate import SpeculatedText, speculate
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.evaluate.teacher_forced import Estimate, Evaluation, evaluate_draft, ratio
+from draftsmith.train.objective.unrolled_loss import Unrollable
+
+TEMPERATURES = (0.0, 1.0)
+METHOD = "real lossless decoding of held-out prompts, bootstrap over prompts"
+
+
+class Draft(ServingDrafter, Unrollable, Protocol):
+    """Both proposes and unrolls."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What happened in the rounds at one temperature. Entry i of the lists is about draft position i + 1."""
+
+    rounds: int
+    tokens: int  # committed in them
+    tau: Estimate
+    alpha: list[Estimate | None]  # accepted / offered; None where nothing was offered
+    offered: list[int]
+    accepted: list[int]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    measured: Measured
+    predicted: Evaluation
+
+    def to_dict(self) -> dict[str, Any]:
+        """The predicted figures as `Evaluation.to_dict` has them, and beside them what was measured."""
+        measured = asdict(self.measured) | {
+            "tau": self.measured.tau._asdict(),
+            "alpha": [None if estimate is None else estimate._asdict() for estimate in self.measured.alpha],
+            "method": METHOD,
+        }
+        return self.predicted.to_dict() | {"measured": measured}
+
+    def figures(self) -> dict[str, float]:
+        """For a line of metrics; names end in _t0 or _t1."""
+        end = f"_t{self.predicted.temperature:g}"
+        found = _bounded(f"tau{end}", self.measured.tau) | _bounded(f"predicted_tau{end}", self.predicted.tau)
+        for at, alpha in enumerate(self.measured.alpha):
+            if alpha is not None:
+                found |= {f"alpha_{at + 1}{end}": alpha.value, f"offered_{at + 1}{end}": self.measured.offered[at]}
+        return found
+
+    def summary(self) -> str:
+        measured, predicted = self.measured.tau, self.predicted.tau
+        return f"T={self.predicted.temperature:g} tau {measured.value:.2f} (predicted {predicted.value:.2f})"
+
+
+class Figures(NamedTuple):
+    """Of all temperatures."""
+
+    measurements: list[Measurement]
+    counts: dict[str, AcceptanceCounts]  # what happened to each document's prompts, at all temperatures together
+
+    @property
+    def tau(self) -> Estimate:
+        """Tokens a round over all temperatures: what decides which draft is best."""
+        return _tau(list(self.counts.values()))
+
+    def for_metrics(self) -> dict[str, float]:
+        found = _bounded("tau", self.tau)
+        for measurement in self.measurements:
+            found |= measurement.figures()
+        return found
+
+    def summary(self) -> str:
+        return ", ".join(measurement.summary() for measurement in self.measurements)
+
+
+def measure(
+    drafter: Draft,
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    *,
+    k: int,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int = 0,
+) -> Figures:
+    """Decodes the prompts of `sequences` at every temperature; what the target once answered to them is not read."""
+    everything: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
+    measurements = []
+    for temperature in TEMPERATURES:
+        texts: list[SpeculatedText] = []
+        for begin in range(0, len(sequences), batch_size):
+            part = sequences[begin : begin + batch_size]
+            texts += speculate(
+                drafter,
+                target,
+                [prompt_of(sequence).tolist() for sequence in part],
+                k=k,
+                temperature=temperature,
+                seeds=[seed * 1_000_003 + number for number in range(begin, begin + len(part))],
+                max_new_tokens=max_new_tokens,
+            ).texts
+        counts: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
+        for sequence, text in zip(sequences, texts, strict=True):
+            counts[sequence.name].merge(text.counts())
+            everything[sequence.name].merge(text.counts())
+        written = [spoken(sequence.name, text) for sequence, text in zip(sequences, texts, strict=True)]
+        predicted = evaluate_draft(drafter, target, written, temperature=temperature, k=k, batch_size=batch_size)
+        measurements.append(Measurement(_measured(list(counts.values())), predicted))
+    return Figures(measurements, dict(everything))
+
+
+def prompt_of(sequence: TokenSequence) -> torch.Tensor:
+    """Everything before the first token the target wrote; at least one token."""
+    return sequence.input_ids[: max(1, int(sequence.loss_mask.int().argmax()))]
+
+
+def spoken(name: str, text: SpeculatedText) -> TokenSequence:
+    ids = torch.tensor(text.tokens)
+    return TokenSequence(name, ids, torch.arange(len(ids)) >= text.num_prompt)
+
+
+def _measured(counts: list[AcceptanceCounts]) -> Measured:
+    total = AcceptanceCounts()
+    for one in counts:
+        total.merge(one)
+    return Measured(
+        rounds=total.rounds,
+        tokens=total.num_committed,
+        tau=_tau(counts),
+        alpha=[_alpha(counts, depth) for depth in range(len(total.offered))],
+        offered=total.offered,
+        accepted=total.accepted,
+    )
+
+
+def _tau(counts: list[AcceptanceCounts]) -> Estimate:
+    return ratio([one.num_committed for one in counts], [one.rounds for one in counts])
+
+
+def _alpha(counts: list[AcceptanceCounts], depth: int) -> Estimate | None:
+    reached = [one for one in counts if len(one.offered) > depth and one.offered[depth]]
+    if not reached:
+        return None
+    return ratio([one.accepted[depth] for one in reached], [one.offered[depth] for one in reached])
+
+
+def _bounded(name: str, estimate: Estimate) -> dict[str, float]:
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}

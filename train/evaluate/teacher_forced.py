@@ -1,0 +1,268 @@
+"""alpha_i and tau of a draft on the target's own text, exactly, with 95 % intervals over documents.
+
+Nothing is drafted: every (anchor, depth) is teacher-forced at once, and the rounds that would have emitted the text are
+counted in expectation. B rows, L tokens a row, S depths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.acceptance import bootstrap_ratio, expected_counts, expected_rounds, keep_probability, overlap
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.train.data.batches import collate
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.evaluate.calibration import Reliability
+from draftsmith.train.objective.rounds_of_text import answers, deepen
+from draftsmith.train.objective.unrolled_loss import Predicted, Unrollable, scatter, select
+
+CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per law
+
+
+class Estimate(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures at one temperature. Entry i of `alpha` is alpha_(i+1): kept, given that everything before it in the round was."""
+
+    temperature: float
+    k: int
+    documents: int
+    tokens: int
+    rounds: float
+    tau: Estimate
+    alpha: list[Estimate | None]  # None where no round reaches that position
+    tau_by_k: list[float]  # tau when only 1, 2, ... k tokens are drafted
+    calibration: float | None  # expected calibration error of the draft's guesses of its own alpha; None of a draft without them
+    unlikely: float  # share of tokens to which the target's law here gives no mass: 0 but for numerical ties, else foreign text
+
+    def figures(self) -> dict[str, float]:
+        """tau and alpha_i (i from 1) without their intervals, for a line of metrics."""
+        alphas = {f"alpha_{at + 1}": estimate.value for at, estimate in enumerate(self.alpha) if estimate is not None}
+        return {"tau": self.tau.value, **alphas}
+
+    def summary(self) -> str:
+        return ", ".join(f"{name} {value:.3f}" for name, value in self.figures().items())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "tau": self.tau._asdict(),
+            "alpha": [None if estimate is None else estimate._asdict() for estimate in self.alpha],
+            "method": "teacher-forced on the target's own text, exact expectation over rounds, bootstrap over documents",
+        }
+
+
+def temperature_of(provenance: dict[str, Any], target: Target) -> float | None:
+    """The temperature whose law the text of this data follows exactly; None for filtered samples and for another target's."""
+    temperature = provenance.get("temperature")
+    unfiltered = provenance.get("top_k") == 0 and provenance.get("top_p") == 1
+    if provenance.get("target_revision") != target.revision or not (unfiltered or temperature == 0):
+        return None
+    return temperature
+
+
+class KeptText(NamedTuple):
+    keep: torch.Tensor  # [B, L, S]
+    unlikely: torch.Tensor  # [B, L] bool
+    guessed: torch.Tensor | None  # [B, L, S, 2] the draft's guess of its alpha, and alpha; NaN where there is none
+
+
+class DocumentCounts(NamedTuple):
+    name: str
+    tokens: int
+    unlikely: int
+    rounds_by_k: list[float]
+    offered: list[float]
+    accepted: list[float]
+    reliability: Reliability | None = None
+
+
+def evaluate_draft(
+    drafter: Unrollable,
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    *,
+    temperature: float,
+    k: int,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> Evaluation:
+    """`sequences` must be the target's own text at this temperature: its greedy answers for 0, unfiltered samples otherwise."""
+    counts = count_documents(drafter, target, sequences, temperature=temperature, k=k, batch_size=batch_size)
+    return summarise(counts, temperature=temperature, k=k, seed=seed)
+
+
+@torch.no_grad()
+def count_documents(
+    drafter: Unrollable,
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    *,
+    temperature: float,
+    k: int,
+    batch_size: int = 8,
+) -> list[DocumentCounts]:
+    """One entry a name that wrote something, in order of length."""
+    if not sequences:
+        raise ValueError("no sequence to evaluate on; give at least one")
+    counts: list[DocumentCounts] = []
+    ordered = sorted(sequences, key=lambda sequence: len(sequence.input_ids))
+    for begin in range(0, len(ordered), batch_size):
+        counts += _count(drafter, target, ordered[begin : begin + batch_size], temperature=temperature, k=k)
+    return merge_documents(counts)
+
+
+def _count(
+    drafter: Unrollable, target: Target, sequences: Sequence[TokenSequence], *, temperature: float, k: int
+) -> list[DocumentCounts]:
+    batch = collate(sequences)
+    batch.loss_mask[:, 0] = False  # the first token has no state to be predicted from
+    text = WeightedText(
+        input_ids=batch.input_ids.to(target.device),
+        attention_mask=batch.attention_mask.to(target.device),
+        weights=batch.loss_mask.float().to(target.device),
+    )
+    kept = kept_text(drafter, target, text, temperature=temperature, k=k)
+    kept = KeptText(*(None if part is None else part.cpu() for part in kept))
+    return [_document(sequence.name, kept, row, batch.loss_mask[row], k) for row, sequence in enumerate(sequences)]
+
+
+def kept_text(drafter: Unrollable, target: Target, text: WeightedText, *, temperature: float, k: int) -> KeptText:
+    """The chance that each token of the text is kept at each depth of a round, under the laws at `temperature`."""
+    taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
+    batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=k)
+    keeps, guesses, unlikely = [], [], torch.zeros_like(text.weights, dtype=torch.bool)
+    for step in drafter.unroll(batch):
+        predicted = select(step, text)
+        before = target_hidden[predicted.row, predicted.position - 1]
+        compared = _compare(drafter, target, before, predicted, temperature, with_alpha=step.confidence is not None)
+        keeps.append(scatter(compared.keep, predicted, text.weights))
+        unlikely |= scatter(compared.impossible, predicted, unlikely)
+        if step.confidence is not None:
+            guess = torch.full((*unlikely.shape, 2), torch.nan, device=unlikely.device)
+            chance = torch.sigmoid(step.confidence[predicted.row, predicted.position - step.offset].float())
+            guess[predicted.row, predicted.position] = torch.stack([chance, compared.alpha.float()], dim=-1)
+            guesses.append(guess)
+    return KeptText(deepen(torch.stack(keeps, dim=-1), k), unlikely, torch.stack(guesses, dim=2) if guesses else None)
+
+
+class _Compared(NamedTuple):
+    keep: torch.Tensor  # [R] chance that the token is kept
+    impossible: torch.Tensor  # [R] the target cannot emit it
+    alpha: torch.Tensor  # [R], or nothing where it was not wanted
+
+
+def _compare(
+    drafter: Unrollable, target: Target, before: torch.Tensor, predicted: Predicted, temperature: float, *, with_alpha: bool
+) -> _Compared:
+    """`before` [R, H]: the target's states in front of the tokens."""
+    head = drafter.head_weight()
+    size = max(1, CHUNK_ELEMENTS // target.vocab_size)
+    keeps, impossible = [predicted.weights.new_zeros(0)], [torch.zeros(0, dtype=torch.bool, device=head.device)]
+    alphas = [predicted.weights.new_zeros(0)]
+    for begin in range(0, len(predicted.tokens), size):
+        part = slice(begin, begin + size)
+        tokens = predicted.tokens[part]
+        rows = SamplingRows.of([temperature] * len(tokens), device=tokens.device)
+        p_logits = process(target.head(before[part]), rows)
+        draft_logits = predicted.hidden[part] @ head.T.to(predicted.hidden.dtype)
+        q_logits = process(over_target_vocabulary(draft_logits, drafter.vocab_map, target.vocab_size), rows)
+        keeps.append(keep_probability(p_logits, q_logits, tokens))
+        impossible.append(p_logits.gather(1, tokens[:, None])[:, 0] == -torch.inf)
+        if with_alpha:
+            alphas.append(overlap(p_logits, q_logits))
+    return _Compared(torch.cat(keeps), torch.cat(impossible), torch.cat(alphas))
+
+
+def over_target_vocabulary(draft_logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """[R, Vd] -> [R, V], -inf for tokens the draft does not know."""
+    if vocab_map is None:
+        return draft_logits.float()
+    spread = torch.full((len(draft_logits), vocab_size), -torch.inf, device=draft_logits.device)
+    spread[:, vocab_map] = draft_logits.float()
+    return spread
+
+
+def _document(name: str, kept: KeptText, row: int, loss_mask: torch.Tensor, k: int) -> DocumentCounts:
+    texts = answers(kept.keep[row], loss_mask)
+    counts = [expected_counts(text) for text in texts]
+    return DocumentCounts(
+        name=name,
+        tokens=sum(len(text) for text in texts),
+        unlikely=int(kept.unlikely[row].sum()),
+        rounds_by_k=[sum(expected_rounds(text[:, :depth]) for text in texts) for depth in range(1, k + 1)],
+        offered=torch.stack([count.offered for count in counts]).sum(dim=0).tolist() if counts else [0.0] * k,
+        accepted=torch.stack([count.accepted for count in counts]).sum(dim=0).tolist() if counts else [0.0] * k,
+        reliability=None if kept.guessed is None else _reliability(kept.guessed[row]),
+    )
+
+
+def _reliability(guessed: torch.Tensor) -> Reliability:
+    """`guessed` [L, S, 2]."""
+    pairs = guessed.flatten(0, 1)
+    return Reliability.of(*pairs[~pairs.isnan().any(dim=-1)].T)
+
+
+def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
+    """One entry a name: several answers to one prompt depend on each other and are resampled together."""
+    merged: dict[str, DocumentCounts] = {}
+    for count in counts:
+        if count.name in merged:
+            old = merged[count.name]
+            count = DocumentCounts(
+                count.name,
+                old.tokens + count.tokens,
+                old.unlikely + count.unlikely,
+                *([a + b for a, b in zip(old[at], count[at], strict=True)] for at in (3, 4, 5)),
+                None if old.reliability is None else old.reliability.plus(count.reliability),
+            )
+        merged[count.name] = count
+    return [count for count in merged.values() if count.tokens]
+
+
+def summarise(counts: Sequence[DocumentCounts], *, temperature: float, k: int, seed: int) -> Evaluation:
+    tokens = sum(count.tokens for count in counts)
+    rounds = [sum(count.rounds_by_k[depth] for count in counts) for depth in range(k)]
+    return Evaluation(
+        temperature=temperature,
+        k=k,
+        documents=len(counts),
+        tokens=tokens,
+        rounds=rounds[-1],
+        tau=ratio([count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed),
+        alpha=[_alpha(counts, depth, seed) for depth in range(k)],
+        tau_by_k=[tokens / value for value in rounds],
+        calibration=_calibration(counts),
+        unlikely=sum(count.unlikely for count in counts) / tokens,
+    )
+
+
+def _calibration(counts: Sequence[DocumentCounts]) -> float | None:
+    reliabilities = [count.reliability for count in counts if count.reliability is not None]
+    return functools.reduce(Reliability.plus, reliabilities).error if reliabilities else None
+
+
+def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate | None:
+    # A document whose rounds never reach this depth says nothing about it.
+    reached = [count for count in counts if count.offered[depth] > 0]
+    if not reached:
+        return None
+    return ratio([count.accepted[depth] for count in reached], [count.offered[depth] for count in reached], seed)
+
+
+def ratio(top: Sequence[float], bottom: Sequence[float], seed: int = 0) -> Estimate:
+    """sum(top) / sum(bottom) with a 95 % interval over their pairs."""
+    interval = bootstrap_ratio(top, bottom, seed=seed)
+    return Estimate(sum(top) / sum(bottom), interval.low, interval.high)

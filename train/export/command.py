@@ -1,0 +1,100 @@
+"""`draftsmith export`: a trained draft in the layout another engine loads, checked against its rules, with a model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
+from draftsmith.drafters.registry import family_of
+from draftsmith.drafters.target.load import load_tokenizer
+from draftsmith.drafters.vocabulary import tokenizer_difference
+from draftsmith.drafters.weights import read_config
+from draftsmith.errors import UserError
+from draftsmith.files import atomic_folder, read_json, write_json
+from draftsmith.train.export.config import ExportConfig
+from draftsmith.train.export.hub import check_repository, push
+from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.table import NEED_TARGET_WEIGHTS, writer
+from draftsmith.train.export.model_card import model_card
+from draftsmith.train.export.proof import prove
+from draftsmith.train.quiet import quiet
+
+
+def run(config: ExportConfig) -> int:
+    out = Path(config.out)
+    if config.push is not None:
+        check_repository(config.push)
+    if config.push is not None and config.to == "triton":
+        raise UserError("a Triton repository names folders of this machine; push the draft with --to vllm instead")
+    quiet()
+    source = open_source(config)
+    write = writer(source.family, config.to)
+    check_out(out, source)
+    with atomic_folder(out) as folder:
+        write(source, folder)
+        if config.prove:
+            print(prove(source, folder, config.to).line())
+        write_json(folder / RECORD, {**source.metadata, "export": {"layout": config.to}})
+        (folder / "README.md").write_text(model_card(source, engine=config.to, name=config.push or out.name), encoding="utf-8")
+    print(f"wrote {source.family} for {config.to} to {out}")
+    if config.push is not None:
+        address = push(out, config.push, private=config.private, message=f"{source.family} draft for {source.target_name}")
+        print(f"pushed to {address}")
+    return 0
+
+
+def open_source(config: ExportConfig) -> Source:
+    if config.speculative_tokens < 1:
+        raise UserError(f"--speculative-tokens is {config.speculative_tokens}; it must be at least 1")
+    draft = locate(config.draft)
+    metadata = record_of(draft)
+    target_name = config.target or recorded_target(metadata, draft)
+    target = locate(target_name, "target", weights=config.prove or metadata["family"] in NEED_TARGET_WEIGHTS)
+    check_tokenizer(metadata, target, target_name, trust_remote_code=config.trust_remote_code)
+    return Source(
+        draft=draft,
+        family=metadata["family"],
+        config=read_config(draft),
+        metadata=metadata,
+        target=target,
+        trust_remote_code=config.trust_remote_code,
+        target_name=target_name,
+        target_config=read_json(target / "config.json", "target config"),
+        num_speculative_tokens=config.speculative_tokens,
+        out=Path(config.out),
+    )
+
+
+def record_of(draft: Path) -> dict[str, Any]:
+    """A draft made elsewhere has no record; its family shows in its configuration."""
+    if (draft / RECORD).is_file():
+        return read_metadata(draft)
+    family = family_of(read_config(draft))
+    return {"schema": SCHEMA_VERSION, "family": family, "target": {}, "training": {}, "evaluation": []}
+
+
+def recorded_target(metadata: dict[str, Any], draft: Path) -> str:
+    name = metadata["target"].get("name")
+    if not name:
+        raise UserError(f"draft {str(draft)!r} does not say which target it is for; give --target")
+    return name
+
+
+def check_tokenizer(metadata: dict[str, Any], target: Path, target_name: str, *, trust_remote_code: bool) -> None:
+    made_for = metadata["target"]
+    if "tokenizer_hash" not in made_for:
+        return
+    if difference := tokenizer_difference(made_for, load_tokenizer(target, trust_remote_code=trust_remote_code)):
+        raise UserError(
+            f"the draft was made for another tokenizer than that of {target_name!r} ({difference}); give its own target"
+        )
+
+
+def check_out(out: Path, source: Source) -> None:
+    """An earlier export is replaced; anything else is somebody's work."""
+    if out.resolve() in (source.draft.resolve(), source.target.resolve()):
+        raise UserError(f"--out {str(out)!r} is where the export is read from; give another folder")
+    occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    if occupied and not ((out / RECORD).is_file() and "export" in read_metadata(out)):
+        raise UserError(f"--out {str(out)!r} exists and is not an earlier export; give another folder")

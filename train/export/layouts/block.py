@@ -1,0 +1,80 @@
+"""DFlash and DSpark as vLLM and SGLang read them alike: the checkpoint as it is, once it is what they expect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.weights import read_weights, write_weights
+from draftsmith.errors import UserError
+from draftsmith.train.export.layouts.eagle3 import scales_its_embeddings
+from draftsmith.train.export.layouts.source import Source, text_config
+
+
+def write_portable(source: Source, out: Path) -> None:
+    config, target = source.config, text_config(source.target_config)
+    for key in ("vocab_size", "hidden_size"):
+        if config.get(key) != target[key]:
+            raise UserError(
+                f"the draft was made for a target with {key} {config.get(key)}, {source.target_name!r} has {target[key]}"
+            )
+    if scales_its_embeddings(source):
+        raise UserError(
+            f"{source.target_name!r} scales its token embeddings, which engines do not do for a draft that shares them"
+        )
+    check_layers({**config, **(config.get("dflash_config") or {})}, target["num_hidden_layers"])
+    tensors = read_weights(source.draft)
+    expected = expected_shapes(config)
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise UserError(f"weight {name!r} is missing from the draft; engines would serve random numbers in its place")
+        if tuple(tensors[name].shape) != shape:
+            raise UserError(f"weight {name!r} has shape {list(tensors[name].shape)}, its config.json implies {list(shape)}")
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise UserError(f"weight {unknown[0]!r} has no place in the {source.family} layout; remove it")
+    write_weights(out, config, tensors)
+
+
+def check_layers(values: dict[str, Any], num_layers: int) -> None:
+    """Engines count the tapped layers by their outputs and hand them over in layer order."""
+    layers = values["target_layer_ids"]
+    if layers != sorted(set(layers)):
+        raise UserError(
+            f"the draft taps the outputs of layers {layers}; engines hand them over in order, so train with ascending taps"
+        )
+    if layers[0] < 0 or layers[-1] > num_layers - 2:
+        raise UserError(f"the draft taps the outputs of layers {layers} of {num_layers}; engines can read 0 to {num_layers - 2}")
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    taps = len(config["dflash_config"]["target_layer_ids"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, taps * config["target_hidden_size"]),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "self_attn.q_proj": (queries, hidden),
+                "self_attn.k_proj": (keys, hidden),
+                "self_attn.v_proj": (keys, hidden),
+                "self_attn.o_proj": (hidden, queries),
+                "self_attn.q_norm": (width,),
+                "self_attn.k_norm": (width,),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+            }.items()
+        }
+    if rank := config.get("markov_rank"):
+        shapes |= dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), (config["vocab_size"], rank))
+    if config.get("enable_confidence_head"):
+        width = hidden + (config["markov_rank"] if config["confidence_head_with_markov"] else 0)
+        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return shapes

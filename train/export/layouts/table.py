@@ -1,0 +1,64 @@
+"""Which drafter family can be written for which engine, and why not where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.train.export.layouts import block, eagle1, eagle3, medusa, mlp, mtp, peagle
+from draftsmith.train.export.layouts import plain as draft_lm
+from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.triton import in_repository
+
+Writer = Callable[[Source, Path], None]
+
+# The families that become part of their target's checkpoint; for others its configuration and tokenizer are enough.
+STITCHED = ("mtp",)
+# The families whose export needs some of the target's weights.
+NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
+
+WRITERS: dict[str, dict[str, Writer]] = {
+    "eagle3": {"vllm": eagle3.write_vllm, "sglang": eagle3.write_portable, "speculators": eagle3.write_speculators},
+    "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
+    "draft-lm": {"vllm": draft_lm.write_plain, "sglang": draft_lm.write_plain, "hf": draft_lm.write_plain},
+    "mtp": {"vllm": mtp.write_mtp},
+    "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
+    "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
+    "mlp": {"hf": mlp.write_ibm},
+    "dflash": {"vllm": block.write_portable, "sglang": block.write_portable},
+    "dspark": {"vllm": block.write_portable, "sglang": block.write_portable},
+}
+for writers in WRITERS.values():
+    if "vllm" in writers:
+        writers["triton"] = in_repository(writers["vllm"])
+REFUSALS: dict[tuple[str, str], str] = {
+    ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
+    ("p-eagle", "sglang"): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
+    ("p-eagle", "hf"): "transformers cannot draft with P-EAGLE",
+    ("draft-lm", "speculators"): "the speculators layout has no plain draft LMs",
+    ("mtp", "sglang"): "SGLang feeds MTP modules otherwise than vLLM, for which they are trained",
+    ("mtp", "speculators"): "vLLM does not read MTP modules in the speculators layout",
+    ("mtp", "hf"): "transformers drafts one token with an MTP module, and none with MiMo's",
+    ("eagle1", "speculators"): "the speculators layout has no EAGLE-1 heads",
+    ("eagle1", "hf"): "transformers cannot draft with EAGLE-1",
+    ("medusa", "sglang"): "SGLang does not draft with Medusa",
+    ("medusa", "speculators"): "the speculators layout has no Medusa heads",
+    ("mlp", "vllm"): "vLLM does not draft with the MLP speculator any more",
+    ("mlp", "triton"): "Triton's vLLM backend does not draft with the MLP speculator any more",
+    ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
+    ("dflash", "speculators"): "draftsmith writes DFlash for engines alone",
+    ("dflash", "hf"): "transformers cannot draft with DFlash",
+    ("dspark", "speculators"): "draftsmith writes DSpark for engines alone",
+    ("dspark", "hf"): "transformers cannot draft with DSpark",
+    ("mlp", "speculators"): "the speculators layout has no MLP speculators",
+}
+
+
+def writer(family: str, engine: str) -> Writer:
+    if family not in WRITERS:
+        raise UserError(f"a draft of family {family!r} has no weights to export; exportable are {', '.join(WRITERS)}")
+    engines = WRITERS[family]
+    if engine not in engines:
+        raise UserError(f"{REFUSALS[family, engine]}; export this {family} draft --to {' or '.join(engines)}")
+    return engines[engine]

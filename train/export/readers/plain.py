@@ -1,0 +1,62 @@
+"""Layouts that engines and libraries read as they are: whole models, the original Medusa, IBM's MLP speculator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.heads.medusa import read_tensors
+from draftsmith.drafters.weights import read_config, read_weights
+from draftsmith.errors import UserError
+from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.readers.understood import Parameters, Understood
+
+
+def read_model(folder: Path, target_config: dict[str, Any]) -> Path:
+    """A causal LM is loaded by transformers, as every engine does it, and so do we."""
+    own, target = text_config(read_config(folder))["vocab_size"], text_config(target_config)["vocab_size"]
+    if own != target:
+        raise UserError(f"engines refuse a draft with {own} token ids for a target with {target}; train one with as many")
+    return folder
+
+
+def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
+    """A table for every head, blocks with biases."""
+    config, target = read_config(folder), text_config(target_config)
+    hidden, layers = target["hidden_size"], config["medusa_num_layers"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(config["medusa_num_heads"]):
+        for layer in range(layers):
+            shapes |= {f"{head}.{layer}.linear.weight": (hidden, hidden), f"{head}.{layer}.linear.bias": (hidden,)}
+        shapes[f"{head}.{layers}.weight"] = (target["vocab_size"], hidden)
+    parameters = Parameters("Medusa's own loader", shapes, strict=True)
+    for name, tensor in read_tensors(folder).items():
+        parameters.fill(name, tensor)
+    loaded = parameters.loaded()
+    own = {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": hidden, "vocab_size": target["vocab_size"]}
+    own |= {"num_heads": config["medusa_num_heads"], "num_hidden_layers": layers}
+    tensors = {}
+    for name, tensor in loaded.items():
+        head, layer, *rest = name.split(".")
+        tensors[f"lm_heads.{head}.weight" if int(layer) == layers else f"blocks.{head}.layers.{layer}.{rest[-1]}"] = tensor
+    return Understood(own, tensors)
+
+
+def read_mlp(folder: Path, target_config: dict[str, Any]) -> Understood:
+    """fms builds every depth, tied or not, and leaves what it does not find at random values."""
+    config = read_config(folder)
+    outer, inner, vocab = config["emb_dim"], config.get("inner_dim") or config["emb_dim"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for depth in range(config["n_predict"]):
+        shapes |= {
+            f"speculator.emb.{depth}.weight": (vocab, inner),
+            f"speculator.proj.{depth}.weight": (inner, outer if depth == 0 else inner),
+            f"speculator.head.{depth}.weight": (vocab, inner),
+            f"speculator.ln.{depth}.weight": (inner,),
+            f"speculator.ln.{depth}.bias": (inner,),
+        }
+    parameters = Parameters("fms", shapes, strict=True)
+    for name, tensor in read_weights(folder).items():
+        parameters.fill(name, tensor)
+    # Untied, so that each depth keeps what was read for it.
+    return Understood({**config, "tie_weights": False}, parameters.loaded())

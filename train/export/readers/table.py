@@ -1,0 +1,43 @@
+"""Who reads which export: one reader for every pair that `layouts/table.py` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.train.export.layouts.triton import draft_folder
+from draftsmith.train.export.readers import plain, sglang, vllm, vllm_eagle3, vllm_mtp
+from draftsmith.train.export.readers.understood import Reader, Understood
+
+READERS: dict[tuple[str, str], Reader] = {
+    ("eagle3", "vllm"): vllm_eagle3.read_eagle3,
+    ("eagle3", "sglang"): sglang.read_eagle3,
+    ("eagle3", "speculators"): vllm_eagle3.read_speculators_eagle3,
+    ("p-eagle", "vllm"): vllm_eagle3.read_peagle,
+    ("p-eagle", "speculators"): vllm_eagle3.read_speculators_peagle,
+    ("draft-lm", "vllm"): plain.read_model,
+    ("draft-lm", "sglang"): plain.read_model,
+    ("draft-lm", "hf"): plain.read_model,
+    ("mtp", "vllm"): vllm_mtp.read_mtp,
+    ("eagle1", "vllm"): vllm.read_eagle1,
+    ("eagle1", "sglang"): sglang.read_eagle1,
+    ("medusa", "vllm"): vllm.read_medusa,
+    ("medusa", "hf"): plain.read_medusa,
+    ("mlp", "hf"): plain.read_mlp,
+    ("dflash", "vllm"): vllm.read_dflash,
+    ("dflash", "sglang"): sglang.read_dflash,
+    ("dspark", "vllm"): vllm.read_dspark,
+    ("dspark", "sglang"): sglang.read_dspark,
+}
+
+
+def in_repository(read_vllm: Reader) -> Reader:
+    """Triton's vLLM backend reads the draft that its repository holds."""
+
+    def read(folder: Path, target_config: dict[str, Any]) -> Understood | Path:
+        return read_vllm(draft_folder(folder), target_config)
+
+    return read
+
+
+READERS |= {(family, "triton"): in_repository(read) for (family, engine), read in READERS.items() if engine == "vllm"}

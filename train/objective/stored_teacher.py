@@ -1,0 +1,87 @@
+"""A teacher that reads what was stored of the target, and runs the target only for what was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.drafters.target.segments import stretches_of
+from draftsmith.drafters.target.taps import FINAL
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.kernels.divergence.fused import TargetLogits
+from draftsmith.kernels.sampling.top_tokens import TopLaw
+from draftsmith.train.data.stored_taps import StoredTaps
+from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.objective.stored_laws import StoredLaws
+from draftsmith.train.objective.teacher import LiveTeacher, Taught, Teacher, logits_at
+
+
+def stored_teacher(target: Target, folder: str | Path, provenance: dict[str, Any], taps: tuple[int, ...]) -> Teacher:
+    """Stored taps give everything; stored laws give the laws, and the target's body what the draft reads."""
+    if any(Path(folder).glob("taps-*.safetensors")):
+        return TapTeacher(target, StoredTaps(Path(folder), revision=target.revision), taps)
+    return LawTeacher(target, StoredLaws(Path(folder), provenance=provenance, revision=target.revision))
+
+
+class TapTeacher:
+    """Laws are the target's own head over stored states. `taps` are those that will be asked for."""
+
+    def __init__(self, target: Target, stored: StoredTaps, taps: tuple[int, ...]):
+        self.live, self.stored = LiveTeacher(target), stored
+        missing = [tap for tap in taps if tap != FINAL and tap not in stored.taps]
+        if missing:
+            raise UserError(
+                f"the draft reads tap {missing[0]} and stored are {', '.join(map(str, stored.taps))}; delete the stored taps and "
+                f"run draftsmith generate --store-taps --taps {' '.join(str(tap) for tap in taps if tap != FINAL)}"
+            )
+
+    def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
+        if text.places is None:
+            return self.live.read(text, taps)
+        target = self.live.target
+        tapped, final = self._stored_states(text, taps)
+        unknown = (text.attention_mask.bool() & (text.places < 0)).any(dim=1)
+        if unknown.any():
+            # Text of the moment among that of the folder: nothing is stored of it.
+            rows = (part[unknown] for part in (text.input_ids, text.attention_mask))
+            segments = None if text.segments is None else text.segments[unknown]
+            live_taps, final[unknown] = target.states(*rows, taps, segments)
+            if live_taps is not None:
+                tapped[unknown] = live_taps
+        return Taught(tapped if taps else None, logits_at(target, final))
+
+    def _stored_states(self, text: WeightedText, taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(taps [B, L, n * H], final [B, L, H]) where the folder has the text; zeros elsewhere."""
+        target, shape = self.live.target, text.places.shape
+        tapped = torch.zeros(*shape, len(taps), target.hidden_size, dtype=target.dtype)
+        final = torch.zeros(*shape, target.hidden_size, dtype=target.dtype)
+        chosen = [self.stored.taps.index(tap) for tap in taps if tap != FINAL]
+        is_final = torch.tensor([tap == FINAL for tap in taps], dtype=torch.bool)
+        places = text.places.cpu()
+        segments = torch.where(places >= 0, 0 if text.segments is None else text.segments.cpu(), -1)
+        for row, stretches in enumerate(stretches_of(segments)):
+            for begin, end, is_text in stretches:
+                if is_text:
+                    states, last = self.stored.read(int(places[row, begin]), end - begin)
+                    final[row, begin:end] = last.to(final)
+                    tapped[row, begin:end, ~is_final] = states[:, chosen].to(tapped)
+                    tapped[row, begin:end, is_final] = last[:, None].to(tapped)
+        return tapped.flatten(2).to(target.device), final.to(target.device)
+
+
+class LawTeacher:
+    def __init__(self, target: Target, stored: StoredLaws):
+        self.live, self.stored = LiveTeacher(target), stored
+
+    def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
+        if text.places is None:
+            return self.live.read(text, taps)
+        places = text.places
+
+        def laws(row: torch.Tensor, position: torch.Tensor) -> TargetLogits | TopLaw:
+            return self.stored.read(places[row, position])
+
+        return Taught(self.live.read(text, taps).taps if taps else None, laws)

@@ -1,0 +1,191 @@
+"""A divergence of the draft's law from the target's, over every unrolled depth. Shared by offline and online training.
+
+B rows, L tokens a row, S unrolled steps, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
+from draftsmith.drafters.target.segments import positions_of
+from draftsmith.kernels.divergence.fused import Divergence, divergence
+from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
+from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.evaluate.calibration import confidence_loss
+from draftsmith.train.objective.depth_weights import Judged, StepWeighting, folded
+from draftsmith.train.objective.feature_noise import FeatureNoise
+from draftsmith.train.objective.rounds_of_text import deepen
+from draftsmith.train.objective.teacher import Taught, Teacher
+
+TOKENS_ONLY = Kind("ce")
+
+
+class Unrollable(Protocol):
+    """What training needs of a drafter."""
+
+    taps: tuple[int, ...]
+
+    @property
+    def vocab_map(self) -> torch.Tensor | None: ...
+
+    def head_weight(self) -> torch.Tensor: ...
+
+    def unroll(self, batch: UnrollBatch): ...
+
+
+class Predicted(NamedTuple):
+    """One unrolled step on the positions that count. R rows."""
+
+    hidden: torch.Tensor  # [R, H] draft states, what the draft head multiplies
+    tokens: torch.Tensor  # [R] the tokens of the text there
+    weights: torch.Tensor  # [R]
+    row: torch.Tensor  # [R] batch row
+    position: torch.Tensor  # [R] position of the predicted token
+
+
+class StepSums(NamedTuple):
+    """Weighted sums over the trained positions, one entry a step; divide by `weight`."""
+
+    weight: torch.Tensor  # [S]
+    divergence: torch.Tensor  # [S]
+    alpha: torch.Tensor  # [S] sum_v min(p_v, q_v)
+    outside: torch.Tensor  # [S] target mass outside the draft vocabulary
+
+
+class UnrolledLoss(NamedTuple):
+    total: torch.Tensor  # scalar: sum over steps and positions of factor * weight * divergence, factors as in `StepWeighting`
+    scale: float  # total / (scale * weights.sum()) is the token mean
+    sums: StepSums
+    # [B, L, S] chance that the text's token at this position is kept when drafted at depth s; 0 elsewhere. None: laws are sparse.
+    keep: torch.Tensor | None
+
+
+def unrolled_loss(
+    drafter: Unrollable,
+    teacher: Teacher,
+    text: WeightedText,
+    *,
+    num_steps: int,
+    weighting: StepWeighting,
+    kind: Kind = FORWARD_KL,
+    noise: FeatureNoise | None = None,
+    flex: bool = False,
+) -> UnrolledLoss:
+    """The teacher reads the text once, the draft once a step. Gradients reach the draft only."""
+    with torch.no_grad():
+        taught = teacher.read(text, drafter.taps)
+        taps = taught.taps if noise is None or taught.taps is None else noise.added(taught.taps, text.input_ids)
+    batch = UnrollBatch(
+        input_ids=text.input_ids,
+        attention_mask=text.attention_mask,
+        taps=taps,
+        num_steps=num_steps,
+        segments=text.segments,
+        flex=flex,
+        first=int((text.weights > 0).any(dim=0).int().argmax()),
+    )
+    steps = list(drafter.unroll(batch))
+    predicted = [select(step, text) for step in steps]
+    factors = weighting.factors(text.weights, num_steps, lambda: judge(drafter, taught, predicted, text, num_steps))
+    weights = step_weights(predicted, folded(factors, len(steps)), text)
+    result = _divergence(drafter, taught, predicted, weights, kind)
+    # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
+    total = (
+        result.loss + confidence_loss(steps, predicted, result.alpha, weights) + 0.0 * sum(step.hidden.sum() for step in steps)
+    )
+    sizes = [len(one.weights) for one in predicted]
+    keep = None
+    if result.keep is not None:
+        parts = zip(result.keep.split(sizes), predicted, strict=True)
+        keep = torch.stack([scatter(kept, one, text.weights) for kept, one in parts], dim=-1)
+    return UnrolledLoss(total, weighting.scale(num_steps), _sums(result, predicted, sizes), keep)
+
+
+def select(step: UnrolledStep, text: WeightedText) -> Predicted:
+    """The positions of this step that are valid and have weight."""
+    weights = text.weights[:, step.offset :]
+    wanted = step.valid[:, : weights.shape[1]] & (weights > 0)
+    if text.segments is not None:
+        # Nothing is drafted across the end of a text.
+        wanted = wanted & (text.segments[:, step.offset :] == text.segments[:, : weights.shape[1]])
+    row, column = wanted.nonzero(as_tuple=True)
+    position = column + step.offset
+    return Predicted(
+        hidden=step.hidden[row, column],
+        tokens=text.input_ids[row, position],
+        weights=text.weights[row, position],
+        row=row,
+        position=position,
+    )
+
+
+def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> torch.Tensor:
+    """[R] values of a step -> [B, L], 0 where nothing was predicted."""
+    spread = torch.zeros_like(like, dtype=values.dtype)
+    spread[predicted.row, predicted.position] = values.detach()
+    return spread
+
+
+def step_weights(predicted: Sequence[Predicted], factors: torch.Tensor, text: WeightedText) -> torch.Tensor:
+    """[sum of R] the weight of every row of every step; `factors` as in `StepWeighting`, an entry a step."""
+    factors = factors.expand(*text.weights.shape, len(predicted))
+    return torch.cat([factors[one.row, one.position, depth] * one.weights for depth, one in enumerate(predicted)])
+
+
+@torch.no_grad()
+def judge(drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], text: WeightedText, num_steps: int) -> Judged:
+    """What the draft would do with the text: a pass through both heads that the loss then repeats, its weights being known."""
+    result = _divergence(drafter, taught, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY)
+    # Cross entropy is 0, not infinite, outside the draft vocabulary, where nothing is kept.
+    confidence = torch.where(result.keep > 0, torch.exp(-result.rows), 0.0)
+    sizes = [len(one.weights) for one in predicted]
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        parts = zip(values.split(sizes), predicted, strict=True)
+        return deepen(torch.stack([scatter(part, one, text.weights) for part, one in parts], dim=-1), num_steps)
+
+    known = spread(torch.ones_like(result.keep)) > 0
+    begun = places_in_text(text)[..., None] >= torch.arange(num_steps, device=known.device)
+    return Judged(spread(result.keep), spread(confidence), known & begun, begun)
+
+
+def places_in_text(text: WeightedText) -> torch.Tensor:
+    """[1 or B, L] of each token in its own text, from 0 on."""
+    if text.segments is not None:
+        return positions_of(text.segments)
+    return torch.arange(text.input_ids.shape[1], device=text.input_ids.device)[None]
+
+
+def _divergence(
+    drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], weights: torch.Tensor, kind: Kind
+) -> Divergence:
+    """Of all steps at once: a call holds a gradient as large as the draft head until backward, where one is wanted. Rows go in by
+    the position they predict, so that what all depths draft for one is held against its law, computed once."""
+    row, position = torch.cat([one.row for one in predicted]), torch.cat([one.position for one in predicted])
+    order = (row * (position.max() + 1) + position).argsort(stable=True) if len(row) else row
+    hidden, head = torch.cat([one.hidden for one in predicted])[order], drafter.head_weight()
+    if not torch.is_grad_enabled():
+        hidden, head = hidden.detach(), head.detach()
+    result = divergence(
+        kind,
+        hidden,
+        head,
+        taught.laws(row[order], position[order]),
+        weights[order],
+        vocab_map=drafter.vocab_map,
+        tokens=torch.cat([one.tokens for one in predicted])[order],
+    )
+    back = order.argsort()
+    return Divergence(result.loss, *(None if values is None else values[back] for values in result[1:]))
+
+
+def _sums(result: Divergence, predicted: Sequence[Predicted], sizes: Sequence[int]) -> StepSums:
+    def of(values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(part * one.weights).sum() for part, one in zip(values.split(sizes), predicted, strict=True)])
+
+    weight = torch.stack([one.weights.sum() for one in predicted])
+    return StepSums(weight, of(result.rows.detach()), of(result.alpha), of(result.outside))

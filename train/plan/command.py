@@ -1,0 +1,29 @@
+"""`draftsmith plan`: which draft for this target, what it is expected to gain, and what the run takes."""
+
+from __future__ import annotations
+
+import json
+
+from draftsmith.errors import UserError
+from draftsmith.train.plan.config import PlanConfig
+from draftsmith.train.quiet import quiet
+
+
+def run(config: PlanConfig) -> int:
+    check(config)
+    quiet()
+    # What trains speaks as it is imported.
+    from draftsmith.train.plan.make import make_plan
+    from draftsmith.train.plan.report import report, table
+
+    plan = make_plan(config)
+    print(json.dumps(report(plan), indent=2) if config.json else table(plan))
+    return 0
+
+
+def check(config: PlanConfig) -> None:
+    for name in ("k", "context", "answers", "tokens"):
+        if getattr(config, name) < 1:
+            raise UserError(f"option {name!r} is {getattr(config, name)}; it must be 1 or more")
+    if not config.streams or min(config.streams) < 1 or config.epochs <= 0:
+        raise UserError("streams must be 1 or more and epochs above 0; raise them")

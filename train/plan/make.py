@@ -1,0 +1,106 @@
+"""A plan: every candidate created, run, trained for a step, and forecast."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from draftsmith.drafters.checkpoint import locate, read_metadata
+from draftsmith.drafters.compiled.recorded import record_forwards
+from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.progress import Progress
+from draftsmith.train.data.dataset import Corpus, check_tokenizer, read_corpus
+from draftsmith.train.plan.candidates import Candidate, candidates
+from draftsmith.train.plan.config import PlanConfig
+from draftsmith.train.plan.costs import Data, cost_of, data_of
+from draftsmith.train.plan.expected import Expectation, published, recorded, stated, trained_shape
+from draftsmith.train.plan.planned import Planned
+from draftsmith.train.plan.report import Plan
+from draftsmith.train.plan.timing import decode_tokens_per_s, time_rounds
+
+GENERATE_ROWS = 16  # answers written at once while data is generated
+
+
+def make_plan(config: PlanConfig) -> Plan:
+    load = os.getloadavg()[0]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = "auto" if device.type == "cuda" else torch.float32
+    target = Target.load(config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    corpus = None if config.data is None else corpus_of(config, target)
+    counts = None if corpus is None else corpus.token_counts(target.vocab_size)
+    records = {name: read_metadata(locate(name, weights=False)) for name in config.draft}
+    trained = {record["family"]: trained_shape(record) for record in records.values()}
+    chosen = candidates(config, trained, num_layers=target.num_layers, token_counts=counts)
+    expectations = expectations_of(config, records)
+    data = planned_data(config, corpus)
+    planned: list[Planned] = []
+    refused: dict[str, str] = {}
+    progress = Progress("plan", len(chosen), unit="drafts")
+    for candidate in chosen:
+        try:
+            planned.append(plan_for(config, target, candidate, data, expectations.get(candidate.family), counts))
+        except UserError as error:
+            refused[candidate.name] = str(error)
+        progress.update(len(planned) + len(refused))
+    progress.close()
+    if not planned:
+        raise UserError(f"no draft can be planned for {config.target!r}: {next(iter(refused.values()))}")
+    if corpus is None:
+        data = data_of(data.tokens, generation_speed(config, target, planned[0]))
+    return Plan(config, load, target, data, planned, refused)
+
+
+def corpus_of(config: PlanConfig, target: Target) -> Corpus:
+    assert config.data is not None
+    corpus = read_corpus(config.data, max_length=target.max_positions, vocab_size=target.vocab_size, held_out_share=0.0)
+    check_tokenizer(corpus.provenance, target, config.data)
+    return corpus
+
+
+def planned_data(config: PlanConfig, corpus: Corpus | None) -> Data:
+    tokens = config.answers * config.tokens if corpus is None else int(corpus.train.lengths.sum())
+    return data_of(tokens, None)
+
+
+def expectations_of(config: PlanConfig, records: Mapping[str, dict[str, Any]]) -> dict[str, Expectation]:
+    """What was said goes before what was measured, and that before what was published."""
+    known = {family: found for family in OPTIONS if (found := published(family)) is not None}
+    known |= {record["family"]: recorded(record, config.temperature, name) for name, record in records.items()}
+    return known | stated(config.alpha, list(OPTIONS))
+
+
+def plan_for(
+    config: PlanConfig,
+    target: Target,
+    candidate: Candidate,
+    data: Data,
+    expectation: Expectation | None,
+    token_counts: torch.Tensor | None,
+) -> Planned:
+    drafter: Any = FAMILIES[candidate.family].create(candidate.options, target, seed=0, token_counts=token_counts)
+    cost = cost_of(
+        target,
+        drafter.to(device=target.device, dtype=torch.float32),
+        tokens=data.tokens,
+        epochs=config.epochs,
+        streams=max(config.streams),
+        context=config.context,
+    )
+    drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
+    # As the engine does it where there is a CPU.
+    record_forwards(target, drafter)
+    times = {
+        rows: time_rounds(target, drafter, rows=rows, k=config.k, context=config.context) for rows in sorted(set(config.streams))
+    }
+    return Planned(candidate, cost, times, expectation, tuple(drafter.taps))
+
+
+def generation_speed(config: PlanConfig, target: Target, planned: Planned) -> float:
+    drafter = FAMILIES[planned.candidate.family].create(planned.candidate.options, target, seed=0)
+    return decode_tokens_per_s(target, drafter.eval(), rows=GENERATE_ROWS, context=config.context)

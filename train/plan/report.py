@@ -1,0 +1,154 @@
+"""The plan as JSON and as text."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.drafters.target.target import Target
+from draftsmith.train.doctor.memory import GIB, num_bytes
+from draftsmith.train.plan.config import PlanConfig
+from draftsmith.train.plan.costs import Data
+from draftsmith.train.plan.forecast import Forecast, Spread
+from draftsmith.train.plan.planned import Planned
+
+SCHEMA = 1
+BUSY = 0.5  # others' share of the cores above which times are not to be trusted
+HEAD = ("draft", "taps", "trained", "k", "tau", "needs", "speed-up", "train h", "memory", "run on disk", "taps on disk")
+
+
+class Plan(NamedTuple):
+    config: PlanConfig
+    load: float  # processes that wanted a core before anything was timed
+    target: Target
+    data: Data
+    planned: list[Planned]
+    refused: dict[str, str]  # why a candidate was left out, by its name
+
+
+def report(plan: Plan) -> dict[str, Any]:
+    config, load, target, data, planned, refused = plan
+    return {
+        "schema": SCHEMA,
+        "target": {"name": config.target, "bytes": num_bytes(target.model), "vocab_size": target.vocab_size},
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "load_before": round(load, 2),
+        "context": config.context,
+        "data": data._asdict(),
+        "drafts": [of_candidate(one) for one in planned],
+        "refused": refused,
+        "recommended": {
+            str(streams): None if (best := recommended(planned, streams)) is None else best.candidate.name
+            for streams in sorted(set(config.streams))
+        },
+    }
+
+
+def of_candidate(planned: Planned) -> dict[str, Any]:
+    expectation = planned.expectation
+    return {
+        "family": planned.candidate.family,
+        "options": planned.candidate.overrides,
+        "taps": list(planned.taps),
+        "coverage": planned.candidate.coverage,
+        "cost": planned.cost._asdict(),
+        "expected_from": None if expectation is None else expectation.source,
+        "streams": {
+            str(streams): {
+                "pass_ms": times.pass_ms,
+                "verify_ms": times.verify_ms,
+                "draft_ms": times.draft_ms,
+                "round_cost": {k: cost._asdict() for k, cost in times.cost.items()},
+                "forecasts": [of_forecast(one) for one in planned.forecasts(streams)],
+            }
+            for streams, times in planned.times.items()
+        },
+    }
+
+
+def of_forecast(one: Forecast) -> dict[str, Any]:
+    return one._asdict() | {"tau": one.tau._asdict(), "speedup": one.speedup._asdict()}
+
+
+def recommended(planned: list[Planned], streams: int) -> Planned | None:
+    """The greatest expected speed-up; None where nothing is expected to pay."""
+    known = [(best.speedup.value, one) for one in planned if (best := one.best(streams)) is not None]
+    speedup, chosen = max(known, key=lambda pair: pair[0], default=(0.0, None))
+    return chosen if speedup > 1 else None
+
+
+def table(plan: Plan) -> str:
+    config, load, _, data, planned, refused = plan
+    parts = [data_line(data, generated=config.data is None)]
+    for streams in sorted(set(config.streams)):
+        one = planned[0].times[streams]
+        parts.append(
+            f"{streams} stream{'s' if streams > 1 else ''}, a plain round {one.pass_ms:.2f} ms:\n\n{rows_of(planned, streams)}"
+        )
+        parts.append(advice(config, planned, streams))
+    notes = sorted({f"{one.candidate.family}: {one.expectation.source}" for one in planned if one.expectation is not None})
+    parts.append("tau is expected from\n" + "\n".join(f"  {note}" for note in notes) if notes else "no acceptance is known yet")
+    if load > BUSY * (os.cpu_count() or 1):
+        parts.append(f"this machine was busy with other work (load {load:.1f}): times are worth little, plan again when it rests")
+    parts += [f"{name} is left out: {reason}" for name, reason in refused.items()]
+    parts.append(
+        "needs: the tau at which drafting costs what it gains. Times are of this machine and of forwards alone: a server's own "
+        "work a round, as much with drafts as without, moves speed-ups of very fast targets towards tau."
+    )
+    return "\n\n".join(parts)
+
+
+def data_line(data: Data, *, generated: bool) -> str:
+    text = f"data: {data.tokens:,} tokens, {gib(data.bytes)}, with stored laws {gib(data.laws_bytes)} more"
+    return f"{text}; {data.generate_hours:.1f} h to generate" if generated and data.generate_hours is not None else text
+
+
+def rows_of(planned: list[Planned], streams: int) -> str:
+    ordered = sorted(planned, key=lambda one: -best.speedup.value if (best := one.best(streams)) is not None else 1.0)
+    lines = [HEAD, *(row_of(one, streams) for one in ordered)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(HEAD))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def row_of(planned: Planned, streams: int) -> tuple[str, ...]:
+    best, cost = planned.best(streams), planned.cost
+    k = best.k if best is not None else min(4, max(planned.times[streams].cost))
+    return (
+        planned.candidate.name,
+        ",".join(map(str, planned.taps)) or "-",
+        f"{cost.parameters / 1e6:.1f} M",
+        str(k),
+        "?" if best is None else interval(best.tau),
+        f"{planned.times[streams].cost[k].value:.2f}",
+        "?" if best is None else interval(best.speedup),
+        f"{cost.train_hours:.2f}",
+        gib(cost.train_memory_bytes),
+        gib(cost.run_bytes),
+        gib(cost.taps_bytes),
+    )
+
+
+def interval(spread: Spread) -> str:
+    return f"{spread.value:.2f} ({spread.low:.2f}-{spread.high:.2f})"
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def advice(config: PlanConfig, planned: list[Planned], streams: int) -> str:
+    chosen = recommended(planned, streams)
+    if chosen is None:
+        return "no draft is expected to pay here; serve --suffix costs nothing to train, and --k auto never drafts where it loses"
+    best = chosen.best(streams)
+    assert best is not None
+    words = " ".join(
+        [
+            f"draftsmith train {chosen.candidate.family} --target {config.target} --data DATA --out DRAFT",
+            *chosen.candidate.overrides,
+        ]
+    )
+    return f"{words}\ndraftsmith serve --target {config.target} --draft DRAFT --k {best.k}"
