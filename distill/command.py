@@ -11,15 +11,13 @@ import torch
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
-from draftsmith.distill.latency_guard import LatencyGuard, scraper
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn import zero
 from draftsmith.distill.learn.ranks import follow, joined
 from draftsmith.distill.limits import check_numbers
 from draftsmith.distill.lock import learner_lock
-from draftsmith.distill.status import Status
-from draftsmith.distill.status_server import StatusServer
-from draftsmith.distill.throttle import Guard, NoGuard, Throttle
+from draftsmith.distill.status import Status, StatusServer
+from draftsmith.distill.throttle import Guard, LatencyGuard, NoGuard, Throttle, scraper
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.errors import UserError

@@ -11,8 +11,7 @@ from typing import Any
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer.traffic import ServedText, depth_of, is_held_out, remembered
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.decision_log import DecisionLog
-from draftsmith.distill.gate.distill_canary import CanaryDesk
+from draftsmith.distill.gate.canary import CanaryDesk
 from draftsmith.distill.gate.drift import Drift
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.quarantine import enough, notice, regate
@@ -24,7 +23,7 @@ from draftsmith.distill.learn.learner import Learner, UpdateReport
 from draftsmith.distill.learn.optimizer import NewOptimizer
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import Counters, Kept, LineageState
-from draftsmith.distill.status import describe
+from draftsmith.distill.status import DecisionLog, describe
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.published import versions

@@ -7,7 +7,6 @@ from typing import Any
 
 from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.blocks.dspark import Dspark
-from draftsmith.drafters.heads.appended_names import is_appended
 from draftsmith.drafters.heads.eagle1 import ARCHITECTURES as EAGLE1_ARCHITECTURES
 from draftsmith.drafters.heads.eagle1 import Eagle1
 from draftsmith.drafters.heads.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES
@@ -15,6 +14,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mlp import Mlp
 from draftsmith.drafters.heads.mtp import Mtp
+from draftsmith.drafters.heads.mtp_deepseek import is_appended
 from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as NATIVE_MTP
 from draftsmith.drafters.heads.peagle import ARCHITECTURES as PEAGLE_ARCHITECTURES
 from draftsmith.drafters.heads.peagle import Peagle, drafts_in_parallel

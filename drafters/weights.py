@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from draftsmith import files
 from draftsmith.errors import UserError
@@ -91,3 +92,26 @@ def write_weights(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
     with files.atomic_path(folder / WEIGHTS) as temporary:
         save_file(detached, temporary, metadata={"format": "pt"})
     files.write_json(folder / CONFIG, dict(config))
+
+
+class ReadBytes(NamedTuple):
+    """What must be read, whatever an implementation reads again: a pass over several tokens reads a weight once."""
+
+    proposal: int  # by a proposal of any length
+    token: int  # besides, by each token of it
+
+
+@runtime_checkable
+class TellsReads(Protocol):
+    """A drafter whose proposals all read alike."""
+
+    def read_bytes(self) -> ReadBytes: ...
+
+
+def weight_bytes(modules: Iterable[nn.Module], *tables: torch.Tensor) -> int:
+    """Every weight but input embeddings, of which a pass reads a few rows; `tables` are read whole, be they such or borrowed."""
+    parts = [part for module in modules for part in module.modules()]
+    embeddings = {id(part.weight) for part in parts if isinstance(part, nn.Embedding)}
+    weights = {id(weight): weight for part in parts for weight in part.parameters(recurse=False) if id(weight) not in embeddings}
+    weights |= {id(table): table for table in tables}
+    return sum(weight.numel() * weight.element_size() for weight in weights.values())

@@ -15,9 +15,8 @@ from draftsmith.corpus import stdlib_code
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.data.batches import BatchPlan, pack
+from draftsmith.train.data.batches import BatchPlan, WeightedText, pack
 from draftsmith.train.data.dataset import TokenSequence, read_corpus
-from draftsmith.train.data.weighted_text import WeightedText
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveTeacher
 from draftsmith.train.objective.unrolled_loss import unrolled_loss

@@ -14,7 +14,7 @@ from drafter_meter import Meter
 
 from draftsmith.cli import main as draftsmith
 from draftsmith.train import session
-from draftsmith.train.schedule import Clock
+from draftsmith.train.optim import Clock
 
 METER = Meter()
 REPORT: dict[str, float] = {}

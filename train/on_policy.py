@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from draftsmith.drafters.speculate import SpeculatedText, speculate
+from draftsmith.drafters.speculate import Round, SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
+from draftsmith.files import read_json, write_json
 from draftsmith.train.config import OnPolicyConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.roles import Role, RoleWeights, Row, branch_of, branch_row, padded_rows, roles_of, text_row
@@ -133,3 +137,35 @@ def stacked(above: torch.Tensor, below: torch.Tensor, padding: float) -> torch.T
     """[a, L] and [b, M] -> [a + b, max(L, M)], padded on the right."""
     width = max(above.shape[1], below.shape[1])
     return torch.cat([pad(part, (0, width - part.shape[1]), value=padding) for part in (above, below)])
+
+
+class KeepTexts(TrainerCallback):
+    """Must be added before whoever marks a checkpoint as complete."""
+
+    def __init__(self, on_policy: OnPolicy):
+        self.on_policy = on_policy
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        save_texts(self.on_policy, folder, world_size=args.world_size)
+
+
+def save_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> None:
+    texts = None if on_policy.waiting is None else [text._asdict() for text in on_policy.waiting]
+    write_json(_path(checkpoint, on_policy.rank), {"version": 1, "world_size": world_size, "texts": texts})
+
+
+def load_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> None:
+    """With another number of processes the texts are not theirs, and new ones are written at the next step."""
+    path = _path(checkpoint, on_policy.rank)
+    record = read_json(path, "on-policy texts") if path.is_file() else {"texts": None}
+    if record["texts"] is None or record["world_size"] != world_size:
+        return
+    on_policy.waiting = [
+        SpeculatedText(text["tokens"], text["num_prompt"], [Round(*values) for values in text["rounds"]])
+        for text in record["texts"]
+    ]
+
+
+def _path(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"on_policy-{rank}.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.divergence.kind import Kind
 from draftsmith.progress import Progress
 from draftsmith.train.checkpoints import RunFolder
-from draftsmith.train.schedule import Clock
+from draftsmith.train.objective.rounds_of_text import deepen, predicted_tau
+from draftsmith.train.objective.unrolled_loss import UnrolledLoss
+from draftsmith.train.optim import Clock
 
 # Of the Trainer's summary, and of no use on a line of metrics.
 DROPPED = {"total_flos", "train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second", "epoch"}
@@ -123,3 +127,46 @@ def agreed(elapsed_s: float, args: TrainingArguments) -> float:
     shared = torch.tensor([elapsed_s], dtype=torch.float64, device=args.device)
     torch.distributed.broadcast(shared, src=0)
     return float(shared)
+
+
+class MetricWindow:
+    """Adds up every batch since the last log line."""
+
+    # Batches whose text is walked for the predicted tau; the walk runs on the host, so a few recent ones must do.
+    WALKED = 4
+
+    def __init__(self, depths: int, kind: Kind) -> None:
+        self.depths = depths  # draft positions of a round that the predicted tau assumes
+        self.name = kind.metric
+        self.sums: torch.Tensor | None = None  # [4, S] weight, divergence, alpha, outside
+        self.walked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, unrolled: UnrolledLoss, loss_mask: torch.Tensor) -> None:
+        sums = torch.stack([value.detach().double() for value in unrolled.sums])
+        self.sums = sums if self.sums is None else self.sums + sums
+        if unrolled.keep is not None:
+            self.walked = [*self.walked, (unrolled.keep.detach(), loss_mask)][-self.WALKED :]
+
+    def drain(self, reduce: Callable[..., torch.Tensor]) -> dict[str, float]:
+        """forward_kl_s (or what is trained by), alpha_s (s from 1) and outside of the window over all ranks, tau of this rank's
+        last batches; the window is empty afterwards."""
+        if self.sums is None:
+            return {}
+        sums = reduce(self.sums, reduction="sum")
+        weight, divergence, alpha, outside = (sums / sums[0].clamp(min=1e-9)).tolist()
+        metrics = {}
+        for depth in range(len(weight)):
+            metrics[f"{self.name}_{depth + 1}"] = divergence[depth]
+            metrics[f"alpha_{depth + 1}"] = alpha[depth]
+        metrics["outside"] = outside[0]
+        tau = self._tau()
+        if tau is not None:
+            metrics["tau"] = tau
+        self.sums, self.walked = None, []
+        return metrics
+
+    def _tau(self) -> float | None:
+        """Of this rank's recent batches."""
+        taus = [predicted_tau(deepen(keep, self.depths), loss_mask) for keep, loss_mask in self.walked]
+        known = [tau for tau in taus if tau is not None]
+        return sum(known) / len(known) if known else None

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import checkpoint as recompute
 
 from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
@@ -19,23 +20,28 @@ from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train import arguments, resolve
-from draftsmith.train.best import BestDraft, Kept
-from draftsmith.train.checkpoints import RunFolder
+from draftsmith.train.arguments import join_parts
+from draftsmith.train.checkpoints import BestDraft, Kept, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.dataset import Corpus, check_tokenizer, read_corpus
 from draftsmith.train.evaluate.measured import Figures, measure
-from draftsmith.train.moved import join_parts
 from draftsmith.train.objective.stored_teacher import LawTeacher, stored_teacher
 from draftsmith.train.objective.teacher import LiveTeacher, Teacher
-from draftsmith.train.on_policy import OnPolicy
-from draftsmith.train.on_policy_state import KeepTexts, load_texts
-from draftsmith.train.recompute import recompute_mlps
+from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
+from draftsmith.train.optim import Clock
 from draftsmith.train.reporting import Reporter
-from draftsmith.train.schedule import Clock
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
+
+
+def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
+    mlps = [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]
+    if not mlps:
+        raise UserError(f"option 'gradient_checkpointing' has nothing to recompute in a draft of family {family!r}; leave it out")
+    for mlp in mlps:
+        mlp.forward = partial(recompute.checkpoint, mlp.forward, use_reentrant=False)
 
 
 def train(config: TrainConfig) -> None:

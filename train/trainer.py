@@ -16,19 +16,42 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
 from draftsmith.train.config import OptimConfig, UnrollConfig
-from draftsmith.train.data.batches import BatchPlan, pack
+from draftsmith.train.data.batches import BatchPlan, WeightedText, pack
 from draftsmith.train.data.dataset import Sequences, TokenSequence
-from draftsmith.train.data.weighted_text import WeightedText
-from draftsmith.train.divergence_weights import per_sample, text_sums
 from draftsmith.train.evaluate.measured import Figures
-from draftsmith.train.metrics import MetricWindow
 from draftsmith.train.objective.depth_weights import step_weighting
 from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.teacher import Teacher
 from draftsmith.train.objective.unrolled_loss import Unrollable, UnrolledLoss, unrolled_loss
 from draftsmith.train.on_policy import OnPolicy
-from draftsmith.train.optim import muon_with_adamw
-from draftsmith.train.schedule import Clock, lr_factor
+from draftsmith.train.optim import Clock, lr_factor, muon_with_adamw
+from draftsmith.train.reporting import MetricWindow
+
+
+def token_mean(weights: torch.Tensor) -> torch.Tensor:
+    """[B, L] -> weights that sum to 1 in all: every token counts alike, long texts more."""
+    return weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def sample_mean(weights: torch.Tensor) -> torch.Tensor:
+    """[B, L] -> weights that sum to 1/n in each of the n texts with any weight: every text counts alike."""
+    shares = per_sample(weights)
+    return shares / (shares.sum(dim=-1) > 0).sum().clamp(min=1)
+
+
+def per_sample(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, L] -> weights that sum to 1 in each text that has any: `sample_mean` where the texts are counted elsewhere."""
+    sums = text_sums(weights, segments)
+    totals = sums if segments is None else sums.gather(-1, segments.clamp(min=0))
+    return weights / totals.clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def text_sums(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, n], n >= the texts of any row: the sum over each text, 0 where a row has no such text."""
+    if segments is None:
+        return weights.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(weights).scatter_add(-1, segments.clamp(min=0), weights)
+
 
 LEAST_ITEMS = 1e-6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.top_tokens import TopLaw, top_overlap
 from draftsmith.record import Laws, RoundRecord
 
 
@@ -49,3 +51,60 @@ def disagreement(logged: Sequence[Logged], target_logits: torch.Tensor) -> torch
 
 def _widened(values: np.ndarray, width: int, filler: float) -> np.ndarray:
     return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
+
+
+def logged_alpha(logged: Sequence[Logged], q_logits: torch.Tensor) -> torch.Tensor:
+    """[n, 2] bounds on the CPU, NaN where nothing is logged; `q_logits` [n, V] are processed. A filter that cuts behind the
+    logged tokens makes all that stay likelier by what it took, which is not known: bounds are off by that."""
+    bounds = torch.full((len(logged), 2), math.nan)
+    # A buffer of tokens alone tells nothing of its laws.
+    told = [index for index, one in enumerate(logged) if one.record.p[one.depth].ids]
+    if told:
+        overlap = top_overlap(sampled_law([logged[index] for index in told], q_logits.device), q_logits[told])
+        bounds[told] = torch.stack(overlap, dim=-1).float().cpu()
+    return bounds
+
+
+def sampled_law(logged: Sequence[Logged], device: torch.device | str = "cpu") -> TopLaw:
+    """The logged laws under their requests' sampling. The tail is 0 where the law's support lies inside the logged tokens."""
+    laws = [one.record.p[one.depth] for one in logged]
+    width = max(len(law.ids) for law in laws)
+    ids = torch.tensor([law.ids + [0] * (width - len(law.ids)) for law in laws], device=device)
+    probs = torch.stack([_tempered(one, width) for one in logged]).to(device)
+    tail = (1 - probs.sum(-1)).clamp(min=0)
+    settings = torch.tensor([_settings(one, width) for one in logged], dtype=probs.dtype, device=device)
+    top_k, top_p, min_p = settings.T[:, :, None]
+    # transformers' order; each filter sees the law that the one before left.
+    probs, tail = _keep(probs, tail, torch.arange(width, device=device)[None] < top_k)
+    before = probs.cumsum(-1) - probs
+    probs, tail = _keep(probs, tail, before < top_p)
+    probs, tail = _keep(probs, tail, probs >= min_p * probs[:, :1])
+    return TopLaw(ids, probs.float().log(), tail.float())
+
+
+def _tempered(one: Logged, width: int) -> torch.Tensor:
+    """[width] float64 probabilities at the request's temperature, likeliest first."""
+    law, temperature = one.record.p[one.depth], one.record.temperature
+    logprobs = torch.full((width,), -math.inf, dtype=torch.float64)
+    logprobs[: len(law.ids)] = torch.tensor(law.logprobs, dtype=torch.float64)
+    if temperature == 0:
+        return torch.nn.functional.one_hot(torch.tensor(0), width).double()
+    return (logprobs / temperature - law.log_norm).exp()
+
+
+def _settings(one: Logged, width: int) -> tuple[float, float, float]:
+    """Neutral ones where they are off, and for a greedy law, which no filter changes."""
+    record = one.record
+    if record.temperature == 0:
+        return width, math.inf, 0.0
+    # More than are logged, or off: the cut, if any, lies in the tail.
+    top_k = record.top_k if 0 < record.top_k <= width else width
+    return top_k, record.top_p if record.top_p < 1 else math.inf, record.min_p
+
+
+def _keep(probs: torch.Tensor, tail: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is removed is less likely than all that stays, so the tail goes with it."""
+    is_cut = (~kept & (probs > 0)).any(-1)
+    probs = probs.where(kept, 0.0)
+    normalised = probs / probs.sum(-1, keepdim=True)
+    return torch.where(is_cut[:, None], normalised, probs), tail.where(~is_cut, 0.0)

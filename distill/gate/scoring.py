@@ -17,8 +17,7 @@ import torch
 
 from draftsmith.distill.buffer.marks import is_forgotten
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.gate.logged import Logged, disagreement, sampling_rows
-from draftsmith.distill.gate.logged_alpha import logged_alpha
+from draftsmith.distill.gate.logged import Logged, disagreement, logged_alpha, sampling_rows
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import overlap

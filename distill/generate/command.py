@@ -16,9 +16,8 @@ from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate import prompts as prompt_source
 from draftsmith.distill.generate.answers import AnswerFolder
 from draftsmith.distill.generate.prompts import Prompt
-from draftsmith.distill.generate.server_writer import ServerWriter
 from draftsmith.distill.generate.stored_states import check_cost, layout_of, store_taps
-from draftsmith.distill.generate.writers import GivenWriter, TargetWriter, Writer, seed_of
+from draftsmith.distill.generate.writers import GivenWriter, ServerWriter, TargetWriter, Writer, seed_of
 from draftsmith.distill.limits import check_numbers
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.load import load_config, load_tokenizer

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import httpx
 
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 
 
 class Written(NamedTuple):
@@ -53,3 +58,99 @@ def continued(prompt: Prompt, answer: Sequence[int]) -> Written:
 def seed_of(seed: int, index: int) -> int:
     """Each prompt has its own random stream, so that its answer does not depend on where a run was interrupted."""
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big") >> 1
+
+
+MAX_TRIES = 6
+FIRST_PAUSE_S = 0.5  # doubled after every try
+TIMEOUT_S = 600.0
+BUSY = {408, 409, 425, 429, 500, 502, 503, 504}
+# Servers keep seeds in different integers; all hold this many bits.
+SEED_BITS = 31
+
+
+class Decoder(Protocol):
+    """The part of a transformers tokenizer that answers in text need."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class ServerWriter:
+    """All prompts of a batch are asked at once."""
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        tokenizer: Decoder,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        pause_s: float = FIRST_PAUSE_S,
+    ):
+        self.config, self.tokenizer, self.pause_s = config, tokenizer, pause_s
+        headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
+        self.base = (config.url or "").rstrip("/").removesuffix("/v1")
+        limits = httpx.Limits(max_connections=config.batch)
+        self.http = httpx.Client(base_url=self.base, headers=headers, timeout=TIMEOUT_S, limits=limits, transport=transport)
+        self.model = config.model or self._first_model()
+
+    def _first_model(self) -> str:
+        listed = self._ask("GET", "/v1/models", None)
+        try:
+            return str(listed["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise UserError(f"{self.base} lists no model; give --model") from error
+
+    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(self._answer, prompts, seeds))
+        return [continued(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def _answer(self, prompt: Prompt, seed: int) -> list[int]:
+        body = {
+            "model": self.model,
+            "prompt": prompt.ids,
+            "max_tokens": self.config.max_tokens,
+            "temperature": self.config.temperature,
+            "top_p": self.config.top_p,
+            "seed": seed % (1 << SEED_BITS),
+            "return_token_ids": True,
+        }
+        if self.config.top_k:
+            body["top_k"] = self.config.top_k
+        answered = self._ask("POST", "/v1/completions", body)
+        try:
+            choice = answered["choices"][0]
+            ids = choice.get("token_ids")
+            return list(ids) if ids is not None else self._tokenised(choice["text"], choice.get("finish_reason"))
+        except (KeyError, IndexError, TypeError) as error:
+            raise UserError(f"{self.base} answers no completion ({str(answered)[:200]}); is it OpenAI-compatible?") from error
+
+    def _tokenised(self, text: str, reason: str | None) -> list[int]:
+        """For servers that give text alone. It ended by itself where a length did not end it."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self.tokenizer.decode(ids) != text:
+            raise UserError(
+                f"{self.base} gives no token ids, and the target's tokenizer does not give back its text {text[:60]!r}; use a "
+                "server with return_token_ids, such as vLLM"
+            )
+        ended = reason == "stop" and self.tokenizer.eos_token_id is not None
+        return [*ids, self.tokenizer.eos_token_id] if ended else ids
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """Tries again when the server is busy or away, and says what went wrong when it stays so."""
+        for attempt in range(MAX_TRIES):
+            try:
+                response = self.http.request(method, path, json=body)
+                if response.status_code == 200:
+                    return response.json()
+                wrong = f"status {response.status_code}: {response.text[:200]}"
+                if response.status_code not in BUSY:
+                    break
+            except (httpx.HTTPError, ValueError) as error:
+                wrong = repr(error)
+            if attempt + 1 < MAX_TRIES:
+                time.sleep(self.pause_s * 2**attempt)
+        raise UserError(f"{self.base} does not answer {path} ({wrong}); mend that and run the same command to go on")

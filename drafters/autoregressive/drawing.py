@@ -145,3 +145,8 @@ def adjusted(
     # A draft that knows no token that may come has not failed: what it draws instead is rejected.
     possible = (changed > -torch.inf).any(dim=-1, keepdim=True)
     return torch.where(possible, changed, logits)
+
+
+def sent(device: torch.device, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """int64 columns [n] of the host, each of its own length, in one copy: every copy is a wait."""
+    return torch.cat(columns).to(device).split([len(column) for column in columns])

@@ -19,8 +19,8 @@ from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.blocks.shape import BlockShape
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.options import DsparkOptions
-from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.errors import UserError
 
 

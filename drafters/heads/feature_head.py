@@ -20,13 +20,13 @@ from draftsmith.drafters.autoregressive.drawing import Drawing
 from draftsmith.drafters.compiled.recorded import Recordable
 from draftsmith.drafters.heads.recorded_head import RecordedHead, record_head
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
-from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.training.unroll import UnrollPass
 from draftsmith.drafters.training.unroll_flex import FlexUnrollPass
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.drafters.trees.growth import grow
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
+from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.kernels.attention.paged import PagedPass, PagedPool
 from draftsmith.kernels.cuda_graphs import Recorder
 

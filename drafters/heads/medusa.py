@@ -21,9 +21,8 @@ from draftsmith.drafters.heads.feature_head import HeadStep
 from draftsmith.drafters.heads.state_head import StateHead
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.options import MedusaOptions
-from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import check_finite, load_into, read_config, read_weights, write_weights
+from draftsmith.drafters.weights import ReadBytes, check_finite, load_into, read_config, read_weights, weight_bytes, write_weights
 from draftsmith.errors import UserError
 
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"

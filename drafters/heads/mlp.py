@@ -20,9 +20,8 @@ from torch import nn
 from draftsmith.drafters.heads.feature_head import HeadStep
 from draftsmith.drafters.heads.state_head import StateHead
 from draftsmith.drafters.options import MlpOptions
-from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
+from draftsmith.drafters.weights import ReadBytes, load_into, read_config, read_weights, weight_bytes, write_weights
 from draftsmith.errors import UserError
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"

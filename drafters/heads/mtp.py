@@ -15,8 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
-from draftsmith.drafters.heads.appended_names import is_appended
-from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
+from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp, is_appended
 from draftsmith.drafters.heads.mtp_head import MtpHead
 from draftsmith.drafters.heads.mtp_mimo import is_native, read_native
 from draftsmith.drafters.init_from_target import fitted_norm

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.drawing import Drawing
-from draftsmith.drafters.autoregressive.ragged import sent
+from draftsmith.drafters.autoregressive.drawing import Drawing, sent
 from draftsmith.drafters.heads.feature_head import HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
-from draftsmith.drafters.read_bytes import ReadBytes
 from draftsmith.drafters.target.taps import FINAL
+from draftsmith.drafters.weights import ReadBytes
 from draftsmith.kernels.attention.paged import PagedPool
 
 

@@ -20,13 +20,12 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, Un
 from draftsmith.drafters.lm.lora import add_adapters, merged_state
 from draftsmith.drafters.lm.pruned import pruned_target
 from draftsmith.drafters.options import DraftLmOptions
-from draftsmith.drafters.read_bytes import ReadBytes, weight_bytes
 from draftsmith.drafters.target.attention import AttentionContext, register
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.load import load_config, load_model, load_tokenizer
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
-from draftsmith.drafters.weights import check_finite, read_config, read_weights
+from draftsmith.drafters.weights import ReadBytes, check_finite, read_config, read_weights, weight_bytes
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass, PagedPool
 from draftsmith.kernels.cuda_graphs import Recorder

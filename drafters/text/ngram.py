@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.read_bytes import ReadBytes
+from draftsmith.drafters.weights import ReadBytes
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPool
 

@@ -17,8 +17,8 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import SuffixOptions
-from draftsmith.drafters.read_bytes import ReadBytes
 from draftsmith.drafters.text.suffix_index import ORDERS, SEPARATOR, SuffixIndex
+from draftsmith.drafters.weights import ReadBytes
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPool
 

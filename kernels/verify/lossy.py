@@ -6,10 +6,12 @@ the kept ones is drawn from p. At temperature 0 that is the greedy rule. An opt-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from draftsmith.kernels.sampling.filters import clean
-from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
 from draftsmith.kernels.verify.chain import Verdict, assemble, log_law, wide
 
 EPSILON = 0.09
@@ -37,5 +39,27 @@ def verify_typical(
     entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
     keep = offered & (told > (delta * torch.exp(-entropy)).clamp(max=epsilon)[rows])
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
+    emitted = sample(clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS)
+    return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
+
+
+def verify_synthetic(
+    p_logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    q_logits: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    rates: Sequence[float],
+) -> Verdict:
+    """Arguments as `verify_chain`'s; neither law says what is kept, only `rates`, each in [0, 1]."""
+    num_draft = draft_tokens.shape[1]
+    device = p_logits.device
+    depths = torch.arange(num_draft, device=device)
+    deep = torch.tensor([rates[min(depth, len(rates) - 1)] for depth in range(num_draft)], dtype=torch.float64, device=device)
+    keep = (depths < lengths[:, None]) & (uniform(seeds[:, None], positions[:, None] + depths, Purpose.ACCEPT) < deep)
+    accepted = keep.long().cumprod(dim=1).sum(dim=1)
+    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     emitted = sample(clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS)
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import httpx
 
-from draftsmith.serve.audit.audit_two_samples import NOTHING_PLANTED, two_sample_checks
 from draftsmith.serve.audit.client import AuditClient, Counters
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.depths import BONUS, UNDRAFTED, UNKNOWN, Depths, depth_shares, depths_of, group_name, wanted_depths
@@ -24,6 +23,7 @@ from draftsmith.serve.audit.reference import LawBook, law_source, laws_are_told
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import draw_samples, make_context, paths
 from draftsmith.serve.audit.tokens import Tokens, detectable, tokens_of
+from draftsmith.serve.audit.two_samples import NOTHING_PLANTED, two_sample_checks
 
 TOGETHER = "all tokens together"
 MOST_TIMES = 30  # as many samples as that are within reach

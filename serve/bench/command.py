@@ -16,13 +16,12 @@ from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.extras import missing
 from draftsmith.progress import Progress
-from draftsmith.serve.bench.bench_goal import goal_of
 from draftsmith.serve.bench.client import Client, PassResult
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
-from draftsmith.serve.bench.report import Case, DraftCost, cost_of, draw, figures, ratios, table
+from draftsmith.serve.bench.report import Case, DraftCost, cost_of, draw, figures, goal_of, ratios, table
 from draftsmith.serve.bench.server import started
-from draftsmith.serve.served_pair import ServedPair
+from draftsmith.serve.config import ServedPair
 
 MODES = ("off", "on", "plain")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.serve.served_pair import ServedPair
+from draftsmith.serve.config import ServedPair
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from draftsmith.serve.control.control import MAX_AUTO_K, Offer, RoundPlan, RoundResult, Wish
-from draftsmith.serve.control.latency import LatencyTable, bucket_of, nearest
-from draftsmith.serve.control.marginal import MarginalCost
+from draftsmith.serve.control.latency import LatencyTable, MarginalCost, bucket_of, nearest
 from draftsmith.serve.control.survival import Survival
 
 DECIDE_EVERY = 8  # rounds of a bucket

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from draftsmith.serve.dashboard.dashboard_drafts import drafts
-from draftsmith.serve.dashboard.learning import Learning
+from draftsmith.serve.dashboard.learning import Learning, drafts
 from draftsmith.serve.dashboard.live_text import TextView, pieces
 from draftsmith.serve.dashboard.samples import NOW_S, Counts, History, by_class, summary
 from draftsmith.serve.dashboard.schema import DashboardBody

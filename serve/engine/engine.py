@@ -27,10 +27,8 @@ from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.lineup import Lineup
 from draftsmith.serve.drafts.routing import LIVE
 from draftsmith.serve.drafts.swap import Swap
-from draftsmith.serve.engine.emission import Emission
 from draftsmith.serve.engine.graphs import can_capture, capture_drafts
-from draftsmith.serve.engine.logprobs import add_prompt_logprobs, token_logprobs
-from draftsmith.serve.engine.output import Outcome, complaint, outcome
+from draftsmith.serve.engine.output import Emission, Outcome, add_prompt_logprobs, complaint, outcome, token_logprobs
 from draftsmith.serve.engine.proposal import Drafts
 from draftsmith.serve.engine.propose import Drafting, keep_taps
 from draftsmith.serve.engine.recorder import Recorder, RoundLaws

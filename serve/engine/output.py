@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
-from draftsmith.serve.requests.request import FinishReason, Request
+import torch
+
+from draftsmith.serve.engine.recorder import Recorder
+from draftsmith.serve.engine.runner import prompt_positions
+from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
+from draftsmith.serve.sampling.request_errors import LoneFailures, is_own
 
 
 class Outcome(NamedTuple):
@@ -87,3 +95,93 @@ def _grammar_end(request: Request, emitted: list[int]) -> int | None:
     if request.law_state is None or request.law_state.matcher is None:
         return None
     return request.law_state.matcher.tokens_until_end(emitted)
+
+
+log = logging.getLogger(__name__)
+
+
+class _Share(NamedTuple):
+    request: Request
+    outcome: Outcome
+    logprobs: list[TokenLogprob]
+
+
+class Failure(NamedTuple):
+    request: Request
+    error: Exception
+
+
+class Emission:
+    """Nothing that is added here can change a schedule, so it may be flushed while the next pass runs."""
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+        self._pending: deque[_Share] = deque()
+        self._failed: dict[str, Failure] = {}  # by request id
+        self.failures = LoneFailures()
+
+    def add(self, request: Request, outcome: Outcome, logprobs: list[TokenLogprob]) -> None:
+        self._pending.append(_Share(request, outcome, logprobs))
+
+    def take_failed(self) -> list[Failure]:
+        """Requests whose text or last record could not be made: told nothing since, to be ended by the caller."""
+        failed = list(self._failed.values())
+        # Later shares of theirs would be given after a hole, or after their end.
+        self._pending = deque(share for share in self._pending if share.request.id not in self._failed)
+        self._failed.clear()
+        return failed
+
+    def flush(self) -> None:
+        while self._pending:
+            share = self._pending.popleft()
+            if share.request.id in self._failed:
+                continue
+            text = self._text(share)
+            if text is None:
+                continue
+            request, outcome, logprobs = share
+            if outcome.finish_reason is not FinishReason.ERROR:
+                self.failures.served(ended=outcome.finish_reason is not None)
+            request.text += text
+            request.logprobs += logprobs
+            if request.on_update is not None:
+                request.on_update(request, Update(outcome.committed, text, logprobs, outcome.finish_reason))
+
+    def _text(self, share: _Share) -> str | None:
+        """None where it could not be made and the request is still to be ended for that."""
+        request, outcome, _ = share
+        text = outcome.text
+        try:
+            text += late_text(request, outcome)
+            if outcome.finish_reason is not None and self._recorder.wants(request):
+                self._recorder.finish(request)
+        except Exception as error:
+            if not is_own(error):
+                # Whoever still runs is ended by the caller; one that is done would never be heard of again.
+                if outcome.finish_reason is not None and request.on_update is not None:
+                    request.on_update(request, Update([], "", [], FinishReason.ERROR))
+                raise
+            if outcome.finish_reason is not FinishReason.ERROR:
+                self._failed[request.id] = Failure(request, error)
+                return None
+            log.warning("request %s, which ends with an error, could not be put away whole (%s)", request.id, error)
+        return text
+
+
+def token_logprobs(logits: torch.Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
+    """Raw logits [n, V] of the positions of `tokens` [n]."""
+    logprobs = torch.log_softmax(logits[: len(tokens)], dim=-1)
+    emitted = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    likeliest = torch.topk(logprobs, min(alternatives, logprobs.shape[-1]), dim=-1)
+    tops = [list(zip(ids, values)) for ids, values in zip(likeliest.indices.tolist(), likeliest.values.tolist())]
+    return [TokenLogprob(*parts) for parts in zip(tokens, emitted, tops)]
+
+
+def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
+    """What a pass tells of the row's prompt; `logits` [n, V] are those behind the row's `prompt_positions`."""
+    request, positions = row.request, prompt_positions(row)
+    alternatives = request.params.prompt_logprobs
+    if alternatives is None or not positions:
+        return
+    tokens = request.tokens[positions.start + 1 : positions.stop + 1]
+    request.prompt_logprobs += token_logprobs(logits, tokens, alternatives)

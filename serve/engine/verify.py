@@ -12,8 +12,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import Verdict, verify_chain
-from draftsmith.kernels.verify.lossy import verify_typical
-from draftsmith.kernels.verify.synthetic import verify_synthetic
+from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.serve.engine.proposal import Drafts
 from draftsmith.serve.engine.scheduler import Row

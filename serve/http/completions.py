@@ -17,10 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from draftsmith.errors import UserError
 from draftsmith.serve.dashboard.page import Dashboard, add_dashboard
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.api_learning import add_learning_endpoints
-from draftsmith.serve.http.api_tokens import add_token_endpoints
-from draftsmith.serve.http.aside import Aside
-from draftsmith.serve.http.endpoints import add_service_endpoints
+from draftsmith.serve.http.endpoints import add_learning_endpoints, add_service_endpoints, add_token_endpoints
 from draftsmith.serve.http.errors import Refusal, add_error_handlers, as_refusal, failure, timed_out
 from draftsmith.serve.http.exchange import Event, Exchange
 from draftsmith.serve.http.gate import Gate, Limits, Load, tenant_of
@@ -28,7 +25,7 @@ from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Conve
 from draftsmith.serve.http.responses import Extras, Responder, chat_responder, completion_responder
 from draftsmith.serve.http.schema import ANSWER_STATUSES, ChatBody, CompletionBody, describe, documented, events_of
 from draftsmith.serve.http.speculation_report import Level
-from draftsmith.serve.http.threads import Mailbox
+from draftsmith.serve.http.threads import Aside, Mailbox
 from draftsmith.serve.http.tokens import Prompt, bad_word_tokens, chat_prompt, completion_prompts
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.version import __version__

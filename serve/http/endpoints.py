@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Response
+from pydantic import Discriminator, Tag
 
-from draftsmith.serve.http.schema import LoadBody, Model, ModelList, VersionBody, documented
+from draftsmith.serve.http.errors import Refusal
+from draftsmith.serve.http.formats import Text, Wire
+from draftsmith.serve.http.protocol import Conversation, TokenIds
+from draftsmith.serve.http.schema import (
+    DetokenizeBody,
+    LoadBody,
+    Model,
+    ModelList,
+    TokenizeBody,
+    TokenizerInfo,
+    VersionBody,
+    documented,
+)
+from draftsmith.serve.http.tokens import encode
 from draftsmith.version import __version__
 
 if TYPE_CHECKING:
@@ -56,3 +70,99 @@ def _model(server: Server) -> dict[str, Any]:
     entry |= {"root": engine.target.name, "parent": None, "max_model_len": engine.max_length}
     entry["max_draft_depth"], entry["max_draft_tokens"] = engine.max_draft_depth, engine.max_draft_tokens
     return entry if engine.lossless else entry | {"lossless": False}
+
+
+STATUSES = (400, 401, 404, 413)
+
+
+class TokenizeText(Wire):
+    model: Text | None = None
+    prompt: Text
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(Conversation):
+    model: Text | None = None
+    return_token_strs: bool | None = None
+
+
+def _kind(body: Any) -> str:
+    return "chat body" if isinstance(body, dict) and "messages" in body else "text body"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("text body")] | Annotated[TokenizeChat, Tag("chat body")], Discriminator(_kind)
+]
+
+
+class DetokenizeRequest(Wire):
+    model: Text | None = None
+    tokens: TokenIds
+
+
+def add_token_endpoints(app: FastAPI, server: Server) -> None:
+    @app.post("/tokenize", responses={**documented(200, model=TokenizeBody), **documented(*STATUSES)})
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        server.check_model(body.model)
+        tokens = await server.aside.run(lambda: _tokens(server, body))
+        strings = server.vocabulary.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": server.loop.engine.max_length,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+
+    @app.post("/detokenize", responses={**documented(200, model=DetokenizeBody), **documented(*STATUSES)})
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        server.check_model(body.model)
+        size = server.loop.engine.target.vocab_size
+        if (wrong := next((token for token in body.tokens if token >= size), None)) is not None:
+            raise Refusal(400, f"tokens holds {wrong}; the ids of this model are 0..{size - 1}", param="tokens")
+        return {"prompt": server.vocabulary.decode(body.tokens)}
+
+    @app.get("/tokenizer_info", responses={**documented(200, model=TokenizerInfo), **documented(401)})
+    async def tokenizer_info() -> dict[str, Any]:
+        tokenizer = server.vocabulary
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": len(tokenizer),
+            "model_max_length": server.loop.engine.max_length,
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "unk_token": tokenizer.unk_token,
+            "pad_token": tokenizer.pad_token,
+            "chat_template": tokenizer.chat_template,
+        }
+
+
+def _tokens(server: Server, body: TokenizeText | TokenizeChat) -> list[int]:
+    if isinstance(body, TokenizeChat):
+        return server.chat_prompt(body)
+    return encode(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
+
+
+DOCUMENT: dict[int | str, dict[str, Any]] = {
+    **documented(401, 404, 503),
+    204: {"description": "Its records are deleted; nothing more of it will be learned from."},
+}
+DOCUMENT[404]["description"] = "No record of this answer is kept, or nothing is recorded here."
+DOCUMENT[503]["description"] = "The buffer cannot be reached; ask again."
+
+
+def add_learning_endpoints(app: FastAPI, server: Server) -> None:
+    # Not async: it takes seconds, in which a thread of the pool waits.
+    @app.delete("/v1/learn/{answer}", status_code=204, response_class=Response, responses=DOCUMENT, operation_id="forget")
+    def forget(answer: str) -> Response:
+        sink = server.loop.engine.recorder.sink
+        if sink is None:
+            raise Refusal(404, "nothing is recorded by this server; ask the one that answered", code="not_recorded")
+        try:
+            num_records = sink.forget(answer)
+        except OSError as error:
+            raise Refusal(503, f"the buffer cannot be reached ({error}); ask again", kind="server_error") from error
+        if num_records == 0:
+            message = f"no record of {answer!r} is in the buffer; a learner that still holds some drops them"
+            raise Refusal(404, message, param="answer", code="not_recorded")
+        return Response(status_code=204)

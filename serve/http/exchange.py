@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.aside import Aside
-from draftsmith.serve.http.threads import Mailbox
+from draftsmith.serve.http.threads import Aside, Mailbox
 from draftsmith.serve.requests.request import OnUpdate, Request, SamplingParams, Update
 
 

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from draftsmith.serve.http.api_wire import Text, Wire
 from draftsmith.serve.sampling.grammar import Grammar
+
+
+def _is_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half a surrogate pair, which is no text; mend its encoding") from error
+    return value
+
+
+Text = Annotated[str, AfterValidator(_is_text)]
+
+
+class Wire(BaseModel):
+    """Strict, so that nothing is converted or ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 

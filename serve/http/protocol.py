@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from draftsmith.serve.http.api_wire import Text, Wire
-from draftsmith.serve.http.formats import ResponseFormat, StructuredOutputs, grammar_of
+from draftsmith.serve.http.formats import ResponseFormat, StructuredOutputs, Text, Wire, grammar_of
 from draftsmith.serve.requests.request import SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -34,3 +36,13 @@ class Mailbox(Generic[T]):
         while self._mail:
             reader, item = self._mail.popleft()
             reader.put_nowait(item)
+
+
+class Aside:
+    """One thread, in order: encoding sets options of the tokenizer, so nobody else may use that one meanwhile."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draftsmith-intake")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

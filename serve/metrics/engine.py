@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from draftsmith.drafters.read_bytes import TellsReads, weight_bytes
+from draftsmith.drafters.weights import TellsReads, weight_bytes
 from draftsmith.serve.drafts.routing import shown
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import FinishReason

@@ -18,8 +18,7 @@ from draftsmith.serve.requests.request import Request, SamplingParams
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors, run_processors
-from draftsmith.serve.sampling.sampling_penalties import penalise
-from draftsmith.serve.sampling.stages import add_biases, ban, restrict
+from draftsmith.serve.sampling.stages import add_biases, ban, penalise, restrict
 from draftsmith.serve.sampling.state import LawState, Site
 
 

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.appended_names import is_appended
+from draftsmith.drafters.heads.mtp_deepseek import is_appended
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.serve.config import EngineConfig

@@ -43,7 +43,7 @@ from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective.teacher import LiveTeacher, Taught
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate import command as generate
-from draftsmith.distill.generate.server_writer import ServerWriter
+from draftsmith.distill.generate.writers import ServerWriter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig

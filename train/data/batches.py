@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -134,3 +135,16 @@ def batches_per_epoch(lengths: Sequence[int], *, batch_size: int, seed: int, row
     """Of the first epoch; packed ones differ a little."""
     plan = BatchPlan(lengths, batch_size=batch_size, seed=seed, num_batches=0, rank=0, world_size=1, row_length=row_length)
     return len(plan.epoch(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedText:
+    """Teacher-forced text, right padded. B rows of L tokens."""
+
+    input_ids: torch.Tensor  # [B, L] int64
+    attention_mask: torch.Tensor  # [B, L] 1 for real tokens
+    weights: torch.Tensor  # [B, L] float32, how much the draft of the token at j counts; 0 is not trained
+    segments: torch.Tensor | None = None  # [B, L] int64, several texts a row: see drafters/target/segments.py
+    places: torch.Tensor | None = (
+        None  # [B, L] int64, number of each token among all of a data folder; -1, or None: it is in none
+    )

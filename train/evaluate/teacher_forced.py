@@ -17,9 +17,8 @@ from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import bootstrap_ratio, expected_counts, expected_rounds, keep_probability, overlap
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.train.data.batches import collate
+from draftsmith.train.data.batches import WeightedText, collate
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.data.weighted_text import WeightedText
 from draftsmith.train.evaluate.calibration import Reliability
 from draftsmith.train.objective.rounds_of_text import answers, deepen
 from draftsmith.train.objective.unrolled_loss import Predicted, Unrollable, scatter, select

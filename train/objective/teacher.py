@@ -13,7 +13,7 @@ import torch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.fused import TargetLogits
 from draftsmith.kernels.sampling.top_tokens import TopLaw
-from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.data.batches import WeightedText
 
 # (row [R], position [R]) -> the target's laws of the tokens at these positions, given the text before them, as `divergence`
 # takes them.

@@ -14,7 +14,7 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
-from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.evaluate.calibration import confidence_loss
 from draftsmith.train.objective.depth_weights import Judged, StepWeighting, folded
 from draftsmith.train.objective.feature_noise import FeatureNoise

@@ -11,6 +11,10 @@ from draftsmith.config import to_dict
 from draftsmith.drafters.options import OPTIONS, DrafterOptions, DraftLmOptions, Eagle3Options
 from draftsmith.errors import UserError
 from draftsmith.train.plan.config import PlanConfig
+from draftsmith.train.plan.costs import Cost
+from draftsmith.train.plan.expected import Expectation
+from draftsmith.train.plan.forecast import Forecast, best, forecast
+from draftsmith.train.plan.timing import RoundTimes
 
 COVERAGE = 0.99  # of the target's tokens, that a reduced draft vocabulary must hold
 VOCABULARY_STEP = 256
@@ -72,3 +76,22 @@ def reduced_vocabulary(token_counts: torch.Tensor) -> int | None:
 
 def coverage_of(token_counts: torch.Tensor, size: int) -> float:
     return float(token_counts.sort(descending=True).values[:size].sum() / token_counts.sum())
+
+
+class Planned(NamedTuple):
+    candidate: Candidate
+    cost: Cost
+    times: dict[int, RoundTimes]  # by the number of streams
+    expectation: Expectation | None  # None where nothing is known of its acceptance
+    taps: tuple[int, ...]
+
+    def forecasts(self, streams: int) -> list[Forecast]:
+        """One a draft length; none without an expectation."""
+        if self.expectation is None:
+            return []
+        coverage = self.candidate.coverage
+        return [forecast(k, cost, self.expectation.tau(k, coverage)) for k, cost in self.times[streams].cost.items()]
+
+    def best(self, streams: int) -> Forecast | None:
+        forecasts = self.forecasts(streams)
+        return best(forecasts) if forecasts else None

@@ -16,11 +16,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.train.data.dataset import Corpus, check_tokenizer, read_corpus
-from draftsmith.train.plan.candidates import Candidate, candidates
+from draftsmith.train.plan.candidates import Candidate, Planned, candidates
 from draftsmith.train.plan.config import PlanConfig
 from draftsmith.train.plan.costs import Data, cost_of, data_of
 from draftsmith.train.plan.expected import Expectation, published, recorded, stated, trained_shape
-from draftsmith.train.plan.planned import Planned
 from draftsmith.train.plan.report import Plan
 from draftsmith.train.plan.timing import decode_tokens_per_s, time_rounds
 

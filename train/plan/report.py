@@ -9,10 +9,10 @@ import torch
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.doctor.memory import GIB, num_bytes
+from draftsmith.train.plan.candidates import Planned
 from draftsmith.train.plan.config import PlanConfig
 from draftsmith.train.plan.costs import Data
 from draftsmith.train.plan.forecast import Forecast, Spread
-from draftsmith.train.plan.planned import Planned
 
 SCHEMA = 1
 BUSY = 0.5  # others' share of the cores above which times are not to be trusted

@@ -11,8 +11,7 @@ from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.statistics import SUMMED_EXPECTED, Fit, chi_square, g_test, summed
 from draftsmith.progress import Progress
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.kernels.audit_cases import PENALTIES, cases
-from draftsmith.serve.audit.kernels.controls import controls
+from draftsmith.serve.audit.kernels.controls import PENALTIES, cases, controls
 from draftsmith.serve.audit.kernels.exact import LAWS, exact_checks
 from draftsmith.serve.audit.kernels.process import Chains, Procedure, Trees, generate
 from draftsmith.serve.audit.kernels.triton import triton_checks

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from draftsmith.distill.state import TOTALS
-from draftsmith.distill.status import Status
-from draftsmith.distill.status_server import StatusServer
+from draftsmith.distill.status import Status, StatusServer
 from draftsmith.errors import UserError
 from draftsmith.metrics_text import parse
 

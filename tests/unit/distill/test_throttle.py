@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from draftsmith.distill.latency_guard import LEAST, LOOK_S, LatencyGuard, quantile, scraper
-from draftsmith.distill.throttle import MOST_REST_S, NoGuard, Throttle
+from draftsmith.distill.throttle import LEAST, LOOK_S, MOST_REST_S, LatencyGuard, NoGuard, Throttle, quantile, scraper
 from draftsmith.errors import UserError
 from draftsmith.metrics_text import parse
 

@@ -11,11 +11,11 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mlp import Mlp
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions, DsparkOptions, Eagle3Options, MedusaOptions
-from draftsmith.drafters.read_bytes import ReadBytes, TellsReads, weight_bytes
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.drafters.weights import ReadBytes, TellsReads, weight_bytes
 
 FLOAT = 4
 SIZES = {"dspark": DsparkOptions(markov_rank=6), "draft-lm": DraftLmOptions(num_layers=1, hidden_size=24, num_attention_heads=2)}

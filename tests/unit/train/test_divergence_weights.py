@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from draftsmith.train.divergence_weights import sample_mean, token_mean
+from draftsmith.train.trainer import sample_mean, token_mean
 
 WEIGHTS = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
 

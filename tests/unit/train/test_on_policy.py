@@ -24,8 +24,7 @@ from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveTeacher
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
-from draftsmith.train.on_policy import OnPolicy, prefix, rows_of
-from draftsmith.train.on_policy_state import load_texts, save_texts
+from draftsmith.train.on_policy import OnPolicy, load_texts, prefix, rows_of, save_texts
 
 ALIKE = RoleWeights(accepted=1.0, first_rejected=1.0, bonus=1.0, later_rejected=1.0)
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from draftsmith.train.config import OptimConfig
-from draftsmith.train.schedule import Clock, lr_factor
+from draftsmith.train.optim import Clock, lr_factor
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,17 @@ def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def copy_tokenizer(target: Path, out: Path) -> list[str]:
+    """The target's tokenizer, so that the folder serves and loads by itself. Returns the names copied."""
+    names = [name for name in TOKENIZER_FILES if (target / name).is_file()]
+    for name in names:
+        shutil.copyfile(target / name, out / name)
+    return names

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts import block, eagle1, eagle3, medusa, mlp, mtp, peagle
-from draftsmith.train.export.layouts import plain as draft_lm
+from draftsmith.train.export.layouts import block, eagle1, eagle3, medusa, mtp, peagle, plain
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.layouts.triton import in_repository
 
@@ -21,11 +20,11 @@ NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
 WRITERS: dict[str, dict[str, Writer]] = {
     "eagle3": {"vllm": eagle3.write_vllm, "sglang": eagle3.write_portable, "speculators": eagle3.write_speculators},
     "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
-    "draft-lm": {"vllm": draft_lm.write_plain, "sglang": draft_lm.write_plain, "hf": draft_lm.write_plain},
+    "draft-lm": {"vllm": plain.write_plain, "sglang": plain.write_plain, "hf": plain.write_plain},
     "mtp": {"vllm": mtp.write_mtp},
     "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
     "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
-    "mlp": {"hf": mlp.write_ibm},
+    "mlp": {"hf": plain.write_ibm},
     "dflash": {"vllm": block.write_portable, "sglang": block.write_portable},
     "dspark": {"vllm": block.write_portable, "sglang": block.write_portable},
 }

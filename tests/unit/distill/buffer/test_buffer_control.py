@@ -20,8 +20,7 @@ from draftsmith.distill.buffer.forget import forget, run
 from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.distill.config import ForgetConfig
-from draftsmith.distill.gate.logged import Logged, disagreement
-from draftsmith.distill.gate.logged_alpha import logged_alpha
+from draftsmith.distill.gate.logged import Logged, disagreement, logged_alpha
 from draftsmith.errors import UserError
 from draftsmith.record import Law, RoundRecord, hashed, hashed_answer
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.distill.gate.logged import Logged
-from draftsmith.distill.gate.logged_alpha import logged_alpha
+from draftsmith.distill.gate.logged import Logged, logged_alpha
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.top_tokens import top_law

@@ -12,8 +12,7 @@ import pytest
 
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import GateConfig
-from draftsmith.distill.gate.canary import MOST_LEVELS, PATIENCE, Trial
-from draftsmith.distill.gate.distill_canary import CanaryDesk
+from draftsmith.distill.gate.canary import MOST_LEVELS, PATIENCE, CanaryDesk, Trial
 from draftsmith.drafters.published.canary import in_canary
 from draftsmith.record import RoundRecord
 

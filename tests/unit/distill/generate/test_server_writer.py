@@ -12,7 +12,7 @@ import pytest
 
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate.prompts import Prompt
-from draftsmith.distill.generate.server_writer import MAX_TRIES, ServerWriter
+from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter
 from draftsmith.errors import UserError
 
 PROMPTS = [Prompt("a", False, [5, 6]), Prompt("b", False, [7])]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from draftsmith.kernels.verify.synthetic import verify_synthetic
+from draftsmith.kernels.verify.lossy import verify_synthetic
 
 
 def test_drafts_are_kept_at_the_given_rates_whatever_they_are() -> None:

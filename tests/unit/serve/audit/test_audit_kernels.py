@@ -18,12 +18,11 @@ from draftsmith.kernels.verify import tree as verify_tree
 from draftsmith.kernels.verify.chain import Verdict
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.kernels import audit_cases
 from draftsmith.serve.audit.kernels import checks as audit_kernels
 from draftsmith.serve.audit.kernels import exact as audit_exact
-from draftsmith.serve.audit.kernels.audit_cases import PENALISED, PENALTIES, PLAIN, PROCEDURES, Case, cases
 from draftsmith.serve.audit.kernels.checks import Sample, joint_sample
-from draftsmith.serve.audit.kernels.controls import controls
+from draftsmith.serve.audit.kernels.controls import LAWS as CASE_LAWS
+from draftsmith.serve.audit.kernels.controls import PENALISED, PENALTIES, PLAIN, PROCEDURES, Case, cases, controls
 from draftsmith.serve.audit.kernels.enumerate import Chosen
 from draftsmith.serve.audit.kernels.exact import LAWS, TREES, block_error, chain_error, exact_checks, tree_error
 from draftsmith.serve.audit.kernels.plain_verify import Rules, verify_chain_by, verify_tree_by
@@ -286,7 +285,7 @@ def test_blocks_with_a_chains_residual_are_lossy_by_sampled_rounds_alone(
 ) -> None:
     """The mistake that four cases of the default audit once showed at p 2e-9 to 3e-6 and none below its share."""
     broken, large = (controls()[name] for name in ("block, a chain's residual", "residual dropped"))
-    monkeypatch.setattr(audit_kernels, "cases", lambda: [Case("block", law, broken.procedure) for law in audit_cases.LAWS[:8]])
+    monkeypatch.setattr(audit_kernels, "cases", lambda: [Case("block", law, broken.procedure) for law in CASE_LAWS[:8]])
     monkeypatch.setattr(audit_kernels, "exact_checks", lambda seed: [])
     monkeypatch.setattr(audit_kernels, "controls", lambda: {"large": large})
     report = audit_kernels.audit_kernels(AuditConfig(kernels=True, rounds=rounds))

@@ -12,14 +12,12 @@ import pytest
 from draftsmith.cli import collect, parse, parser_for
 from draftsmith.config import build
 from draftsmith.errors import UserError
-from draftsmith.serve.bench.bench_goal import goal_of
 from draftsmith.serve.bench.client import Answer, Client, PassResult
 from draftsmith.serve.bench.command import check, gaps, server_arguments
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.bench.prompts import read_prompts
-from draftsmith.serve.bench.report import Case, acceptance, cost_of, figures, goodput, percentile, ratios, table
-from draftsmith.serve.config import ServeConfig
-from draftsmith.serve.served_pair import ServedPair
+from draftsmith.serve.bench.report import Case, acceptance, cost_of, figures, goal_of, goodput, percentile, ratios, table
+from draftsmith.serve.config import ServeConfig, ServedPair
 
 
 def test_percentiles_are_nearest_ranks() -> None:

@@ -23,8 +23,7 @@ from draftsmith.serve.control.control import (
     Wish,
     parse_schedule,
 )
-from draftsmith.serve.control.latency import LatencyTable, bucket_of
-from draftsmith.serve.control.marginal import MarginalCost
+from draftsmith.serve.control.latency import LatencyTable, MarginalCost, bucket_of
 from draftsmith.serve.control.survival import Survival
 from draftsmith.serve.control.trees import TreeControl
 

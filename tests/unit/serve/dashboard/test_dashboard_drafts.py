@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftsmith.serve.dashboard.dashboard_drafts import drafts
+from draftsmith.serve.dashboard.learning import drafts
 from draftsmith.serve.drafts.routing import CANARY, LIVE, class_draft
 from draftsmith.serve.stats import EngineStats
 

@@ -21,7 +21,7 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveTeacher
 from draftsmith.train.objective.unrolled_loss import unrolled_loss

@@ -25,10 +25,9 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.doctor.command import run
 from draftsmith.train.doctor.config import DoctorConfig
-from draftsmith.train.doctor.data import check_ends, check_masks, check_start, rendered
+from draftsmith.train.doctor.data import COLOUR, HarmlessDecoder, check_ends, check_masks, check_start, marked, rendered
 from draftsmith.train.doctor.data_tokens import Row, check_after_end, check_known, check_unused, check_vocabulary
 from draftsmith.train.doctor.memory import compare
-from draftsmith.train.doctor.shown import COLOUR, HarmlessDecoder, marked
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
+from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.data.weighted_text import WeightedText
 from draftsmith.train.evaluate.calibration import Reliability
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.objective.depth_weights import Exponential

@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective import unrolled_loss as objective
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveTeacher

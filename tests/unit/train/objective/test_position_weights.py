@@ -15,7 +15,7 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MedusaOpt
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import UnrollConfig
-from draftsmith.train.data.weighted_text import WeightedText
+from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective.depth_weights import DPace, ExpectedPrefix, Exponential, Judged, folded, step_weighting
 from draftsmith.train.objective.rounds_of_text import by_position, by_round
 from draftsmith.train.objective.teacher import LiveTeacher

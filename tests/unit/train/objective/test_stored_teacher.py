@@ -24,10 +24,9 @@ from draftsmith.kernels.divergence.kind import FORWARD_KL
 from draftsmith.kernels.sampling.top_tokens import top_law
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
-from draftsmith.train.data.batches import pack
+from draftsmith.train.data.batches import WeightedText, pack
 from draftsmith.train.data.dataset import Corpus, read_corpus
 from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
-from draftsmith.train.data.weighted_text import WeightedText
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.stored_teacher import LawTeacher, TapTeacher, stored_teacher
 from draftsmith.train.objective.teacher import LiveTeacher, Teacher
