@@ -27,15 +27,8 @@ PRELOADED = (
 )  # fmt: skip
 # What a copy leaves out: other environments, caches, git's own files.
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-# An edit that no test can notice: it stops the tests from being read.
-BROKEN = (
-    "ImportError",
-    "ModuleNotFoundError",
-    "SyntaxError",
-    "IndentationError",
-    "NameError",
-    "UnboundLocalError",
-)
+# The folders of a tree that hold what mutants are made of. A test has noticed nothing where these raise.
+CODE_FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "src")
 TAIL_CHARS = 1500
 
 
@@ -58,7 +51,8 @@ class Outcome:
     seconds: float
     status: int | None  # pytest's exit status; None when the process was ended, by a signal or after its time
     timed_out: bool = False
-    reports: list[dict[str, Any]] = field(default_factory=list)  # node id, phase, outcome, name of the exception, seconds
+    # Node id, phase, outcome, name of the exception, whether it is the test's own (`noticed`), seconds.
+    reports: list[dict[str, Any]] = field(default_factory=list)
     output: str = ""  # the end of what pytest wrote
 
     def called(self, outcome: str) -> list[dict[str, Any]]:
@@ -150,23 +144,44 @@ class _Child:
             os.killpg(self.process, signal.SIGKILL)
 
 
-class _Reports:
-    """A pytest plugin that keeps the outcome of every phase of every test."""
+def noticed(error: BaseException, tree: Path) -> bool:
+    """Whether a test failed by what it asserts: an assertion that does not hold, of its own or of a testing library, or an
+    exception expected in vain. What the code itself raises is no such thing, its own assertions included."""
+    if members := getattr(error, "exceptions", ()):
+        # A group: several examples of one property.
+        return any(noticed(one, tree) for one in members)
+    if not isinstance(error, (AssertionError, pytest.fail.Exception)):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = None if trace is None else Path(trace.tb_frame.f_code.co_filename).resolve()
+    return raised_in is None or not any(raised_in.is_relative_to(tree / folder) for folder in CODE_FOLDERS)
 
-    def __init__(self) -> None:
+
+class _Reports:
+    """A pytest plugin that keeps the outcome of every phase of every test, and ends the run once a test has noticed something
+    where `first_failure_ends`."""
+
+    def __init__(self, tree: Path, first_failure_ends: bool) -> None:
+        self.tree, self.first_failure_ends = tree.resolve(), first_failure_ends
         self.reports: list[dict[str, Any]] = []
 
     @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, call: Any) -> Iterator[None]:
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
         result = yield
         report = result.get_result()
         raised = "" if call.excinfo is None else call.excinfo.type.__name__
+        own = report.failed and call.excinfo is not None and noticed(call.excinfo.value, self.tree)
+        if own and report.when == "call" and self.first_failure_ends:
+            item.session.shouldfail = "noticed"
         self.reports.append(
             {
                 "test": report.nodeid,
                 "phase": report.when,
                 "outcome": report.outcome,
                 "raised": raised,
+                "noticed": own,
                 "seconds": report.duration,
             }
         )
@@ -185,7 +200,7 @@ def _run_child(job: Job, tree: Path, log: Path, result: Path) -> None:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         sys.dont_write_bytecode = True
         sys.path.insert(0, str(tree / "src"))
-        status = _run_tests(job, result)
+        status = _run_tests(job, tree, result)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -193,17 +208,9 @@ def _run_child(job: Job, tree: Path, log: Path, result: Path) -> None:
         os._exit(status)
 
 
-def _run_tests(job: Job, result: Path) -> int:
-    reports = _Reports()
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "timeout=0",
-        "--tb=short",
-        *(["-x"] if job.first_failure_ends else []),
-    ]
+def _run_tests(job: Job, tree: Path, result: Path) -> int:
+    reports = _Reports(tree, job.first_failure_ends)
+    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=0", "--tb=short"]
     status = int(pytest.main([*options, *job.tests], plugins=[reports]))
     partial = result.with_suffix(".partial")
     partial.write_text(json.dumps({"status": status, "reports": reports.reports}), encoding="utf-8")

@@ -3,9 +3,10 @@
     scripts/test --mutants           # all of them
     scripts/test --mutants K1 S3     # some, by id
 
-First every named test must pass without an edit. Then a mutant is `killed` when one of its tests fails, `survived` when all
-pass, and `invalid` when that says nothing: the edit does not apply, a test cannot be imported or set up, or has no end and the
-entry does not say `hang: true`. The exit status is 0 only when all are killed. On a CPU, Triton interpreted.
+First every named test must pass without an edit. Then a mutant is `killed` when one of its tests fails by what it asserts,
+`survived` when all pass, `crashed` when the edited code raises and no test asserts anything false (a TypeError is no wrong
+token), and `invalid` when the tests say nothing: the edit does not apply, a test cannot be imported or set up, or has no end and
+the entry does not say `hang: true`. The exit status is 0 only when all are killed. On a CPU, Triton interpreted.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from pathlib import Path
 from py_compile import PycInvalidationMode
 
 from mutant_list import Mutant, load, outdated
-from mutant_run import BROKEN, PRELOADED, Job, Outcome, copy_tree, preload, run_all, twin
+from mutant_run import CODE_FOLDERS, PRELOADED, Job, Outcome, copy_tree, preload, run_all, twin
 
-CODE_FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "src")
 CONTROL_LIMIT_S = 600.0
 # A mutant's tests may take so much longer than they took without the edit: machines are shared, and failures print.
 LEAST_LIMIT_S, SLOWER = 30.0, 5.0
@@ -33,7 +33,7 @@ START_S = 5.0
 @dataclass
 class Verdict:
     mutant: Mutant
-    result: str  # "killed", "survived" or "invalid"
+    result: str  # "killed", "survived", "crashed" or "invalid"
     why: str
     seconds: float = 0.0
 
@@ -153,9 +153,9 @@ def judge(mutant: Mutant, outcome: Outcome) -> Verdict:
             f"pytest's status {outcome.status}: {_last_line(outcome.output)}",
             seconds,
         )
-    if failed[0]["raised"] in BROKEN:
-        return Verdict(mutant, "invalid", f"{failed[0]['raised']} in {failed[0]['test']}", seconds)
-    return Verdict(mutant, "killed", failed[0]["test"], seconds)
+    if not (noticing := [report for report in failed if report["noticed"]]):
+        return Verdict(mutant, "crashed", f"{failed[0]['raised']} in {failed[0]['test']}", seconds)
+    return Verdict(mutant, "killed", noticing[0]["test"], seconds)
 
 
 def _last_line(text: str) -> str:
@@ -171,7 +171,8 @@ def _report(verdicts: list[Verdict]) -> int:
         if verdict.result == "survived":
             print(f"\n{verdict.mutant.id} survived: {verdict.mutant.why}")
             print(f"  {verdict.mutant.old.strip()}\n  -> {verdict.mutant.new.strip()}")
-    counts = {result: sum(verdict.result == result for verdict in verdicts) for result in ("killed", "survived", "invalid")}
+    results = ("killed", "survived", "crashed", "invalid")
+    counts = {result: sum(verdict.result == result for verdict in verdicts) for result in results}
     print(f"\nmutants: {', '.join(f'{count} {result}' for result, count in counts.items())}")
     return int(not verdicts or counts["killed"] != len(verdicts))
 
