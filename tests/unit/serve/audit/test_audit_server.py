@@ -162,8 +162,12 @@ def law(report: Report, name: str) -> Any:
     return check
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 10}])
-@pytest.mark.parametrize("ours", [True, False])
+WARM: dict[str, Any] = {"temperature": 0.7, "top_k": 10}
+
+
+@pytest.mark.parametrize(
+    "ours, options", [(True, {}), (True, WARM), (False, {}), pytest.param(False, WARM, marks=pytest.mark.long)]
+)
 def test_an_honest_server_passes(ours: bool, options: dict) -> None:
     report = audit(ChainServer(ours=ours), replace(CONFIG, samples=600 if ours else 2600, **options))
     assert report.verdict == "lossless", report.lines()
@@ -174,7 +178,7 @@ def test_an_honest_server_passes(ours: bool, options: dict) -> None:
     assert all(0 < check.evidence["detectable_bias"] < 0.5 for check in report.checks if "bias" in check.said)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.long) for depth in (1, 2, 3)), 4])
 def test_a_liar_is_found_at_the_depth_where_it_begins(depth: int) -> None:
     config = replace(CONFIG, samples=1500, length=8)
     found = broken(audit(ChainServer(ours=True, k=4, lies_from=depth), config))
@@ -183,7 +187,7 @@ def test_a_liar_is_found_at_the_depth_where_it_begins(depth: int) -> None:
     assert "tokens without drafts" not in found, "the first token comes from the prefill"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_liar_that_tells_no_rounds_is_found_among_all_tokens(depth: int) -> None:
     found = broken(audit(ChainServer(lies_from=depth), replace(CONFIG, samples=2000)))
     assert "tokens after the first" in found and "tokens without drafts" not in found
