@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from draftsmith.cli import main
 from draftsmith.drafters.interface import ServingDrafter
@@ -29,14 +31,27 @@ CONFIG = EngineConfig(k=K, max_batch=64, max_length=96, max_round_tokens=1024)
 # Wide as to what may stay unseen, so that few samples do.
 SMALL = ("--contexts", "2", "--samples", "500", "--greedy-tokens", "8", "--bias", "0.24")
 
-# Drafts from the text alone are kept where text repeats itself.
-REPEATING = dict.fromkeys(("ngram", "suffix"), ("--temperature", "0.2", "--top-k", "8"))
-RARE = {*REPEATING, "eagle1"}  # families that reach the deepest places too rarely in text of a random target
+TEXT_FAMILIES = ("ngram", "suffix")  # drafts from the text alone
+WIDER = {"eagle1": ("--samples", "2000", "--temperature", "1.5")}  # whose untrained drafts are kept least often
 
 
 @pytest.fixture(scope="module")
 def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture(scope="module")
+def repeating(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A Markov chain with few likely tokens behind each: what followed a token before follows it again, often but not always."""
+    folder = str(shutil.copytree(tiny_target("llama"), tmp_path_factory.mktemp("repeating"), dirs_exist_ok=True))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.zero_()
+        model.model.norm.weight.mul_(3.0)
+    model.save_pretrained(folder)
+    return Target.load(folder)
 
 
 def make(family: str, target: Target) -> ServingDrafter:
@@ -86,7 +101,16 @@ def test_our_server_is_lossless(target: Target, live_server: Callable, tmp_path:
     assert [check["said"] for check in compared] == ["8 tokens, the same"] * 2, "the server can be told not to speculate"
 
 
-@pytest.mark.parametrize("family, depth", [*(("draft-lm", depth) for depth in range(1, K + 1)), ("eagle3", 1), ("eagle3", 2)])
+# All depths of all families are in the long lane.
+@pytest.mark.parametrize(
+    "family, depth",
+    [
+        ("draft-lm", 3),
+        ("eagle3", 2),
+        *(pytest.param("draft-lm", depth, marks=pytest.mark.long) for depth in (1, 2, 4)),
+        pytest.param("eagle3", 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
     family: str, depth: int, target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
@@ -118,7 +142,7 @@ def test_a_tree_without_a_distribution_cannot_be_made_wrong(target: Target) -> N
         Engine(target, make("eagle3", target), replace(CONFIG, tree="dynamic", test_misreport="2:3"))
 
 
-@pytest.mark.parametrize("length", ["4", "7"])
+@pytest.mark.parametrize("length", [pytest.param("4", marks=pytest.mark.long), "7"])
 def test_a_flat_distribution_at_longer_lengths_gives_a_verdict_or_none(
     length: str, target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
@@ -151,18 +175,30 @@ def test_a_server_made_wrong_says_so(target: Target, live_server: Callable) -> N
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", ["ngram", "suffix", *FAMILIES])
+@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *FAMILIES])
 def test_a_wrong_q_is_found_at_each_depth_of_each_family(
-    family: str, depth: int, target: Target, live_server: Callable, tmp_path: Path
+    family: str, depth: int, target: Target, repeating: Target, live_server: Callable, tmp_path: Path
 ) -> None:
-    """Where a family reaches deep rarely there is no verdict on that depth. The others, untrained as they are, reach every depth.
-    Nowhere before it is anything found."""
-    options = (*SMALL, "--samples", "1000", "--target", target.name, *REPEATING.get(family, ()))
-    _, report = audit(liar(live_server, target, family, depth, 6.0), tmp_path, *options)
+    """Untrained as they are, models draft to every depth; of text that repeats itself n-grams and suffixes do, whose liar accepts
+    a draft as if it had been drawn with probability 1 / 6. Nowhere before its depth is anything found."""
+    served = repeating if family in TEXT_FAMILIES else target
+    options = (*SMALL, "--samples", "1000", *WIDER.get(family, ()), "--target", served.name)
+    _, report = audit(liar(live_server, served, family, depth, 6.0), tmp_path, *options)
     found, checks = broken(report), {check["name"]: check for check in report["checks"]}
-    rare = family in RARE and checks[depth_name(depth)]["blind"]
-    assert depth_name(depth) in found or rare, checks[depth_name(depth)]["said"]
+    assert depth_name(depth) in found, checks[depth_name(depth)]["said"]
     assert not found & {depth_name(before) for before in range(1, depth)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_honest_drafts_from_repeating_text_are_not_called_lossy(
+    family: str, repeating: Target, live_server: Callable, tmp_path: Path
+) -> None:
+    server = live_server(repeating, make(family, repeating), CONFIG)
+    _, report = audit(server, tmp_path, *SMALL, "--samples", "1000", "--target", repeating.name)
+    assert not broken(report) and report["verdict"] != "lossy", report["sentence"]
+    (deepest,) = [check for check in report["checks"] if check["name"] == depth_name(K)]
+    assert deepest["evidence"]["num_samples"] > 50
 
 
 @pytest.mark.long
