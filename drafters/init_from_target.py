@@ -133,3 +133,21 @@ def frequent_tokens(token_counts: torch.Tensor | None, size: int, always: Sequen
     counts = token_counts.double().cpu().clone()
     counts[list(always)] = torch.inf
     return counts.argsort(descending=True, stable=True)[:size].sort().values.to(token_counts.device)
+
+
+def unused_token(target: Target) -> int:
+    """An id that no text holds, for the slots to be drafted: the tokenizer's mask token, else one it does not know, else padding,
+    else the last id."""
+    tokenizer = target.tokenizer()
+    if tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < target.vocab_size or tokenizer.pad_token_id is None:
+        return target.vocab_size - 1
+    return tokenizer.pad_token_id
+
+
+def checked_mask_token(target: Target, wanted: int | None) -> int:
+    mask_token = unused_token(target) if wanted is None else wanted
+    if not 0 <= mask_token < target.vocab_size:
+        raise UserError(f"option 'mask_token' is {mask_token}; {target.name!r} has the ids 0 to {target.vocab_size - 1}")
+    return mask_token

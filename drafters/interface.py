@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from draftsmith.drafters.target.segments import positions_of
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.cuda_graphs import Recorder
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 if TYPE_CHECKING:
@@ -172,3 +174,19 @@ class TrainedDrafter(ServingDrafter, Protocol):
     def to(self, *, device: torch.device, dtype: torch.dtype) -> TrainedDrafter: ...
 
     def eval(self) -> TrainedDrafter: ...
+
+
+class Recordable(ABC):
+    """A drafter that can draft from a recording."""
+
+    @abstractmethod
+    def record(self) -> None:
+        """Called once before serving. The drafter's weights may be written in place afterwards."""
+
+
+class Capturable(ABC):
+    """A drafter whose steps can be captured."""
+
+    @abstractmethod
+    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
+        """Called once before serving from `pool` on an accelerator. Weights may be written in place afterwards."""

@@ -28,7 +28,7 @@ from draftsmith.kernels.acceptance import bootstrap_ratio
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 def main() -> None:

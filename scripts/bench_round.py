@@ -26,7 +26,7 @@ from draftsmith.serve.bench.prompts import read_prompts
 from draftsmith.serve.bench.server import started
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import PHASES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-from draftsmith.drafters.compiled.recorded import record_forwards
+from draftsmith.drafters.compiled.recorded import record_forwards, record_lm
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -41,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     own, recorded = (Target.load(options.target, dtype="float32") for _ in range(2))
     begun_s = perf_counter()
-    recorded.record()
+    record_lm(recorded)
     record_s = perf_counter() - begun_s
     load = os.getloadavg()[0]
     report = {

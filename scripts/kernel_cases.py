@@ -10,13 +10,15 @@ import torch
 from kernel_divergences import divergence_cases
 from kernel_peers import installed, plain_filters, plain_sample, vllm_chain, vllm_filters
 
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.kernels.verify.tree import TreeVerdict, verify_tree
+from draftsmith.kernels.verify.tree import verify_tree
+from draftsmith.kernels.verify.verdict import TreeVerdict
 
 Call = Callable[[], Any]
 

@@ -27,7 +27,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 K = 3
 BATCH = 16

@@ -21,7 +21,8 @@ from draftsmith.serve.engine.engine import Engine as RoundEngine
 from draftsmith.serve.engine.engine import completion
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.tokens import completion_prompts
-from draftsmith.serve.requests.request import Completion, FinishReason, Request, SamplingParams, Update
+from draftsmith.serve.requests.request import Completion, FinishReason, Request, Update
+from draftsmith.serve.sampling.params import SamplingParams
 
 Prompts = str | list[str] | list[int] | list[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None

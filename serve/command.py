@@ -26,17 +26,18 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.record import Sink
+from draftsmith.serve.app import create_app
 from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.config_checks import check_engine, check_serve
+from draftsmith.serve.dashboard.board import Dashboard
 from draftsmith.serve.dashboard.learning import Learning
 from draftsmith.serve.dashboard.live_text import TextView
-from draftsmith.serve.dashboard.page import Dashboard
 from draftsmith.serve.dashboard.samples import History
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.engine.trees import wanted_tree
-from draftsmith.serve.http.completions import Server, create_app
 from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.metrics.server import ServerMetrics

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.serve.drafts.routing import LIVE
+from draftsmith.serve.requests.route import LIVE
 
 MAX_VERSIONS = 16  # counted apart, those that draft now in any case; a server that learns for months sees thousands
 MAX_PAUSES = 256  # of swaps, kept to tell what is usual

@@ -14,10 +14,10 @@ from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.published.versions import folder_of, latest, open_version, stranger
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature
-from draftsmith.serve.drafts.routing import CANARY, LIVE, class_draft, shown
 from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.drafts.swap import SwapLate
 from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.requests.route import CANARY, LIVE, class_draft, shown
 
 log = logging.getLogger(__name__)
 

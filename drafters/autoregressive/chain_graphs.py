@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,22 +19,15 @@ import torch
 
 from draftsmith.drafters.autoregressive.drawing import Depth, Draw, Drawing, draw_tokens
 from draftsmith.drafters.interface import DraftInputs
-from draftsmith.kernels.attention.paged import NULL_BLOCK, PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import NULL_BLOCK, PagedPool
 from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.autoregressive.chain import Front, ReadsOwnDrafts
+    from draftsmith.drafters.autoregressive.state import Front, ReadsOwnDrafts
 
 log = logging.getLogger(__name__)
-
-
-class Capturable(ABC):
-    """A drafter whose steps can be captured."""
-
-    @abstractmethod
-    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
-        """Called once before serving from `pool` on an accelerator. Weights may be written in place afterwards."""
 
 
 class ChainBuffers:

@@ -26,9 +26,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from draftsmith.drafters.autoregressive.drawing import Drawing, sent
-from draftsmith.drafters.blocks.shape import BlockShape, check_block, checked_mask_token, shape_in
+from draftsmith.drafters.blocks.shape import BlockShape, check_block, shape_in
 from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of
-from draftsmith.drafters.init_from_target import adopt_layers, average_taps, fitted_norm, output_table
+from draftsmith.drafters.init_from_target import adopt_layers, average_taps, checked_mask_token, fitted_norm, output_table
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import DflashOptions, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
@@ -37,7 +37,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.training.block_unroll import BlockPass
 from draftsmith.drafters.weights import ReadBytes, load_into, read_config, read_weights, weight_bytes, write_weights
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.dispatch import reads_freely
 
 

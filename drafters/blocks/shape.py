@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 
@@ -16,24 +15,6 @@ class BlockShape(NamedTuple):
     causal: bool  # whether a slot sees only those before it
     markov_rank: int = 0
     confidence: str = ""  # what a confidence head reads: "state", "markov" (the transition's row too), or "" for none
-
-
-def unused_token(target: Target) -> int:
-    """An id that no text holds, for the slots to be drafted: the tokenizer's mask token, else one it does not know, else padding,
-    else the last id."""
-    tokenizer = target.tokenizer()
-    if tokenizer.mask_token_id is not None:
-        return tokenizer.mask_token_id
-    if len(tokenizer) < target.vocab_size or tokenizer.pad_token_id is None:
-        return target.vocab_size - 1
-    return tokenizer.pad_token_id
-
-
-def checked_mask_token(target: Target, wanted: int | None) -> int:
-    mask_token = unused_token(target) if wanted is None else wanted
-    if not 0 <= mask_token < target.vocab_size:
-        raise UserError(f"option 'mask_token' is {mask_token}; {target.name!r} has the ids 0 to {target.vocab_size - 1}")
-    return mask_token
 
 
 def shape_in(values: Mapping[str, Any]) -> BlockShape:

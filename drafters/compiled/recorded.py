@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
 from draftsmith.drafters.compiled.capture import NUM_TOKENS
 from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.interface import Recordable
 from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.causal_lm import CausalLM, RecordedLm
 from draftsmith.drafters.target.taps import FINAL
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,32 +34,21 @@ class Mismatch(Exception):
     """A recording does not give what it recorded."""
 
 
-class Recordable(ABC):
-    """A drafter that can draft from a recording."""
-
-    @abstractmethod
-    def record(self) -> None:
-        """Called once before serving. The drafter's weights may be written in place afterwards."""
-
-
 def record_forwards(target: CausalLM, drafter: object) -> None:
     """Lets whichever of the two can be recorded run from a recording."""
     begun_s = perf_counter()
-    target.record()
+    record_lm(target)
     if isinstance(drafter, Recordable):
         drafter.record()
     if target.recorded:
         log.info("forwards recorded in %.1f s", perf_counter() - begun_s)
 
 
-class RecordedLm(NamedTuple):
-    body: Replay  # (input_ids [1, T], positions [1, T]) -> (final state, raw tap 0, ..., raw tap L), each [1, T, H]
-    head: Replay  # [1, R, H] -> [1, R, V]
-
-
-def record_lm(lm: CausalLM) -> RecordedLm | None:
-    """None, and the reason in the log, where the model cannot be recorded or its recording is not exact."""
-    return attempt(lm.name, lambda: _record(lm))
+def record_lm(lm: CausalLM) -> None:
+    """Lets `lm` run from a recording of its forward, with less overhead. Does nothing on an accelerator, where CUDA graphs serve
+    that purpose, and where the model cannot be recorded."""
+    if not lm.recorded and lm.device.type == "cpu":
+        lm.replay(attempt(lm.name, lambda: _record(lm)))
 
 
 def attempt(name: str, record: Callable[[], T]) -> T | None:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from draftsmith.drafters.autoregressive.chain import CatchUp, HeadStep, draft_chain
-from draftsmith.drafters.autoregressive.chain_graphs import Capturable, ChainGraphs
+from draftsmith.drafters.autoregressive.chain import draft_chain
+from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.drawing import Drawing
-from draftsmith.drafters.compiled.recorded import Recordable
+from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
 from draftsmith.drafters.heads.recorded_head import RecordedHead, record_head
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal, Recordable, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.training.unroll import UnrollPass
 from draftsmith.drafters.training.unroll_flex import FlexUnrollPass
@@ -27,7 +27,8 @@ from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.drafters.trees.growth import grow
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Recorder
 
 

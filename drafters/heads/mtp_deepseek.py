@@ -23,7 +23,7 @@ from draftsmith.drafters.target.probe import LayerShape, Recorder
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.drafters.weights import load_into, read_config, write_weights
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.autoregressive.drawing import Drawing, sent
-from draftsmith.drafters.blocks.shape import checked_mask_token
 from draftsmith.drafters.heads.eagle3 import Eagle3, flattened
-from draftsmith.drafters.init_from_target import probed
+from draftsmith.drafters.init_from_target import checked_mask_token, probed
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.target.target import Target

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import linear
 
+from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.capture import NUM_TOKENS
 from draftsmith.drafters.compiled.recorded import PIECES, attempt, compare, pass_over
 from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.kernels.attention.pool import PagedPool
 
-if TYPE_CHECKING:
-    from draftsmith.drafters.heads.feature_head import FeatureHead
+
+class HeadForward(Protocol):
+    """The parts of a feature head that are recorded."""
+
+    family: str
+    taps: tuple[int, ...]
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor: ...
+
+    def step(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> HeadStep: ...
+
+    def head_weight(self) -> torch.Tensor: ...
+
+    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool: ...
 
 
 class RecordedHead(NamedTuple):
@@ -27,12 +43,12 @@ class RecordedHead(NamedTuple):
             part.refresh()
 
 
-def record_head(head: FeatureHead) -> RecordedHead | None:
+def record_head(head: HeadForward) -> RecordedHead | None:
     """None, and the reason in the log, where the head cannot be recorded or its recording is not exact."""
     return attempt(head.family, lambda: _record(head))
 
 
-def _record(head: FeatureHead) -> RecordedHead:
+def _record(head: HeadForward) -> RecordedHead:
     states = _states(head, NUM_TOKENS)
     positions = torch.arange(NUM_TOKENS, device=states.device)[None]
     recorded = RecordedHead(
@@ -45,18 +61,18 @@ def _record(head: FeatureHead) -> RecordedHead:
     return recorded
 
 
-def _states(head: FeatureHead, count: int) -> torch.Tensor:
+def _states(head: HeadForward, count: int) -> torch.Tensor:
     weight = head.head_weight()
     generator = torch.Generator().manual_seed(count)
     return torch.randn(count, weight.shape[1], generator=generator).to(weight)
 
 
-def _taps(head: FeatureHead, count: int) -> torch.Tensor:
+def _taps(head: HeadForward, count: int) -> torch.Tensor:
     return _states(head, count).repeat(1, len(head.taps))
 
 
 @torch.no_grad()
-def _check(head: FeatureHead, recorded: RecordedHead) -> None:
+def _check(head: HeadForward, recorded: RecordedHead) -> None:
     weight = head.head_weight()
     pools = [head.new_pool(2, sum(PIECES), weight.device, weight.dtype) for _ in range(2)]
     begin = 0

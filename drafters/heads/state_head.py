@@ -17,7 +17,7 @@ from draftsmith.drafters.heads.feature_head import HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.weights import ReadBytes
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 
 
 class StateHead(nn.Module, ABC):

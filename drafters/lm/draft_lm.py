@@ -12,22 +12,25 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from draftsmith.drafters.autoregressive.chain import CatchUp, HeadStep, draft_chain
-from draftsmith.drafters.autoregressive.chain_graphs import Capturable, ChainGraphs
+from draftsmith.drafters.autoregressive.chain import draft_chain
+from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.drawing import Drawing
-from draftsmith.drafters.compiled.recorded import Recordable
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
+from draftsmith.drafters.compiled.recorded import record_lm
+from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal, Recordable, UnrollBatch, UnrolledStep
 from draftsmith.drafters.lm.lora import add_adapters, merged_state
 from draftsmith.drafters.lm.pruned import pruned_target
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.target.attention import AttentionContext, register
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.drafters.target.load import load_config, load_model, load_tokenizer
+from draftsmith.drafters.target.probe import check_model
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import ReadBytes, check_finite, read_config, read_weights, weight_bytes
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Recorder
 
 
@@ -43,7 +46,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
     def __init__(self, model: PreTrainedModel, name: str):
         super().__init__()
         self.model = model
-        self.lm = CausalLM(model, name)
+        self.lm = CausalLM(model, name, check_model)
         self.linear_head = has_linear_head(self.lm)
 
     @classmethod
@@ -112,7 +115,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
         return self.lm.new_pool(num_blocks, block_size, device, dtype)
 
     def record(self) -> None:
-        self.lm.record()
+        record_lm(self.lm)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.autoregressive.chain import CatchUp, HeadStep
+from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.target.attention import AttentionContext

@@ -6,22 +6,48 @@ The target and a draft language model are both one of these.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.compiled.recorded import RecordedLm, record_lm
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.packed_pass import PackedPass
-from draftsmith.drafters.target.probe import Probe, check_model
 from draftsmith.drafters.target.rotary import rope_limit
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, captured, check_taps, decoder_layers
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
+
+
+class LayerShape(NamedTuple):
+    num_heads: int  # of keys and values
+    key_dim: int
+    value_dim: int
+
+
+class Probe(NamedTuple):
+    """Shapes of a model, as a probe pass found them."""
+
+    hidden_size: int
+    vocab_size: int
+    layers: list[LayerShape]
+
+
+class Replayed(Protocol):
+    """A forward pass that runs from a recording of the model's own."""
+
+    def __call__(self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None) -> Any: ...
+
+    def refresh(self) -> None:
+        """Takes up weights that were written in place."""
+
+
+class RecordedLm(NamedTuple):
+    body: Replayed  # (input_ids [1, T], positions [1, T]) -> (final state, raw tap 0, ..., raw tap L), each [1, T, H]
+    head: Replayed  # [1, R, H] -> [1, R, V]
 
 
 @dataclass(frozen=True)
@@ -33,13 +59,14 @@ class States:
 
 
 class CausalLM:
-    """`model` must have been loaded with our attention (`pretrained.load_model`); its behaviour is checked by a probe here.
+    """`model` must have been loaded with our attention (`load.load_model`); `check` (`probe.check_model`) runs it and gives
+    its shapes.
 
     Raises `UserError` for a model that does not honour the attention interface, whose keys and values could then not be
     kept in our pool.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str):
+    def __init__(self, model: PreTrainedModel, name: str, check: Callable[[CausalLM], Probe]):
         self.model = model
         self.name = name
         self.config = model.config.get_text_config()
@@ -49,17 +76,15 @@ class CausalLM:
         self._head = _head_alone(model)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._recorded: RecordedLm | None = None
-        self._probe: Probe = check_model(self)
+        self._probe = check(self)
         output_weight = model.get_output_embeddings().weight
         # Gathered here, where every process of a sharded model comes by: a draft reads it on one of them.
         self._gathered = whole(output_weight) if isinstance(output_weight, DTensor) else None
 
-    def record(self) -> None:
-        """Lets `paged` and `head` run from a recording of the model's forward: the same numbers to float rounding, with less
-        overhead. Weights may be written in place afterwards if `refresh` is called then. Does nothing on an accelerator,
-        where other means serve that purpose, and where the model cannot be recorded."""
-        if self._recorded is None and self.device.type == "cpu":
-            self._recorded = record_lm(self)
+    def replay(self, recorded: RecordedLm | None) -> None:
+        """Runs `paged` and `head` from `recorded` forwards (`compiled.recorded.record_lm`): the same numbers to float rounding.
+        Weights may be written in place afterwards if `refresh` is called then."""
+        self._recorded = recorded
 
     @property
     def recorded(self) -> bool:

@@ -3,34 +3,19 @@ a text's state depend on that text alone?"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
 
+from draftsmith.drafters.target.causal_lm import CausalLM, LayerShape, Probe
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import reference_attention
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.kernels.attention.pool import PagedPool
 
 NUM_TOKENS, FIRST_CHUNK = 12, 4
 SHORT_TOKENS = 9  # of the text beside the long one
 # Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes near these.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-
-
-class LayerShape(NamedTuple):
-    num_heads: int  # of keys and values
-    key_dim: int
-    value_dim: int
-
-
-class Probe(NamedTuple):
-    hidden_size: int
-    vocab_size: int
-    layers: list[LayerShape]
 
 
 class Recorder:

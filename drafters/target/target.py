@@ -15,6 +15,7 @@ from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import CausalLM, whole
 from draftsmith.drafters.target.generate import Sampling, answer_chunks
 from draftsmith.drafters.target.load import load_model, load_tokenizer
+from draftsmith.drafters.target.probe import check_model
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL
 
@@ -37,7 +38,7 @@ class Target(CausalLM):
     """
 
     def __init__(self, model: PreTrainedModel, name: str, *, trust_remote_code: bool = False):
-        super().__init__(model, name)
+        super().__init__(model, name, check_model)
         self.trust_remote_code = trust_remote_code
         model.requires_grad_(False)
         # `generate` would fill in what it finds there: penalties and filters that are no part of the target's law.

@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.weights import ReadBytes
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 
 
 class Ngram:

@@ -20,7 +20,7 @@ from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.text.suffix_index import ORDERS, SEPARATOR, SuffixIndex
 from draftsmith.drafters.weights import ReadBytes
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 
 # The part of a request's own text that is searched.
 WINDOW = 32768

@@ -10,12 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from draftsmith.drafters.autoregressive.chain_graphs import Capturable
-from draftsmith.drafters.compiled.recorded import Recordable
-from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal, Recordable, ServingDrafter
 from draftsmith.drafters.text.suffix import Draft, Suffix
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Recorder
 
 

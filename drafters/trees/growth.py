@@ -7,19 +7,16 @@ Legend: R rows that can draft, W nodes of a level, C nodes in all, H hidden widt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.chain import CatchUp
+from draftsmith.drafters.autoregressive.state import CatchUp
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape
 from draftsmith.drafters.trees.candidates import Parents, TreeLaws
 from draftsmith.drafters.trees.nodes import TreeNodes, merged
-from draftsmith.drafters.trees.tree_reader import Level, TreeReader
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.heads.feature_head import FeatureHead
+from draftsmith.drafters.trees.tree_reader import Level, TreeDrafter, TreeReader
 
 
 class Growth(NamedTuple):
@@ -32,7 +29,7 @@ class Growth(NamedTuple):
     most: int  # the largest budget
 
 
-def grow(head: FeatureHead, inputs: DraftInputs, caught: CatchUp | None, shape: TreeShape, greedy: list[bool]) -> Proposal:
+def grow(head: TreeDrafter, inputs: DraftInputs, caught: CatchUp | None, shape: TreeShape, greedy: list[bool]) -> Proposal:
     """A tree for every row that has caught up, of `shape` but with no more than the row's `num_draft` nodes; `greedy` says
     which rows of the batch are."""
     if isinstance(shape, TreeByLaw):
@@ -43,7 +40,7 @@ def grow(head: FeatureHead, inputs: DraftInputs, caught: CatchUp | None, shape: 
 
 
 def _grow_rows(
-    head: FeatureHead, inputs: DraftInputs, caught: CatchUp | None, shape: DynamicTree | SampledTree, wanted: list[bool]
+    head: TreeDrafter, inputs: DraftInputs, caught: CatchUp | None, shape: DynamicTree | SampledTree, wanted: list[bool]
 ) -> Proposal:
     device, allowed = inputs.tokens.device, inputs.num_draft.tolist()
     indices = [] if caught is None else caught.indices

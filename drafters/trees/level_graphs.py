@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import bisect
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from draftsmith.drafters.autoregressive.state import ReadsOwnDrafts
 from draftsmith.drafters.tree_shape import MAX_NODES
-from draftsmith.kernels.attention.paged import NULL_BLOCK, PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import NULL_BLOCK, PagedPool, TreeLayout
 from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.autoregressive.chain import ReadsOwnDrafts
 
 log = logging.getLogger(__name__)
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from transformers import LlamaConfig
 
-from draftsmith.drafters.autoregressive.chain import CatchUp
+from draftsmith.drafters.autoregressive.state import CatchUp, ReadsOwnDrafts
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.tree_shape import MAX_NODES
-from draftsmith.drafters.trees.level_graphs import LevelInputs, read_level, spare_blocks
-from draftsmith.kernels.attention.paged import NULL_BLOCK, PagedPool, TreeLayout
+from draftsmith.drafters.trees.level_graphs import LevelGraphs, LevelInputs, read_level, spare_blocks
+from draftsmith.kernels.attention.pool import NULL_BLOCK, PagedPool, TreeLayout
 
-if TYPE_CHECKING:
-    from draftsmith.drafters.heads.feature_head import FeatureHead
+
+class TreeDrafter(ReadsOwnDrafts, Protocol):
+    """A drafter that reads all nodes of a tree's level in one pass."""
+
+    config: LlamaConfig
+    level_graphs: LevelGraphs | None
 
 
 class Level(NamedTuple):
@@ -32,7 +37,7 @@ class TreeReader:
     writes over them or, beyond what is reserved, the null block has them.
     """
 
-    def __init__(self, head: FeatureHead, inputs: DraftInputs, caught: CatchUp, budgets: torch.Tensor):
+    def __init__(self, head: TreeDrafter, inputs: DraftInputs, caught: CatchUp, budgets: torch.Tensor):
         assert inputs.pool is not None
         self.head, self.pool = head, inputs.pool
         self.first = caught.positions + 1

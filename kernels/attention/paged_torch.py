@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from draftsmith.kernels.attention.masked_values import all_finite, spoil, spoiled_rows, without_spoiled
 
 if TYPE_CHECKING:
-    from draftsmith.kernels.attention.paged import TreeLayout
+    from draftsmith.kernels.attention.pool import TreeLayout
 
 NUM_BITS = 63  # of a tree's `ancestors`; the sign is not one of them
 

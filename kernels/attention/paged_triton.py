@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from draftsmith.kernels.attention.paged import TreeLayout
+    from draftsmith.kernels.attention.pool import TreeLayout
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MINUS_INF = tl.constexpr(float("-inf"))

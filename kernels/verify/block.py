@@ -23,7 +23,9 @@ import torch
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
-from draftsmith.kernels.verify.chain import Verdict, assemble, log_law, residual_law, verify_chain, wide
+from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.residual import assemble, log_law, residual_law, wide
+from draftsmith.kernels.verify.verdict import Verdict
 
 
 def verify_block(

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.sampling.random_streams_triton import ACCEPT, BONUS, RESIDUAL, log_noise, stream_key, uniform
-from draftsmith.kernels.verify.chain import Verdict
 from draftsmith.kernels.verify.rows_triton import (
     MINUS_INF,
     block_stats,
@@ -27,6 +26,7 @@ from draftsmith.kernels.verify.rows_triton import (
     logprob,
     normaliser,
 )
+from draftsmith.kernels.verify.verdict import Verdict
 
 BLOCK = 4096
 

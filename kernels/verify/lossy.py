@@ -12,7 +12,8 @@ import torch
 
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
-from draftsmith.kernels.verify.chain import Verdict, assemble, log_law, wide
+from draftsmith.kernels.verify.residual import assemble, log_law, wide
+from draftsmith.kernels.verify.verdict import Verdict
 
 EPSILON = 0.09
 DELTA = 0.3

@@ -21,14 +21,9 @@ import torch
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
-from draftsmith.kernels.verify.chain import accepts, assemble, log_law, residual_law, wide
 from draftsmith.kernels.verify.draft_tree import DraftTree
-
-
-class TreeVerdict(NamedTuple):
-    accepted: torch.Tensor  # [B] int64, how many drafted tokens were kept
-    tokens: torch.Tensor  # [B, N + 1] int64: the kept drafts, the residual or bonus token, then -1
-    nodes: torch.Tensor  # [B, N] int64: the kept nodes in order, then -1
+from draftsmith.kernels.verify.residual import accepts, assemble, log_law, residual_law, wide
+from draftsmith.kernels.verify.verdict import TreeVerdict
 
 
 def verify_tree(

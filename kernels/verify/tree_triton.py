@@ -38,7 +38,7 @@ from draftsmith.kernels.verify.rows_triton import (
     log_total,
     logprob,
 )
-from draftsmith.kernels.verify.tree import TreeVerdict
+from draftsmith.kernels.verify.verdict import TreeVerdict
 
 BLOCK = 4096
 # A walk is one program alone with its rows: only loads that run ahead of the sums keep it near the bandwidth.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftsmith.serve.requests.request import MIN_TEMPERATURE, SamplingParams
+from draftsmith.serve.sampling.params import MIN_TEMPERATURE, SamplingParams
 
 FACTORS = (1.0, 0.8, 0.6, 1.25)  # of the request's temperature
 MEMORY = 4000.0  # first drafts

@@ -19,7 +19,7 @@ from draftsmith.drafters.published.versions import DECISIONS, latest, read_decis
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.dashboard.samples import Counts
-from draftsmith.serve.drafts.routing import CANARY, class_draft, shown
+from draftsmith.serve.requests.route import CANARY, class_draft, shown
 from draftsmith.serve.stats import EngineStats
 
 STATUS = "status.json"

@@ -15,10 +15,11 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.record import hashed
-from draftsmith.serve.drafts.routing import LIVE, Router
+from draftsmith.serve.drafts.routing import Router
 from draftsmith.serve.drafts.swap import Swap, apply_swap, prepare_new, prepare_swap
 from draftsmith.serve.engine.propose import Drafting
 from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)

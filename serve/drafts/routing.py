@@ -10,36 +10,15 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from draftsmith.drafters.published.canary import in_canary
 from draftsmith.drafters.published.pool import DraftPool
-
-LIVE = ""
-CANARY = "canary"
+from draftsmith.serve.requests.route import CANARY, LIVE, Route, class_draft
 
 WINDOW = 64  # latest requests that a draft is judged by
 FEWEST = 12  # of these, before it is
 CERTAIN = 3.0  # standard errors
 PROBES = 0.1  # of a class's requests are drafted by the other of its two drafts, so that both stay known
-
-
-def class_draft(name: str) -> str:
-    # No class can take the name of another draft.
-    return f"pool/{name}"
-
-
-def shown(draft: str) -> str:
-    """The name of a draft in logs and metrics."""
-    return draft or "live"
-
-
-class Route(NamedTuple):
-    draft: str = LIVE
-    pool_class: str = ""  # the class of the pool it was sorted into; "" for none
-
-
-UNROUTED = Route()
 
 
 @dataclass

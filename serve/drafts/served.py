@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.serve.drafts.routing import shown
+from draftsmith.serve.requests.route import shown
 
 log = logging.getLogger(__name__)
 

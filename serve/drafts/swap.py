@@ -18,7 +18,7 @@ from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
-from draftsmith.serve.drafts.routing import LIVE
+from draftsmith.serve.requests.route import LIVE
 
 
 class SwapLate(UserError):

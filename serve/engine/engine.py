@@ -10,34 +10,33 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.compiled.recorded import Recordable, record_forwards
-from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.compiled.recorded import record_forwards
+from draftsmith.drafters.interface import Recordable, ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.record import Sink
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.cache.blocks import BlockManager
-from draftsmith.serve.cache.memory import BlockPlan, most_tapped, most_unread, plan_blocks
-from draftsmith.serve.cache.prefix import PrefixCache
+from draftsmith.serve.cache.memory import most_unread, plan_blocks
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.auto import AutoControl
-from draftsmith.serve.control.control import Control, FixedControl, Offer, RoundResult, ScheduledControl, parse_schedule
+from draftsmith.serve.control.control import Offer, RoundResult
 from draftsmith.serve.control.draft_temperature import DraftLaw
-from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.lineup import Lineup
-from draftsmith.serve.drafts.routing import LIVE
 from draftsmith.serve.drafts.swap import Swap
+from draftsmith.serve.engine.build import control_of, prefix_cache
 from draftsmith.serve.engine.graphs import can_capture, capture_drafts
 from draftsmith.serve.engine.output import Emission, Outcome, add_prompt_logprobs, complaint, outcome, token_logprobs
-from draftsmith.serve.engine.proposal import Drafts
 from draftsmith.serve.engine.propose import Drafting, keep_taps
 from draftsmith.serve.engine.recorder import Recorder, RoundLaws
-from draftsmith.serve.engine.runner import BlockTables, PassOutput, make_runner, prompt_positions
-from draftsmith.serve.engine.scheduler import Row, Schedule, Scheduler
+from draftsmith.serve.engine.round import Decision, Drafts, PassOutput, Row, Schedule
+from draftsmith.serve.engine.runner import BlockTables, make_runner, prompt_positions
+from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.engine.trees import move_kept, straighten, wanted_tree
-from draftsmith.serve.engine.verify import Decision, Streams, chain_rule, decide
+from draftsmith.serve.engine.verify import Streams, chain_rule, decide
 from draftsmith.serve.requests.intake import Intake
-from draftsmith.serve.requests.request import Completion, FinishReason, OnUpdate, Request, SamplingParams
+from draftsmith.serve.requests.request import Completion, FinishReason, OnUpdate, Request
+from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.request_errors import is_own
 from draftsmith.serve.stats import EngineStats
 
@@ -457,24 +456,6 @@ class Engine:
                 if self.prefix is not None:
                     self.stats.prefix_cache_queries += row.request.num_tokens
                     self.stats.prefix_cache_hits += row.begin
-
-
-def control_of(config: EngineConfig) -> Control:
-    if config.k_schedule is not None:
-        return ScheduledControl(parse_schedule(config.k_schedule))
-    if not config.adaptive:
-        return FixedControl()
-    tree = wanted_tree(config)
-    return AutoControl(min(3, config.k)) if tree is None else TreeControl(tree.depth)
-
-
-def prefix_cache(target: Target, drafter: ServingDrafter | None, blocks: BlockManager, plan: BlockPlan) -> PrefixCache:
-    if drafter is None:
-        return PrefixCache(blocks, root=target.revision)
-    # A drafter that cannot hold the newest position before it knows the next token keeps there what depends on that token.
-    ahead = max(0, 2 - drafter.cached_after(1, 0, 0))
-    most = most_tapped(target, drafter, plan, blocks.block_size)
-    return PrefixCache(blocks, root=target.revision, ahead=ahead, needs_taps=bool(drafter.taps), max_tapped=most)
 
 
 def completion(request: Request) -> Completion:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.chain_graphs import Capturable
-from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.interface import Capturable, ServingDrafter
 from draftsmith.drafters.target.target import Target, TargetOutput
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.cuda_graphs import CudaRecorder, Graph, Recorder, row_buckets, sizes_up_to
 from draftsmith.serve.cache.blocks import NULL_BLOCK
 from draftsmith.serve.parallel.target import LeadingTarget

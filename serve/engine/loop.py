@@ -11,11 +11,12 @@ from functools import partial
 from typing import NamedTuple
 
 from draftsmith.errors import UserError
-from draftsmith.serve.drafts.routing import LIVE
 from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.scheduler import QueueFull
-from draftsmith.serve.requests.request import FinishReason, OnUpdate, Request, SamplingParams, Update
+from draftsmith.serve.requests.request import FinishReason, OnUpdate, Request, Update
+from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.serve.engine.recorder import Recorder
+from draftsmith.serve.engine.round import Row
 from draftsmith.serve.engine.runner import prompt_positions
-from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.request_errors import LoneFailures, is_own
 

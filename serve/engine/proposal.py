@@ -6,54 +6,18 @@ Legend: B drafting rows, K draft positions, N nodes of a row's tree, V vocabular
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.serve.engine.trees import RoundTree, check_tree
+from draftsmith.serve.engine.round import Drafts, RoundTree
+from draftsmith.serve.engine.trees import check_tree
 
 
 class BadProposal(ValueError):
     """The drafter returned something no verification should see."""
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """Row b of the drafting rows."""
-
-    chains: list[list[int]]  # usable tokens; empty where the drafter gave none or its first law failed
-    sound: list[bool]  # False: what the drafter did for this row is not trusted, its cache does not advance
-    tokens: torch.Tensor  # [B, K] int64
-    lengths: torch.Tensor  # [B] int64
-    logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
-    tree: RoundTree | None = None  # how the tokens hang together when they are no chains
-    # Rows that their draft did not draft, because it rests or has failed: what became of them says nothing about it.
-    missed: frozenset[int] = frozenset()
-    sampled: bool = True  # False: deterministic, no law was drawn from
-    undrawn: frozenset[int] = frozenset()  # deterministic rows among others
-    copied: frozenset[int] = frozenset()  # of these, rows that text drafted in place of the trained draft behind it
-
-    @property
-    def as_planned(self) -> bool:
-        """For most of the rows; one draft of several that fails must not keep the control of k from learning."""
-        return 2 * len(self.missed) < len(self.chains)
-
-    def offered(self, index: int) -> int:
-        """How deep the row's drafts go: a round keeps at most so many of them."""
-        if index >= len(self.chains):
-            return 0
-        return len(self.chains[index]) if self.tree is None else self.tree.height(index)
-
-    def drawn(self, index: int) -> bool:
-        """Whether the row was drafted by drawing from the draft's law, at the temperature chosen for it."""
-        return self.sampled and index not in self.undrawn and self.offered(index) > 0
-
-    def by_its_draft(self, index: int) -> bool:
-        """Whether the row was drafted by the draft that its request was given, and not by text in its place."""
-        return index < len(self.chains) and index not in self.missed and index not in self.copied
 
 
 def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Drafts:

@@ -16,14 +16,14 @@ import torch
 from draftsmith.drafters.interface import Adjust, DraftInputs, GrowsTrees, Proposal, Remembering, ServingDrafter
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.audit.misreport import Misreport
-from draftsmith.serve.drafts.routing import LIVE, shown
 from draftsmith.serve.drafts.served import ServedDraft
-from draftsmith.serve.engine.proposal import BadProposal, Drafts, Part, checked, joined
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.proposal import BadProposal, Part, checked, joined
+from draftsmith.serve.engine.round import Drafts, Row
 from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.route import LIVE, shown
 from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ import torch
 
 from draftsmith.kernels.sampling.top_tokens import top_law
 from draftsmith.record import TOP, LawArrays, Laws, RoundRecord, Sink, hashed, uniform
-from draftsmith.serve.engine.proposal import Drafts
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.round import Drafts, Row
 from draftsmith.serve.requests.request import Request
 
 log = logging.getLogger(__name__)

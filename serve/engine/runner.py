@@ -6,17 +6,17 @@ Legend: T tokens of the pass, B rows, R rows of logits, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.target.target import Target, TargetOutput
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import CudaRecorder
 from draftsmith.serve.cache.blocks import NULL_BLOCK
 from draftsmith.serve.engine.graphs import PassGraphs, PassInputs, can_capture
-from draftsmith.serve.engine.scheduler import Row
-from draftsmith.serve.engine.trees import RoundTree, lay_out
+from draftsmith.serve.engine.round import PassOutput, RoundTree, Row
+from draftsmith.serve.engine.trees import lay_out
 from draftsmith.serve.requests.request import Request
 
 
@@ -41,13 +41,6 @@ class BlockTables:
             self._written[request.slot] = (owner, len(request.blocks))
         width = max(len(request.blocks) for request in requests)
         return self.host[[request.slot for request in requests], :width].to(self.device)
-
-
-class PassOutput(NamedTuple):
-    logits: torch.Tensor  # [R, V] float32: row b of the sampling rows owns 1 + its drafts
-    taps: torch.Tensor | None  # [T, n * H]
-    begins: list[int]  # where each row starts in T
-    prompt_logits: torch.Tensor  # [P, V] float32: after the positions that `prompt_positions` names, row after row
 
 
 def prompt_positions(row: Row) -> range:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.control.control import Control, FixedControl, RoundPlan, Wish
+from draftsmith.serve.engine.round import Row, Schedule
 from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
 
@@ -16,40 +15,6 @@ READS_A_WRITE = 8  # tokens of known text that are read in the time that one is 
 
 class QueueFull(UserError):
     """The server holds as many waiting requests as it may; the client should come back later."""
-
-
-@dataclass(slots=True)
-class Row:
-    """One request's share of a target pass: `count` known tokens from position `begin`, then `k` drafted ones."""
-
-    request: Request
-    begin: int
-    count: int
-    k: int = 0
-
-    @property
-    def samples(self) -> bool:
-        """Whether the pass reaches the newest token, so that its successor can be decided."""
-        return self.begin + self.count == self.request.num_tokens
-
-
-@dataclass(slots=True)
-class Schedule:
-    """Rows in the order of the pass: those that draft, those that only sample, prompt pieces that do neither."""
-
-    drafting: list[Row] = field(default_factory=list)
-    sampling: list[Row] = field(default_factory=list)
-    filling: list[Row] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    plan: RoundPlan | None = None  # of the rows that were decoding
-
-    @property
-    def rows(self) -> list[Row]:
-        return self.drafting + self.sampling + self.filling
-
-    @property
-    def num_deciding(self) -> int:
-        return len(self.drafting) + len(self.sampling)
 
 
 class Scheduler:

@@ -14,14 +14,13 @@ import torch
 from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.tree_shape import DynamicTree, TreeShape, parse_tree
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.verify.draft_tree import MAX_NODES, DraftTree
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.round import RoundTree, Row
 
 if TYPE_CHECKING:
-    from draftsmith.serve.engine.proposal import Drafts
-    from draftsmith.serve.engine.runner import PassOutput
+    from draftsmith.serve.engine.round import Drafts, PassOutput
 
 
 def wanted_tree(config: EngineConfig) -> TreeShape | None:
@@ -42,24 +41,6 @@ def wanted_tree(config: EngineConfig) -> TreeShape | None:
             "q to make wrong; give a tree 'sampled' or 'auto', or leave the tree out"
         )
     return shape
-
-
-class RoundTree(NamedTuple):
-    """Trees of the drafting rows, which come first in the pass."""
-
-    draft: DraftTree
-    q_rows: torch.Tensor | None  # [B, N + 1]
-    parents: list[list[int]]  # the same parents on the host, as many as a row has nodes
-
-    def depths(self, row: int) -> list[int]:
-        """Of the row's nodes, 0 for children of the root."""
-        depths: list[int] = []
-        for parent in self.parents[row]:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
-
-    def height(self, row: int) -> int:
-        return max(self.depths(row), default=-1) + 1
 
 
 class Laid(NamedTuple):

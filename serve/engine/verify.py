@@ -11,14 +11,14 @@ import torch
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample
 from draftsmith.kernels.verify.block import verify_block
-from draftsmith.kernels.verify.chain import Verdict, verify_chain
+from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.serve.engine.proposal import Drafts
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.serve.engine.round import Decision, Drafts, Row
 from draftsmith.serve.engine.trees import greedy_path
-from draftsmith.serve.requests.request import SamplingParams
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 class ChainRule(NamedTuple):
@@ -76,11 +76,6 @@ class Streams:
             min_p=[p.min_p for p in params],
             device=self.device,
         )
-
-
-class Decision(NamedTuple):
-    emitted: list[list[int]]  # each row's accepted drafts, then its residual or bonus token (-1 if its logits are not finite)
-    paths: list[list[int]]  # each row's accepted nodes when trees were drafted; empty for chains
 
 
 def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts | None, streams: Streams) -> Decision:

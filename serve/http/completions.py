@@ -3,110 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from draftsmith.errors import UserError
-from draftsmith.serve.dashboard.page import Dashboard, add_dashboard
-from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.endpoints import add_learning_endpoints, add_service_endpoints, add_token_endpoints
-from draftsmith.serve.http.errors import Refusal, add_error_handlers, as_refusal, failure, timed_out
-from draftsmith.serve.http.exchange import Event, Exchange
-from draftsmith.serve.http.gate import Gate, Limits, Load, tenant_of
-from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Conversation, Generation
-from draftsmith.serve.http.responses import Extras, Responder, chat_responder, completion_responder
-from draftsmith.serve.http.schema import ANSWER_STATUSES, ChatBody, CompletionBody, describe, documented, events_of
-from draftsmith.serve.http.speculation_report import Level
-from draftsmith.serve.http.threads import Aside, Mailbox
-from draftsmith.serve.http.tokens import Prompt, bad_word_tokens, chat_prompt, completion_prompts
-from draftsmith.serve.metrics.server import ServerMetrics
-from draftsmith.version import __version__
+from draftsmith.serve.http.errors import Refusal, as_refusal, failure, timed_out
+from draftsmith.serve.http.exchange import Exchange
+from draftsmith.serve.http.gate import tenant_of
+from draftsmith.serve.http.protocol import Generation
+from draftsmith.serve.http.responses import Extras, Responder
+from draftsmith.serve.http.server import Server
+from draftsmith.serve.http.tokens import Prompt, bad_word_tokens
 
 LEARN_HEADER = "x-draftsmith-learn"  # "off" keeps a request's rounds out of the buffer
-
-
-@dataclass
-class Server:
-    """What the endpoints share."""
-
-    loop: EngineLoop
-    model: str
-    metrics: ServerMetrics
-    limits: Limits = field(default_factory=Limits)
-    report: Level = "none"  # of every response's drafts; a request may ask for more
-    load: Load = field(default_factory=Load)
-    aside: Aside = field(default_factory=Aside)
-    dashboard: Dashboard | None = None
-    vocabulary: Any = field(init=False)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @cached_property
-    def mailbox(self) -> Mailbox[Event]:
-        # Made by the first request, on the event loop that serves.
-        return Mailbox()
-
-    @property
-    def tokenizer(self) -> Any:
-        """For use `aside` alone."""
-        return self.loop.engine.target.tokenizer()
-
-    def __post_init__(self) -> None:
-        # A copy, for reading tokens on the event loop's thread while another text is encoded.
-        self.vocabulary = copy.deepcopy(self.tokenizer)
-
-    def check_model(self, model: str | None) -> None:
-        if model is not None and model != self.model:
-            message = f"model {model!r} is not served here; use {self.model!r}"
-            raise Refusal(404, message, param="model", code="model_not_found")
-
-    def chat_prompt(self, body: Conversation) -> list[int]:
-        prompts_answer = not body.continue_final_message
-        return chat_prompt(
-            [message.plain() for message in body.messages],
-            self.tokenizer,
-            add_generation_prompt=prompts_answer if body.add_generation_prompt is None else body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=body.add_special_tokens,
-            variables=body.chat_template_kwargs,
-        )
-
-
-def create_app(server: Server) -> FastAPI:
-    app = FastAPI(title="draftsmith", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, limits=server.limits, load=server.load, responded=server.metrics.responded)
-    add_error_handlers(app)
-    add_service_endpoints(app, server)
-    add_token_endpoints(app, server)
-    add_learning_endpoints(app, server)
-    if server.dashboard is not None:
-        add_dashboard(app, server, server.dashboard)
-
-    @app.post("/v1/completions", responses={**events_of(CompletionBody), **documented(*ANSWER_STATUSES)})
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        server.check_model(body.model)
-        prompts = await server.aside.run(
-            lambda: completion_prompts(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
-        )
-        responder = completion_responder(server.model, server.vocabulary, _extras(server, body), prompts, body.n or 1)
-        return await _answer(server, request, body, prompts, responder)
-
-    @app.post("/v1/chat/completions", responses={**events_of(ChatBody), **documented(*ANSWER_STATUSES)})
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        server.check_model(body.model)
-        prompt = Prompt(await server.aside.run(lambda: server.chat_prompt(body)), None)
-        responder = chat_responder(server.model, server.vocabulary, _extras(server, body), prompt, body.n or 1)
-        return await _answer(server, request, body, [prompt], responder)
-
-    describe(app, model=server.model, guarded=bool(server.limits.api_keys))
-    return app
 
 
 def _extras(server: Server, body: Generation) -> Extras:

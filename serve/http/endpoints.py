@@ -24,7 +24,7 @@ from draftsmith.serve.http.tokens import encode
 from draftsmith.version import __version__
 
 if TYPE_CHECKING:
-    from draftsmith.serve.http.completions import Server
+    from draftsmith.serve.http.server import Server
 
 LOSSLESS_HEADER = "x-draftsmith-lossless"  # of /health, where answers need not have the target's distribution
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.threads import Aside, Mailbox
-from draftsmith.serve.requests.request import OnUpdate, Request, SamplingParams, Update
+from draftsmith.serve.requests.request import OnUpdate, Request, Update
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 class Event(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from draftsmith.serve.http.formats import ResponseFormat, StructuredOutputs, Text, Wire, grammar_of
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 

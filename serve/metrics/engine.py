@@ -9,9 +9,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from draftsmith.drafters.weights import TellsReads, weight_bytes
-from draftsmith.serve.drafts.routing import shown
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import FinishReason
+from draftsmith.serve.requests.route import shown
 from draftsmith.serve.stats import MAX_PAUSES
 
 

@@ -19,7 +19,8 @@ from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.ranks import Channel, in_step, leave_signals_to_the_leader
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 
 
 class NewPool(NamedTuple):

@@ -16,9 +16,10 @@ from draftsmith.drafters.published.prompt_clusters import is_cluster_name
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
-from draftsmith.serve.requests.request import OnUpdate, Request, SamplingParams
+from draftsmith.serve.requests.request import OnUpdate, Request
 from draftsmith.serve.sampling.adjustments import law_state
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.text_stream import TextStream
 
 SEED_BITS = 62  # of seeds drawn here; those of requests have 64

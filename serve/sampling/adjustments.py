@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
-from draftsmith.serve.sampling.params import check_vocabulary
+from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors, run_processors
 from draftsmith.serve.sampling.stages import add_biases, ban, penalise, restrict
 from draftsmith.serve.sampling.state import LawState, Site

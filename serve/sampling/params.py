@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftsmith.errors import UserError
+from draftsmith.serve.sampling.grammar import Grammar
 
 if TYPE_CHECKING:
-    from draftsmith.serve.requests.request import SamplingParams
+    import torch
+
 
 MAX_BIAS = 100.0  # OpenAI's bounds
 MAX_PENALTY = 2.0
@@ -78,3 +81,67 @@ def _repeated(values: Iterable[int]) -> int | None:
             return value
         seen.add(value)
     return None
+
+
+MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-6  # as kernels/sampling/filters.py, which this torch-free module cannot import
+# A transformers `LogitsProcessor`: (input_ids [1, n], scores [1, V]) -> scores [1, V], a pure function of both.
+LogitsProcessor = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What the request asked for; every field is honoured exactly or refused here."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 switches the filter off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = None  # None: as many as the context holds
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report besides the emitted token; None reports nothing
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, its first one excepted
+    k: int | None = None  # draft tokens a round; None: the server's
+    draft_temperature: float | None = None  # of the draft's own law, 0 for greedy drafts; None: as the server does
+
+    # Applied to raw logits, at every position with the tokens before it, drafted ones included (serve/sampling/adjustments.py).
+    repetition_penalty: float = 1.0  # transformers': of the tokens in prompt and output
+    presence_penalty: float = 0.0  # OpenAI's: of the tokens in the output
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias), added
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences, none of which comes about
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    min_tokens: int = 0  # what would end the answer is banned until then
+    grammar: Grammar | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        within("temperature", self.temperature, 0.0, 100.0)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise UserError(f"temperature is {self.temperature}; give 0 for greedy or at least {MIN_TEMPERATURE}")
+        within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        within("min_p", self.min_p, 0.0, 1.0)
+        within("top_k", self.top_k, 0, math.inf)
+        within("max_tokens", self.max_tokens, 1, math.inf)
+        within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        within("speculation.draft_temperature", self.draft_temperature, 0.0, 100.0)
+        if self.draft_temperature is not None and 0 < self.draft_temperature < MIN_TEMPERATURE:
+            raise UserError(f"speculation.draft_temperature is {self.draft_temperature}; give 0 or at least {MIN_TEMPERATURE}")
+        within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        within("speculation.k", self.k, 0, 64)
+        if "" in self.stop:
+            raise UserError("stop holds an empty string; give the text to stop at")
+        check_adjustments(self)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the law is another than temperature and filters make of the target's."""
+        return (
+            (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+            or bool(self.logit_bias or self.bad_words or self.min_tokens or self.logits_processors)
+            or self.allowed_token_ids is not None
+            or self.grammar is not None
+        )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.serve.requests.request import LogitsProcessor
+from draftsmith.serve.sampling.params import LogitsProcessor
 from draftsmith.serve.sampling.state import LawState, Site
 
 

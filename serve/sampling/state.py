@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.serve.requests.request import SamplingParams
 from draftsmith.serve.sampling.grammar_matcher import GrammarMatcher
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.request_errors import is_own, sentence
 
 

@@ -13,7 +13,7 @@ check_links(Path(__file__).parent)
 
 if TYPE_CHECKING:
     from draftsmith.serve.api import Engine
-    from draftsmith.serve.requests.request import SamplingParams
+    from draftsmith.serve.sampling.params import SamplingParams
 
 __all__ = ["Engine", "SamplingParams", "__version__"]
 

@@ -28,7 +28,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

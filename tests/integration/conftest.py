@@ -26,17 +26,18 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import Sink
+from draftsmith.serve.app import create_app
 from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.dashboard.page import Dashboard
+from draftsmith.serve.dashboard.board import Dashboard
 from draftsmith.serve.dashboard.samples import History
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.completions import Server, create_app
 from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.metrics.server import ServerMetrics
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 MODEL = "tiny"
 DEFAULT_LIMITS = Limits()

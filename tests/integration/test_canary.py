@@ -20,9 +20,9 @@ from draftsmith.drafters.published.canary import Canary, read_canary, write_cana
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts.routing import CANARY
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.requests.route import CANARY
+from draftsmith.serve.sampling.params import SamplingParams
 
 # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
 SAMPLING = SamplingParams(max_tokens=16, temperature=0.5)

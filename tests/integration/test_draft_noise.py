@@ -23,7 +23,7 @@ from draftsmith.drafters.trees import candidates as tree_laws
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.verify import Streams
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 K = 4
 PARAMS = SamplingParams(draft_temperature=100.0, max_tokens=14, ignore_eos=True)

@@ -32,7 +32,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, Wish
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.verify import Streams
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 FALSE_ALARM, CAUGHT = 1e-9, 1e-6
 A, B, C, D = range(4)

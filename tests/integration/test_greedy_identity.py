@@ -21,7 +21,7 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
 FAMILIES = ["ngram", "suffix", "eagle3", "mtp", "draft-lm"]

@@ -22,7 +22,8 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import chi_square_survival
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 ALLOWED = (40, 41, 42, 43)
 BIAS = (2.7, 1.8, 1.0, 0.0)  # one of the four is likely and one rare, whatever the tiny target thinks

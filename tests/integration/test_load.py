@@ -20,7 +20,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 SHARED = [20 + i * 7 % 90 for i in range(40)]
 PROMPTS = [SHARED[:cut] + [100 + index] * (index % 3) for index, cut in enumerate((40, 33, 32, 20, 9, 1))]

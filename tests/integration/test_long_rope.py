@@ -23,7 +23,7 @@ from draftsmith.serve.bench.command import server_arguments
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.config import EvalConfig, TrainConfig
 from draftsmith.train.doctor.target import check_target
 from draftsmith.train.evaluate.command import run as evaluate

@@ -16,7 +16,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.data.dataset import TokenSequence

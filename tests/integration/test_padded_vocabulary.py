@@ -18,7 +18,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate.command import run as evaluate

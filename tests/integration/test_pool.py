@@ -28,10 +28,10 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts.routing import LIVE
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 
 WORDS = range(4, 68)

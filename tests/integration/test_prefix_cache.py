@@ -18,9 +18,10 @@ from draftsmith.drafters.options import DflashOptions, DraftLmOptions, Eagle3Opt
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts.routing import LIVE
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.sampling.params import SamplingParams
 
 SHARED = [20 + i * 7 % 90 for i in range(45)]
 # The second goes on where the first's answer may not; the third leaves the shared text at a block's end, the fourth inside one.

@@ -21,7 +21,8 @@ from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.record import Law, RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.roles import Role
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]

@@ -12,7 +12,7 @@ from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import count_documents
 

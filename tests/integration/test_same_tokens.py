@@ -19,7 +19,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPTS = [[5, 60, 7, 200, 9, 33] * 4, [9, 8, 7], [40 + i % 11 for i in range(33)]]
 FAMILIES: dict[str, Callable[[Target], ServingDrafter | None]] = {
@@ -83,7 +84,8 @@ def test_tokens_do_not_depend_on_preemption_chunking_or_rows(family: str, told: 
 
 def test_a_token_decided_while_refilling_would_be_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the rule that a refill decides nothing the same request goes on with other tokens."""
-    from draftsmith.serve.engine.scheduler import Row, Schedule, Scheduler
+    from draftsmith.serve.engine.round import Row, Schedule
+    from draftsmith.serve.engine.scheduler import Scheduler
 
     def deciding(self: Scheduler, schedule: Schedule, request: Request, budget: int) -> int:
         row = Row(request, request.computed, min(budget, request.num_tokens - request.computed))

@@ -28,10 +28,11 @@ from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord, hashed
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts import routing
-from draftsmith.serve.drafts.routing import CANARY, LIVE, class_draft
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import Request, SamplingParams, Update
+from draftsmith.serve.requests.request import Request, Update
+from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 
 PROMPT = [5, 60, 7, 200, 9, 33]

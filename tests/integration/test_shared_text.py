@@ -15,7 +15,8 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.kernels.statistics import homogeneity
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 NUM_PROMPTS = 240
 ALLOWED = (40, 41, 42)

@@ -24,7 +24,8 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import FinishReason, SamplingParams
+from draftsmith.serve.requests.request import FinishReason
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]

@@ -25,11 +25,12 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts import routing
-from draftsmith.serve.drafts.routing import CANARY, LIVE, class_draft
 from draftsmith.serve.engine import propose as drafting
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.proposal import Drafts, Part, joined
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.engine.proposal import Part, joined
+from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
 FALSE_ALARM = 1e-6

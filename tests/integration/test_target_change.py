@@ -24,7 +24,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 
 # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.

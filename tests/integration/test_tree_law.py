@@ -22,7 +22,8 @@ from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine import runner as runner_module
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.trees import Laid, lay_out
-from draftsmith.serve.requests.request import Request, SamplingParams, Update
+from draftsmith.serve.requests.request import Request, Update
+from draftsmith.serve.sampling.params import SamplingParams
 
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 768

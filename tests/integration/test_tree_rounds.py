@@ -21,7 +21,7 @@ from draftsmith.record import RoundRecord
 from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 NOISE = 1e-4  # the largest gap of the two best logits that rounding in another batch shape could turn round

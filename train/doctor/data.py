@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from draftsmith.drafters.blocks.shape import unused_token
+from draftsmith.drafters.init_from_target import unused_token
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_difference

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.train.doctor.finding import Finding, ok, warn
 
 GIB = 2**30

@@ -5,33 +5,14 @@ The target of the guess is alpha itself, sum_v min(p_v, q_v), not whether one dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.interface import UnrolledStep
-    from draftsmith.train.objective.unrolled_loss import Predicted
+    pass
 
 BINS = 10  # of equal width
-
-
-def confidence_loss(
-    steps: Sequence[UnrolledStep], predicted: Sequence[Predicted], alpha: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Weighted sum of the binary cross entropies of the guesses; 0 of drafts that make none. alpha and weights [sum of R]."""
-    guesses = [
-        step.confidence[one.row, one.position - step.offset] for step, one in zip(steps, predicted) if step.confidence is not None
-    ]
-    if not guesses:
-        return weights.new_zeros(())
-    logits = torch.cat(guesses)
-    # Under autocast the guesses come in bfloat16, too coarse for chances near 1.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = binary_cross_entropy_with_logits(logits, alpha.to(logits.dtype), reduction="none")
-    return (weights * losses).sum()
 
 
 class Reliability(NamedTuple):

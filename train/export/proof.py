@@ -16,7 +16,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, overlap
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.readers.table import READERS
 from draftsmith.train.export.readers.understood import Understood

@@ -6,20 +6,23 @@ B rows, L tokens a row, S unrolled steps, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
 from draftsmith.train.data.batches import WeightedText
-from draftsmith.train.evaluate.calibration import confidence_loss
 from draftsmith.train.objective.depth_weights import Judged, StepWeighting, folded
 from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.rounds_of_text import deepen
 from draftsmith.train.objective.teacher import Taught, Teacher
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.interface import UnrolledStep
 
 TOKENS_ONLY = Kind("ce")
 
@@ -189,3 +192,19 @@ def _sums(result: Divergence, predicted: Sequence[Predicted], sizes: Sequence[in
 
     weight = torch.stack([one.weights.sum() for one in predicted])
     return StepSums(weight, of(result.rows.detach()), of(result.alpha), of(result.outside))
+
+
+def confidence_loss(
+    steps: Sequence[UnrolledStep], predicted: Sequence[Predicted], alpha: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Weighted sum of the binary cross entropies of the guesses; 0 of drafts that make none. alpha and weights [sum of R]."""
+    guesses = [
+        step.confidence[one.row, one.position - step.offset] for step, one in zip(steps, predicted) if step.confidence is not None
+    ]
+    if not guesses:
+        return weights.new_zeros(())
+    logits = torch.cat(guesses)
+    # Under autocast the guesses come in bfloat16, too coarse for chances near 1.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = binary_cross_entropy_with_logits(logits, alpha.to(logits.dtype), reduction="none")
+    return (weights * losses).sum()

@@ -13,7 +13,8 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, TrainedDrafter
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.train.plan.forecast import Spread, between

@@ -10,13 +10,14 @@ import torch
 
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
 from draftsmith.kernels.verify.block import verify_block
-from draftsmith.kernels.verify.chain import Verdict, log_law, residual_law, residual_logits, verify_chain
+from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.kernels.verify.tree import TreeVerdict
+from draftsmith.kernels.verify.residual import log_law, residual_law, residual_logits
+from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit.kernels.plain_verify import Left, Rules, verify_chain_by, verify_tree_by
 from draftsmith.serve.audit.kernels.process import Chains, Procedure, Trees
 from draftsmith.serve.audit.kernels.world import VERSIONS, Law
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 PENALTIES = SamplingParams(frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.3, logit_bias=((1, 0.5),))
 PLAIN = Law(name="temperature 1")

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.verify.chain import Verdict
-from draftsmith.kernels.verify.tree import TreeVerdict
+from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit.kernels.world import START, World
 
 PARTS, SEARCHES = 16, 14  # a border is searched by so many parts of what is left, so often: 2^-56

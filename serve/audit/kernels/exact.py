@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.kernels.verify.block import verify_block_torch
-from draftsmith.kernels.verify.chain import Verdict, accepts, verify_chain_torch
+from draftsmith.kernels.verify.chain import verify_chain_torch
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.kernels.verify.tree import TreeVerdict, verify_tree_torch
+from draftsmith.kernels.verify.residual import accepts
+from draftsmith.kernels.verify.tree import verify_tree_torch
+from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit.kernels.controls import by_chains_residual, by_target, keep_q
 from draftsmith.serve.audit.kernels.enumerate import Chosen, Drafts, all_drafts, round_law, target_law
 from draftsmith.serve.audit.kernels.plain_verify import Rules, verify_tree_by

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.sampling.random_streams import STREAMS, Purpose
-from draftsmith.kernels.verify.chain import Verdict, accepts, assemble, log_law, residual_law
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.kernels.verify.tree import TreeVerdict
+from draftsmith.kernels.verify.residual import accepts, assemble, log_law, residual_law
+from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 
 
 class Left(NamedTuple):

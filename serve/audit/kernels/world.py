@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.serve.requests.request import SamplingParams
 from draftsmith.serve.sampling.adjustments import Adjustments
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.state import LawState
 
 LENGTH = 4  # tokens of a text whose joint law is tested

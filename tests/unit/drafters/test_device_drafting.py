@@ -32,8 +32,8 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape
 from draftsmith.kernels.attention import paged as paged_attention
-from draftsmith.kernels.attention.paged import PagedPool, TreeLayout
 from draftsmith.kernels.attention.paged_torch import reference_attention
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.cuda_graphs import CudaRecorder
 from draftsmith.kernels.sampling.filters import SamplingRows
 

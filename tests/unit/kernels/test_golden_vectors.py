@@ -19,11 +19,13 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import verify_block
-from draftsmith.kernels.verify.chain import Verdict, accepts, verify_chain
+from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
+from draftsmith.kernels.verify.residual import accepts
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.kernels.verify.verdict import Verdict
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.state import LawState
 
 Verify = Callable[..., Verdict]

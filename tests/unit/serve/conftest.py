@@ -19,7 +19,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 @pytest.fixture(scope="session")

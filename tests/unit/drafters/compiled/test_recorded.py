@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.compiled import recorded as recorded_module
 from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
-from draftsmith.drafters.compiled.recorded import Mismatch, compare
+from draftsmith.drafters.compiled.recorded import Mismatch, compare, record_lm
 from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import FINAL, Target
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gpt_neox", "qwen3_moe", "mixtral", "gpt2"]
 TAPS = (2, 0, FINAL, 4)
@@ -45,7 +46,7 @@ def serve_texts(target: Target) -> tuple[list[torch.Tensor], list[torch.Tensor],
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_family_is_recorded_and_replayed_exactly(tiny_target, arch):
     own, recorded = Target.load(tiny_target(arch)), Target.load(tiny_target(arch))
-    recorded.record()
+    record_lm(recorded)
     assert recorded.recorded
     # Logits are a few units large; float32 sums in another order add up to 1e-5 of that.
     close = {"atol": 4e-5, "rtol": 1e-5}
@@ -58,14 +59,14 @@ def test_every_family_is_recorded_and_replayed_exactly(tiny_target, arch):
 
 def test_in_float64_only_the_order_of_sums_differs(tiny_target):
     own, recorded = (Target.load(tiny_target("gemma2"), dtype=torch.float64) for _ in range(2))
-    recorded.record()
+    record_lm(recorded)
     for one, other in zip(serve_texts(recorded)[1], serve_texts(own)[1], strict=True):
         torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-12)
 
 
 def test_half_precision_stays_half_precision(tiny_target):
     target = Target.load(tiny_target("llama"), dtype=torch.bfloat16)
-    target.record()
+    record_lm(target)
     assert target.recorded
     assert serve_texts(target)[1][0].dtype == torch.bfloat16
 
@@ -73,9 +74,9 @@ def test_half_precision_stays_half_precision(tiny_target):
 @torch.no_grad()
 def test_no_length_is_recorded_anew(tiny_target, monkeypatch):
     target = Target.load(tiny_target("llama"))
-    target.record()
+    record_lm(target)
     monkeypatch.setattr(recorded_module, "Replay", None)
-    target.record()
+    record_lm(target)
     pool, table = target.new_pool(16, 8), torch.arange(16)[None]
     for count in (1, 2, 3, 7, 30, 100):
         positions = torch.arange(count)
@@ -94,7 +95,7 @@ def test_a_recording_that_is_wrong_is_not_used(tiny_target, monkeypatch, caplog)
     monkeypatch.setattr(recorded_module.Replay, "__call__", wrong)
     target = Target.load(tiny_target("llama"))
     with caplog.at_level(logging.INFO, logger="draftsmith.drafters.compiled.recorded"):
-        target.record()
+        record_lm(target)
     assert not target.recorded
     assert "differs from the model's own" in caplog.text
 
@@ -108,7 +109,7 @@ def test_a_model_that_decides_by_value_is_run_as_it_is(tiny_target, monkeypatch,
     growing = AutoModelForCausalLM.from_config(config).eval()
     target = Target(growing, "growing")
     with caplog.at_level(logging.INFO, logger="draftsmith.drafters.compiled.recorded"):
-        target.record()
+        record_lm(target)
     assert not target.recorded
     assert "runs without a recording" in caplog.text
     serve_texts(target)
@@ -151,7 +152,7 @@ def test_weights_written_in_place_count_after_a_refresh():
 def test_what_a_rewrite_leaves_of_a_llama(tiny_target):
     """Its speed is the number of calls: a change of transformers' code that no pattern fits any more must not go unnoticed."""
     target = Target.load(tiny_target("llama"))
-    target.record()
+    record_lm(target)
     names = [node.name for node in target._recorded.body.graph.nodes if node.op == "call_function"]
     layers = target.num_layers
 

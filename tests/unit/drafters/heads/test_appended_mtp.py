@@ -20,7 +20,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 KINDS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 MODULE = "model.layers.2."

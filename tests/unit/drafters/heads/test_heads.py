@@ -24,7 +24,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.training import block_unroll as block_pass
 from draftsmith.drafters.training import unroll
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 
 LENGTH = 150  # more than one chunk of the unroll

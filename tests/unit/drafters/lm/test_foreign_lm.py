@@ -22,7 +22,7 @@ from draftsmith.serve.api import Engine as PythonEngine
 from draftsmith.serve.command import check, load_drafter
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.doctor.config import DoctorConfig
 from draftsmith.train.doctor.offline import check_pair
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.target import probe
 from draftsmith.drafters.target.attention import register
+from draftsmith.drafters.target.causal_lm import LayerShape
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
@@ -157,7 +158,7 @@ def test_an_attention_the_pool_does_not_know_is_refused(tiny_target):
     """Though its tensors come through the interface."""
     target = Target.load(tiny_target("mistral"))
     recorder = probe.Recorder()
-    recorder.shapes = {layer: probe.LayerShape(2, 8, 8) for layer in range(4)}
+    recorder.shapes = {layer: LayerShape(2, 8, 8) for layer in range(4)}
     target.config.layer_types = ["full_attention", "chunked_attention", "full_attention", "full_attention"]
     with pytest.raises(UserError, match="attention of type 'chunked_attention' is not supported"):
         probe.check_layers(target, recorder)

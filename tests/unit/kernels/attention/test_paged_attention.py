@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
 
 BLOCK, DIM = 4, 8
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels.attention.paged import PagedPass, PagedPool, TreeLayout
+from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import GatheredContext
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 
 BLOCK, KEY_DIM, VALUE_DIM = 4, 8, 6
 CPU = torch.device("cpu")

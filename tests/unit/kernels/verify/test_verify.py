@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.chain import Verdict, residual_logits, verify_chain, verify_chain_torch
+from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
+from draftsmith.kernels.verify.residual import residual_logits
+from draftsmith.kernels.verify.verdict import Verdict
 
 Verify = Callable[..., Verdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import block_law, verify_block, verify_block_torch
-from draftsmith.kernels.verify.chain import Verdict, log_law, residual_law, verify_chain, verify_chain_torch
+from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
+from draftsmith.kernels.verify.residual import log_law, residual_law
+from draftsmith.kernels.verify.verdict import Verdict
 
 Verify = Callable[..., Verdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture

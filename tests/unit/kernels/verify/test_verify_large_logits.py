@@ -12,8 +12,9 @@ import torch
 
 from draftsmith.kernels.sampling.random_streams import Purpose, uniform
 from draftsmith.kernels.verify.block import verify_block
-from draftsmith.kernels.verify.chain import log_law, verify_chain
+from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.residual import log_law
 from draftsmith.kernels.verify.tree import sibling_law, verify_tree
 
 SIZE, FIRST, SECOND = 33, 3, 20

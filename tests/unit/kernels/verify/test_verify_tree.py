@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.chain import one_hot_logits, verify_chain_torch
+from draftsmith.kernels.verify.chain import verify_chain_torch
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.kernels.verify.tree import TreeVerdict, sibling_law, verify_tree, verify_tree_torch
+from draftsmith.kernels.verify.residual import one_hot_logits
+from draftsmith.kernels.verify.tree import sibling_law, verify_tree, verify_tree_torch
+from draftsmith.kernels.verify.verdict import TreeVerdict
 
 Verify = Callable[..., TreeVerdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture

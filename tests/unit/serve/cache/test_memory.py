@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.serve.cache import memory
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine

@@ -12,8 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
-from draftsmith.serve.engine.scheduler import Row, Scheduler
-from draftsmith.serve.requests.request import FinishReason, Request, SamplingParams
+from draftsmith.serve.engine.round import Row
+from draftsmith.serve.engine.scheduler import Scheduler
+from draftsmith.serve.requests.request import FinishReason, Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 class Taps(list):

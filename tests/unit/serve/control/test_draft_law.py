@@ -20,7 +20,7 @@ from draftsmith.kernels.verify.lossy import verify_typical
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.draft_temperature import FACTORS, DraftLaw
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 FALSE_ALARM = 1e-6

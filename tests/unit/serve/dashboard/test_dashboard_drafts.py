@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from draftsmith.serve.dashboard.learning import drafts
-from draftsmith.serve.drafts.routing import CANARY, LIVE, class_draft
+from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
 from draftsmith.serve.stats import EngineStats
 
 

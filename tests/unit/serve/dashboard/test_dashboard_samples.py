@@ -14,7 +14,8 @@ from draftsmith.serve.control.latency import LatencyTable, bucket_of
 from draftsmith.serve.dashboard.samples import Counts, History, Span, by_class, plain_seconds, summary
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.metrics.server import ServerMetrics
-from draftsmith.serve.requests.request import SamplingParams, SpeculationStats
+from draftsmith.serve.requests.request import SpeculationStats
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.dashboard.live_text import KEPT, TextView, pieces
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [40, 41, 42, 43]
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from draftsmith.serve.drafts.lineup import Lineup
-from draftsmith.serve.drafts.routing import Route, class_draft
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.route import Route, class_draft
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
 
 CODE = class_draft("code")

@@ -9,7 +9,8 @@ import numpy as np
 from draftsmith.drafters.published.canary import in_canary
 from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.drafters.published.prompt_clusters import PromptClusters, vector
-from draftsmith.serve.drafts.routing import CANARY, FEWEST, LIVE, PROBES, WINDOW, Route, Router, class_draft, is_probe
+from draftsmith.serve.drafts.routing import FEWEST, PROBES, WINDOW, Router, is_probe
+from draftsmith.serve.requests.route import CANARY, LIVE, Route, class_draft
 
 CODE = class_draft("code")
 IDS = [f"answer-{number}" for number in range(4000)]

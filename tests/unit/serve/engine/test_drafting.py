@@ -9,10 +9,11 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.serve.drafts.routing import UNROUTED
-from draftsmith.serve.engine.proposal import Drafts
 from draftsmith.serve.engine.propose import Drafting
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.route import UNROUTED
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
 
 

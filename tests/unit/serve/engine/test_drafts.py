@@ -7,7 +7,8 @@ import torch
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.verify.draft_tree import slot_prefixes
-from draftsmith.serve.engine.proposal import Drafts, Part, checked, joined
+from draftsmith.serve.engine.proposal import Part, checked, joined
+from draftsmith.serve.engine.round import Drafts
 
 VOCAB = 8
 NONE: frozenset[int] = frozenset()

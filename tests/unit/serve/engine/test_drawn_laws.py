@@ -20,7 +20,7 @@ from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import verify as decide_module
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 K = 3
 # Lengths so unlike that a position says whose it is.

@@ -10,7 +10,8 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import FinishReason, Request, SamplingParams, Update
+from draftsmith.serve.requests.request import FinishReason, Request, Update
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41], [77, 12, 5, 8]]
 

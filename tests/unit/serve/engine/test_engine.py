@@ -13,10 +13,10 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.proposal import Drafts
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.round import Drafts, Row
 from draftsmith.serve.engine.verify import Streams, decide
-from draftsmith.serve.requests.request import FinishReason, Request, SamplingParams, Update
+from draftsmith.serve.requests.request import FinishReason, Request, Update
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

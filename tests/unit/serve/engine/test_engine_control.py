@@ -15,7 +15,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPTS = [[5 + i, 60, 7, 200, 9, 33] for i in range(4)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

@@ -18,7 +18,7 @@ from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import TEXT
 
 PROMPT = [5, 60, 7, 200, 9, 33]

@@ -12,13 +12,14 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts.routing import LIVE
 from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import MOST_FAILURES, MOST_LONE_FAILURES, EngineDead, EngineLoop, ShuttingDown
 from draftsmith.serve.engine.scheduler import QueueFull
 from draftsmith.serve.http.errors import as_refusal
-from draftsmith.serve.requests.request import FinishReason, Request, SamplingParams, Update
+from draftsmith.serve.requests.request import FinishReason, Request, Update
+from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.text_stream import TextStream
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)

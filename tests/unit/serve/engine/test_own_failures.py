@@ -16,8 +16,9 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import MOST_FAILURES, EngineLoop
 from draftsmith.serve.http.errors import failure
-from draftsmith.serve.requests.request import FinishReason, Request, SamplingParams, Update
+from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.grammar import Grammar
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.request_errors import is_own
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41, 8]]

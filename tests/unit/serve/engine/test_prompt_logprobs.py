@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [(7 * i + 3) % 200 + 5 for i in range(45)]
 JUDGED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=2, ignore_eos=True)

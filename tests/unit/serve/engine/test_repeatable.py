@@ -23,7 +23,7 @@ from draftsmith.serve.control.control import Offer, RoundResult
 from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests import intake
-from draftsmith.serve.requests.request import SamplingParams
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 SAMPLED = SamplingParams(temperature=2.0, max_tokens=40, ignore_eos=True)

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from draftsmith.serve.engine.runner import BlockTables
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 def make_request(name: str, slot: int, blocks: list[int]) -> Request:

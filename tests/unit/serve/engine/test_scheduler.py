@@ -10,8 +10,10 @@ from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import Control, FixedControl, Offer, RoundPlan, RoundResult, Wish
-from draftsmith.serve.engine.scheduler import QueueFull, Row, Schedule, Scheduler
-from draftsmith.serve.requests.request import FinishReason, Request, SamplingParams
+from draftsmith.serve.engine.round import Row, Schedule
+from draftsmith.serve.engine.scheduler import QueueFull, Scheduler
+from draftsmith.serve.requests.request import FinishReason, Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 def make_request(name: str, prompt: int, max_tokens: int, k: int = 0) -> Request:

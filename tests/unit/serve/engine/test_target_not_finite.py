@@ -22,7 +22,8 @@ from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import FinishReason, SamplingParams
+from draftsmith.serve.requests.request import FinishReason
+from draftsmith.serve.sampling.params import SamplingParams
 
 BAD = 250
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41, 8], [77, 12, 5, 8, 30]]

@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.kernels.attention.paged import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.verify.draft_tree import DraftTree, ancestor_bits, depths
-from draftsmith.serve.engine.proposal import Drafts
-from draftsmith.serve.engine.runner import PassOutput
-from draftsmith.serve.engine.scheduler import Row
-from draftsmith.serve.engine.trees import RoundTree, check_tree, greedy_path, lay_out, move_kept, straighten, tried
+from draftsmith.serve.engine.round import Drafts, PassOutput, RoundTree, Row
+from draftsmith.serve.engine.trees import check_tree, greedy_path, lay_out, move_kept, straighten, tried
 from draftsmith.serve.engine.verify import Streams, decide
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
 

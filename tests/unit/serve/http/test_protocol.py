@@ -10,8 +10,9 @@ from draftsmith.serve.http.gate import digests, opens
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest
 from draftsmith.serve.http.speculation_report import speculation_report
 from draftsmith.serve.http.tokens import bad_word_tokens
-from draftsmith.serve.requests.request import SamplingParams, SpeculationStats
+from draftsmith.serve.requests.request import SpeculationStats
 from draftsmith.serve.sampling.grammar import Grammar
+from draftsmith.serve.sampling.params import SamplingParams
 
 BASE = {"model": "m", "prompt": "x"}
 CHANGES = [

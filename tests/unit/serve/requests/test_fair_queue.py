@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.engine.scheduler import QueueFull, Scheduler
 from draftsmith.serve.requests.fair_queue import FairQueue, cost_of
-from draftsmith.serve.requests.request import Request, SamplingParams
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 
 
 def make_request(kind: str, prompt: int = 10, max_tokens: int = 10, *, tenant: str = "") -> Request:

@@ -19,8 +19,9 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import FinishReason, SamplingParams
+from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPTS = [[5, 6, 7], [30, 31, 30, 31, 30]]
 LENGTH = 10

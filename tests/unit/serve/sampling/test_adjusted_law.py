@@ -19,11 +19,12 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.round import Row
 from draftsmith.serve.engine.verify import CHAIN_RULES, Streams
-from draftsmith.serve.requests.request import Request, SamplingParams, Update
+from draftsmith.serve.requests.request import Request, Update
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
+from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [40, 41, 42, 40]
 LENGTH = 4  # tokens looked at

@@ -20,9 +20,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Completion, FinishReason, SamplingParams
+from draftsmith.serve.requests.request import Completion, FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler, GrammarFailure, GrammarMatcher
+from draftsmith.serve.sampling.params import SamplingParams
 
 SCHEMA = {
     "type": "object",

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
-from draftsmith.serve.requests.request import SamplingParams
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
-from draftsmith.serve.sampling.params import check_vocabulary
+from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors
 from draftsmith.serve.sampling.state import LawState
 

@@ -1,0 +1,59 @@
+"""State of drafters that read their own drafted tokens, and the protocol of their steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from draftsmith.drafters.target.attention import AttentionContext
+
+
+class HeadStep(NamedTuple):
+    next_hidden: torch.Tensor  # [..., H], taken for the state at the next position
+    head_input: torch.Tensor  # [..., H], what the draft head multiplies
+
+    def select(self, chosen: torch.Tensor) -> HeadStep:
+        return HeadStep(self.next_hidden[chosen], self.head_input[chosen])
+
+
+class CatchUp(NamedTuple):
+    """The drafter's state after all it could read of the committed text; rows without any have nothing to draft from."""
+
+    indices: list[int]  # of the rows that can draft, ascending
+    positions: torch.Tensor  # [R] their last position with a state
+    tables: torch.Tensor  # [R, max_blocks]
+    step: HeadStep  # [R, H]
+
+    def select(self, chosen: torch.Tensor, indices: list[int]) -> CatchUp:
+        """`chosen` [R'] of the R rows, which are `indices` of the batch."""
+        return CatchUp(indices, self.positions[chosen], self.tables[chosen], self.step.select(chosen))
+
+
+class ReadsOwnDrafts(Protocol):
+    ahead: int  # the state at position t predicts the token at t + ahead
+
+    @property
+    def vocab_map(self) -> torch.Tensor | None: ...
+
+    def read_drafts(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> HeadStep:
+        """Drafted tokens [T], the states before them [T, H] and where they are read [T]."""
+        ...
+
+    def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> raw [T, Vd]."""
+        ...
+
+
+class Front(NamedTuple):
+    """Where a chain stands: its newest drafted token of each row and the state that it was drawn from."""
+
+    tokens: torch.Tensor  # [R]
+    hidden: torch.Tensor  # [R, H]
+    positions: torch.Tensor  # [R] of the state
+    tables: torch.Tensor  # [R, max_blocks]
+
+    def select(self, chosen: torch.Tensor) -> Front:
+        return Front(*(part[chosen] for part in self))

@@ -1,0 +1,66 @@
+"""State that all endpoints share: the engine's loop, the tokenizer, the model's name."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from draftsmith.serve.dashboard.board import Dashboard
+from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.http.errors import Refusal
+from draftsmith.serve.http.exchange import Event
+from draftsmith.serve.http.gate import Limits, Load
+from draftsmith.serve.http.protocol import Conversation
+from draftsmith.serve.http.speculation_report import Level
+from draftsmith.serve.http.threads import Aside, Mailbox
+from draftsmith.serve.http.tokens import chat_prompt
+from draftsmith.serve.metrics.server import ServerMetrics
+
+
+@dataclass
+class Server:
+    """What the endpoints share."""
+
+    loop: EngineLoop
+    model: str
+    metrics: ServerMetrics
+    limits: Limits = field(default_factory=Limits)
+    report: Level = "none"  # of every response's drafts; a request may ask for more
+    load: Load = field(default_factory=Load)
+    aside: Aside = field(default_factory=Aside)
+    dashboard: Dashboard | None = None
+    vocabulary: Any = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def mailbox(self) -> Mailbox[Event]:
+        # Made by the first request, on the event loop that serves.
+        return Mailbox()
+
+    @property
+    def tokenizer(self) -> Any:
+        """For use `aside` alone."""
+        return self.loop.engine.target.tokenizer()
+
+    def __post_init__(self) -> None:
+        # A copy, for reading tokens on the event loop's thread while another text is encoded.
+        self.vocabulary = copy.deepcopy(self.tokenizer)
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model != self.model:
+            message = f"model {model!r} is not served here; use {self.model!r}"
+            raise Refusal(404, message, param="model", code="model_not_found")
+
+    def chat_prompt(self, body: Conversation) -> list[int]:
+        prompts_answer = not body.continue_final_message
+        return chat_prompt(
+            [message.plain() for message in body.messages],
+            self.tokenizer,
+            add_generation_prompt=prompts_answer if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=body.add_special_tokens,
+            variables=body.chat_template_kwargs,
+        )
