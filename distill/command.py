@@ -1,4 +1,5 @@
-"""`draftsmith distill`: learn from served traffic, publish what is proven better, take back what turns out worse."""
+"""`draftsmith distill`: learn from served traffic, publish what is proven better, take back what
+turns out worse."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from draftsmith.errors import UserError
 
 
 def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
-    """Until SIGTERM, SIGINT or `stop`; what was learned is saved and a restart goes on from there."""
+    """Until SIGTERM, SIGINT or `stop`; what was learned is saved and a restart goes on
+    from there."""
     check(config)
     stop = stop or threading.Event()
     if config.threads is not None:
@@ -40,7 +42,10 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
 
 
 def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None) -> None:
-    status, throttle = Status(config.versions), Throttle(config.learn.budget, guard_of(config), stop)
+    status, throttle = (
+        Status(config.versions),
+        Throttle(config.learn.budget, guard_of(config), stop),
+    )
     with ExitStack() as closing:
         if config.status_port is not None:
             server = StatusServer(status, config.status_host, config.status_port)
@@ -51,14 +56,21 @@ def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None)
             daemon.loop(stop)
             if not daemon.is_outdated:
                 return
-            status.event(f"target {config.target!r} has new weights, which the servers run already; reading it again")
+            status.event(
+                f"target {config.target!r} has new weights, which the servers run already; "
+                "reading it again"
+            )
 
 
-def begin(config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None) -> Daemon:
+def begin(
+    config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None
+) -> Daemon:
     try:
         return Daemon(config, status, throttle, channel)
     except OSError as error:
-        raise UserError(f"the learner cannot begin ({error}); make room, or give another --versions or --buffer") from error
+        raise UserError(
+            f"the learner cannot begin ({error}); make room, or give another --versions or --buffer"
+        ) from error
 
 
 def guard_of(config: DistillConfig) -> Guard:
@@ -69,7 +81,8 @@ def guard_of(config: DistillConfig) -> Guard:
 
 @contextmanager
 def stopping(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main thread's only."""
+    """SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main thread's
+    only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -93,10 +106,17 @@ def check(config: DistillConfig) -> None:
         raise UserError("server and tpot_ms belong together; give both or neither")
     learn, gate, pool = config.learn, config.gate, config.pool
     if learn.reservoir < learn.fresh:
-        raise UserError(f"learn.reservoir is {learn.reservoir}, below learn.fresh {learn.fresh}; no update could ever begin")
+        raise UserError(
+            f"learn.reservoir is {learn.reservoir}, below learn.fresh {learn.fresh}; no update "
+            "could ever begin"
+        )
     if gate.window < gate.requests:
-        raise UserError(f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision could ever be made")
+        raise UserError(
+            f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision "
+            "could ever be made"
+        )
     if pool.idle_requests < pool.requests:
         raise UserError(
-            f"pool.idle_requests is {pool.idle_requests}, below pool.requests {pool.requests}; no class could ever begin"
+            f"pool.idle_requests is {pool.idle_requests}, below pool.requests {pool.requests}; no "
+            "class could ever begin"
         )

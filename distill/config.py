@@ -18,16 +18,26 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class GenerateConfig:
     target: str = option(help="folder or Hub id of the target")
     prompts: str = option(
-        help="JSONL of prompt or messages, a text file (one prompt a line), a dataset folder or Hub id, stdlib:code, stdlib:prose"
+        help=(
+            "JSONL of prompt or messages, a text file (one prompt a line), a dataset folder or "
+            "Hub id, stdlib:code, stdlib:prose"
+        )
     )
     out: str = option(help="folder to write; a started one is resumed")
     keep_answers: bool = option(
-        False, "nobody answers: train on the assistant turns, completions or plain text that the prompts hold already"
+        False,
+        "nobody answers: train on the assistant turns, completions or plain text that the prompts "
+        "hold already",
     )
-    url: str | None = option(None, "an OpenAI-compatible server that answers in the target's place; it is asked for token ids")
+    url: str | None = option(
+        None,
+        "an OpenAI-compatible server that answers in the target's place; it is asked for token ids",
+    )
     model: str | None = option(None, "its name on that server; by default the first one listed")
     api_key: str | None = option(None, "bearer token for that server")
-    count: int | None = option(None, "how many prompts; without it all of them (one a document for stdlib)")
+    count: int | None = option(
+        None, "how many prompts; without it all of them (one a document for stdlib)"
+    )
     prompt_tokens: int = option(64, "length of the prompts cut from documents (stdlib)")
     max_tokens: int = option(128, "longest answer")
     temperature: float = option(1.0, "0 is greedy")
@@ -35,16 +45,27 @@ class GenerateConfig:
     top_p: float = option(1.0, "1 is off")
     seed: int = option(0, "of the prompts and of the answers")
     split: str = option("all", "which part of the documents", choices=("all", "train", "held-out"))
-    held_out: float = option(0.1, "share of the documents in the held-out part, decided by their names")
-    chat: str = option("auto", "wrap plain prompts in the chat template", choices=("auto", "always", "never"))
+    held_out: float = option(
+        0.1, "share of the documents in the held-out part, decided by their names"
+    )
+    chat: str = option(
+        "auto", "wrap plain prompts in the chat template", choices=("auto", "always", "never")
+    )
     prompts_split: str = option("train", "split of a prompts dataset")
-    top_logprobs: int = option(0, "store the target's law as this many likeliest tokens and the tail; 64 is a good number")
+    top_logprobs: int = option(
+        0,
+        "store the target's distribution as this many likeliest tokens and the tail; 64 is a good "
+        "number",
+    )
     store_taps: str | None = option(
         None,
-        "store the target's hidden states beside the answers, in this precision, for train --teacher stored",
+        "store the target's hidden states beside the answers, in this precision, for train "
+        "--teacher stored",
         choices=("bf16", "fp8"),
     )
-    taps: tuple[int, ...] | None = option(None, "raw layer ids to store [default: those an eagle3 draft reads]")
+    taps: tuple[int, ...] | None = option(
+        None, "raw layer ids to store [default: those an eagle3 draft reads]"
+    )
     batch: int = option(16, "answers written (or asked for) at once; the most that a kill can cost")
     shard: int = option(512, "answers a file")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
@@ -62,22 +83,37 @@ class LearnConfig:
     steps: int = option(8, "optimizer steps an update")
     fresh: int = option(8, "new sequences that start an update")
     replay: float = option(
-        0.8, "share of each batch drawn from older traffic, half from the latest texts, half from the reservoir"
+        0.8,
+        "share of each batch drawn from older traffic, half from the latest texts, half from the "
+        "reservoir",
     )
     reservoir: int = option(512, "sequences kept for replay, a uniform sample of all")
-    positions: tuple[str, ...] = option(("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS))
+    positions: tuple[str, ...] = option(
+        ("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS)
+    )
     branches: int = option(16, "rejected continuations a step, when later-rejected is on")
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: int = option(4, "draft depths trained")
-    weights: str = option("exponential", "what a depth counts, as in train --unroll.weights", choices=WEIGHTS)
+    weights: str = option(
+        "exponential", "what a depth counts, as in train --unroll.weights", choices=WEIGHTS
+    )
     step_decay: float = option(0.9, "exponential: weight of depth s is this to the power s")
-    proximal: float = option(0.0, "weight decay towards the live version instead of zero; 10 holds a draft close, 0 is off")
+    proximal: float = option(
+        0.0,
+        "weight decay towards the live version instead of zero; 10 holds a draft close, 0 is off",
+    )
     average: float = option(
         0.96,
-        "decay a step of the mean of the candidate's weights, which is what is judged and published; 0: the last ones",
+        "decay a step of the mean of the candidate's weights, which is what is judged and "
+        "published; 0: the last ones",
     )
-    lora: LoraOptions | None = option(None, "draft-lm: train adapters on the live version, merged when a version is published")
-    budget: float = option(1.0, "most of the wall time that learning may take, for a device that it shares with a server")
+    lora: LoraOptions | None = option(
+        None, "draft-lm: train adapters on the live version, merged when a version is published"
+    )
+    budget: float = option(
+        1.0,
+        "most of the wall time that learning may take, for a device that it shares with a server",
+    )
     max_length: int = option(1024, "longest sequence; longer ones are cut at the end")
 
 
@@ -86,33 +122,54 @@ class GateConfig:
     every: int = option(2, "updates between two gate decisions")
     requests: int = option(12, "fewest held-out requests to decide on")
     window: int = option(48, "newest held-out requests that are scored")
-    held_out: float = option(0.25, "share of the requests that is never trained on, by hash of the prompt")
-    error: float = option(0.05, "chance of publishing any candidate that is no better, between two promotions")
+    held_out: float = option(
+        0.25, "share of the requests that is never trained on, by hash of the prompt"
+    )
+    error: float = option(
+        0.05, "chance of publishing any candidate that is no better, between two promotions"
+    )
     gain: float = option(0.002, "least gain in alpha worth a swap")
     drop: float = option(
-        0.03, "loss of live alpha that calls for a rollback, if the evidence holds; against the first version, gate.gain does"
+        0.03,
+        "loss of live alpha that calls for a rollback, if the evidence holds; against the first "
+        "version, gate.gain does",
     )
-    canary: float = option(0.0, "share of live requests, at most 0.5, on which a version is tried before all get it; 0 is off")
-    canary_requests: int = option(96, "requests it drafts for after which held-out traffic decides what is still open")
-    floor: float = option(0.3, "alpha on a changed target's traffic that takes an older draft out of quarantine")
+    canary: float = option(
+        0.0,
+        "share of live requests, at most 0.5, on which a version is tried before all get it; 0 is "
+        "off",
+    )
+    canary_requests: int = option(
+        96, "requests it drafts for after which held-out traffic decides what is still open"
+    )
+    floor: float = option(
+        0.3, "alpha on a changed target's traffic that takes an older draft out of quarantine"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriftConfig:
     false_alarms: float = option(0.02, "alarms an hour, over all classes, while nothing changes")
     drop: float = option(0.05, "loss of a class's acceptance that is no alarm")
-    patience: int = option(32, "gate decisions in a row without a promotion after which learning rests until an alarm; 0: never")
+    patience: int = option(
+        32,
+        "gate decisions in a row without a promotion after which learning rests until an alarm; "
+        "0: never",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig:
     most: int | None = option(
         None,
-        "drafts for one class of requests each, beside the live one; those that only learn count too; 0 ends them; without it "
+        "drafts for one class of requests each, beside the live one; those that only learn count "
+        "too; 0 ends them; without it "
         "as many as --versions has",
     )
     requests: int = option(128, "of a class, among the latest ones, that begin a draft for it")
-    idle_requests: int = option(2048, "how many latest ones; a class with none among them loses its draft")
+    idle_requests: int = option(
+        2048, "how many latest ones; a class with none among them loses its draft"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,19 +191,29 @@ class DistillConfig:
     pool: PoolConfig = option(factory=PoolConfig)
     retention: RetentionConfig = option(factory=RetentionConfig)
     poll_s: float = option(1.0, "pause when there is nothing new")
-    save_s: float = option(20.0, "least time between two saves of the learner's state; also saved around every publication")
-    until_idle_s: float | None = option(None, "stop when the buffer brought nothing for so long; without it run until SIGTERM")
+    save_s: float = option(
+        20.0,
+        "least time between two saves of the learner's state; also saved around every publication",
+    )
+    until_idle_s: float | None = option(
+        None, "stop when the buffer brought nothing for so long; without it run until SIGTERM"
+    )
     max_updates: int | None = option(None, "stop after so many updates in all")
     threads: int | None = option(None, "CPU threads; few leave the cores to the server")
     status_port: int | None = option(
-        None, "serve the status as JSON at / and Prometheus text at /metrics of this port; 0 finds one"
+        None,
+        "serve the status as JSON at / and Prometheus text at /metrics of this port; 0 finds one",
     )
     status_host: str = option("127.0.0.1", "address of that port")
-    server: str | None = option(None, "URL of a server on the same device; learning gives way while it exceeds --tpot-ms")
+    server: str | None = option(
+        None, "URL of a server on the same device; learning gives way while it exceeds --tpot-ms"
+    )
     tpot_ms: float | None = option(None, "bound on the p95 of that server's time per output token")
     seed: int = option(0, "of the replay")
     deepspeed: str | None = option(
-        None, "DeepSpeed JSON such as recipes/zero1.json, for its zero_optimization; start under torchrun"
+        None,
+        "DeepSpeed JSON such as recipes/zero1.json, for its zero_optimization; start under "
+        "torchrun",
     )
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")

@@ -33,7 +33,13 @@ RETENTION_S = 30.0
 class Daemon:
     """Every part of a cycle may fail for want of disk without ending the loop."""
 
-    def __init__(self, config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None = None):
+    def __init__(
+        self,
+        config: DistillConfig,
+        status: Status,
+        throttle: Throttle,
+        channel: Channel | None = None,
+    ):
         """`channel` leads to other processes that share the work of an update."""
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
@@ -41,13 +47,26 @@ class Daemon:
         for folder in (self.root, self.root / LEARNER, classes, *classes.glob("*/")):
             sweep(folder)
         self.target_files = signature(config.target, "*.safetensors")
-        self.is_outdated = False  # the servers run weights that have come into the target's folder since
+        # the servers run weights that have come into the target's folder since
+        self.is_outdated = False
         self.target = load_target(
-            config.target, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+            config.target,
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
         )
         self.counters, self.open = Counters(), OpenRequests()
         optimizer = optimizers(config, OwnGradients(self.target, config.learn), channel)
-        site = Site(config, self.target, optimizer, throttle, self.counters, status.event, self.save, lambda: self.reader.cursor)
+        site = Site(
+            config,
+            self.target,
+            optimizer,
+            throttle,
+            self.counters,
+            status.event,
+            self.save,
+            lambda: self.reader.cursor,
+        )
         self.shared = Lineage(self.root, site, draft=config.draft)
         self.pool = ClassPool(self.root, site, self.shared)
         self.reader = BufferReader(config.buffer)
@@ -75,7 +94,10 @@ class Daemon:
         for name, one in self.lineages.items():
             one.begin(known.get(name))
         if restored is not None:
-            self.status.event(f"goes on after update {self.counters.updates}, version {self.publisher.version} is live")
+            self.status.event(
+                f"goes on after update {self.counters.updates}, version {self.publisher.version} "
+                "is live"
+            )
 
     # What most of a daemon is about.
 
@@ -108,7 +130,10 @@ class Daemon:
         while is_over and not stop.is_set() and not self.guarded(self.finish):
             stop.wait(self.config.poll_s)
         self.guarded(self.save)
-        self.status.event(f"stopped after {self.counters.updates} updates, version {self.publisher.version} is live")
+        self.status.event(
+            f"stopped after {self.counters.updates} updates, version {self.publisher.version} is "
+            "live"
+        )
 
     def finish(self) -> bool:
         """The traffic is over. False when a decision waits to be logged."""
@@ -152,14 +177,16 @@ class Daemon:
         return any(worked)
 
     def look_up(self) -> None:
-        """Between the steps of an update that rests for long: at what somebody chose meanwhile; and shows that it is there."""
+        """Between the steps of an update that rests for long: at what somebody chose meanwhile; and
+        shows that it is there."""
         for one in self.lineages.values():
             one.follow()
         self.reader.mark()
         self.show()
 
     def forget(self, answers: frozenset[str]) -> None:
-        """What was taken out of the buffer on demand leaves this process and its saved state too."""
+        """What was taken out of the buffer on demand leaves this process and its saved
+        state too."""
         if answers == self.forgotten:
             return
         self.open.forget(answers)
@@ -174,12 +201,18 @@ class Daemon:
         self.counters.records += len(reading.records)
         self.counters.damaged_shards += reading.damaged
         self.counters.seeded += reading.seeded
-        own = [record for record in reading.records if record.target_revision in ("", self.target.revision)]
+        own = [
+            record
+            for record in reading.records
+            if record.target_revision in ("", self.target.revision)
+        ]
         self.open.add(own)  # first of all: the reader goes on behind them, whatever happens here
         self.forget(reading.forgotten)
         if len(own) < len(reading.records):
             if not self.counters.foreign:
-                self.status.event(f"records of another target than {self.target.name!r} are left out")
+                self.status.event(
+                    f"records of another target than {self.target.name!r} are left out"
+                )
             self.counters.foreign += len(reading.records) - len(own)
             self.is_outdated = signature(self.config.target, "*.safetensors") != self.target_files
         # What is still to be read may be of any request.
@@ -215,12 +248,17 @@ class Daemon:
         if time.monotonic() - self.retained_s < RETENTION_S:
             return
         limits = self.config.retention
-        retain(self.reader.folder, self.saved_cursor, max_bytes=limits.bytes, max_age_s=limits.age_s)
+        retain(
+            self.reader.folder, self.saved_cursor, max_bytes=limits.bytes, max_age_s=limits.age_s
+        )
         self.reader.forget_gone_writers()
         self.retained_s = time.monotonic()
 
     def show(self) -> None:
-        line = f"{self.counters.updates} updates, {self.counters.texts} texts, {self.shared.describe()}"
+        line = (
+            f"{self.counters.updates} updates, {self.counters.texts} texts, "
+            f"{self.shared.describe()}"
+        )
         values = {
             **to_dict(self.counters),
             **self.shared.to_dict(),

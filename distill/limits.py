@@ -1,4 +1,5 @@
-"""Between which numbers the options of `generate` and `distill` lie: beyond them no run does what it is there for. Torch-free."""
+"""Between which numbers the options of `generate` and `distill` lie: beyond them no run does what
+it is there for. Torch-free."""
 
 from __future__ import annotations
 

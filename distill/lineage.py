@@ -1,4 +1,5 @@
-"""One versions folder and what is learned towards its next version: train, decide, watch, roll back. It reads nothing itself."""
+"""One versions folder and what is learned towards its next version: train, decide, watch, roll
+back. It reads nothing itself."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Site:
 
 
 class Lineage:
-    """`name` is the class of requests that its versions draft for. "" is for all, and the only one with versions on trial."""
+    """`name` is the class of requests that its versions draft for. "" is for all, and the only one
+    with versions on trial."""
 
     def __init__(self, root: str | Path, site: Site, *, draft: str, name: str = ""):
         self.root, self.site, self.name = Path(root), site, name
@@ -56,11 +58,18 @@ class Lineage:
         self.log = DecisionLog(self.root, self.tell)
         self.canary = CanaryDesk(self.publisher, self.config.gate)
         candidate = self.publisher.load(versions.folder_of(self.root, self.publisher.version))
-        self.learner = Learner(candidate, site.target, self.config.learn, seed=self.config.seed, optimizer=site.optimizer)
+        self.learner = Learner(
+            candidate,
+            site.target,
+            self.config.learn,
+            seed=self.config.seed,
+            optimizer=site.optimizer,
+        )
         self.fresh: list[ServedText] = []
         self.window: list[ServedText] = []
         self.ledger, self.drift = Ledger(), Drift(self.config.drift)
-        self.is_gate_due = False  # stays set while held-out requests are too few, or a full disk prevents a publication
+        # stays set while held-out requests are too few, or a full disk prevents a publication
+        self.is_gate_due = False
         self.num_unjudged = 0  # held-out texts since the last look at a version in quarantine
         self.report: UpdateReport | None = None
         self.live = self._live_scorer()
@@ -72,7 +81,12 @@ class Lineage:
     @property
     def kept(self) -> Kept:
         version, trial, drift = self.publisher.version, self.canary.trial, self.drift.kept()
-        return Kept(self.learner, LineageState(version, self.is_gate_due, self.ledger, trial, drift, self.fresh, self.window))
+        return Kept(
+            self.learner,
+            LineageState(
+                version, self.is_gate_due, self.ledger, trial, drift, self.fresh, self.window
+            ),
+        )
 
     def begin(self, state: LineageState | None) -> None:
         """Where the last run ended, whose learner is filled already; or at the live version."""
@@ -103,7 +117,8 @@ class Lineage:
         self.canary.observe(text, self.served_as)
         self.watch.take(text, self.served_as)
         if not is_held_out(text, self.config.gate.held_out):
-            # More than the reservoir holds would only be waited for: the newest traffic matters most.
+            # More than the reservoir holds would only be waited for: the newest traffic matters
+            # most.
             self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
         elif text.is_scorable:
             self.window = [*self.window, text][-self.config.gate.window :]
@@ -125,12 +140,16 @@ class Lineage:
     # Turns.
 
     def follow(self) -> None:
-        """Somebody else may have chosen another version: what servers run is what `current` says."""
+        """Somebody else may have chosen another version: what servers run is what
+        `current` says."""
         self.log.flush()
         if self._chosen() != self.publisher.version:
             left = self.publisher.version
             self.publisher.reload()
-            self.tell(f"version {self.publisher.version} was chosen instead of {left}; learning goes on from it")
+            self.tell(
+                f"version {self.publisher.version} was chosen instead of {left}; learning goes on "
+                "from it"
+            )
             self._new_live_version()
             self.start_over()
         elif self.canary.follow():
@@ -140,7 +159,8 @@ class Lineage:
                 self.start_over()
 
     def _chosen(self) -> int | None:
-        """What cannot be read, half written by hand perhaps, is no choice yet; servers tell of it."""
+        """What cannot be read, half written by hand perhaps, is no choice yet; servers
+        tell of it."""
         try:
             return versions.latest(self.root)
         except UserError:
@@ -169,7 +189,8 @@ class Lineage:
         return has_update
 
     def finish(self) -> None:
-        """The traffic is over: what waited for company is trained on, and the last candidate is judged."""
+        """The traffic is over: what waited for company is trained on, and the last candidate is
+        judged."""
         self.log.flush()
         if self.fresh:
             self.update()
@@ -206,7 +227,14 @@ class Lineage:
     def gate(self) -> None:
         evidence = self.ledger.gate
         with self.learner.averaged() as candidate:
-            decision = decide(self.live, candidate, self.window, self.config.gate, max_depth=self.depth, evidence=evidence)
+            decision = decide(
+                self.live,
+                candidate,
+                self.window,
+                self.config.gate,
+                max_depth=self.depth,
+                evidence=evidence,
+            )
         if self.made_for:
             decision = enough(decision, self.config.gate)
         if decision.decision == "accept":
@@ -219,25 +247,47 @@ class Lineage:
             self.start_over()
 
     def has_fallen_behind(self, decision: Decision) -> bool:
-        """A candidate that is worse with evidence would take long to come back; the live draft is the better start."""
+        """A candidate that is worse with evidence would take long to come back; the live draft is
+        the better start."""
         comparison = decision.comparison
-        return comparison is not None and comparison.gain < 0 and comparison.p_value <= self.config.gate.error
+        return (
+            comparison is not None
+            and comparison.gain < 0
+            and comparison.p_value <= self.config.gate.error
+        )
 
-    def publish(self, decision: Decision, candidate: AbstractContextManager[TrainedDrafter]) -> None:
+    def publish(
+        self, decision: Decision, candidate: AbstractContextManager[TrainedDrafter]
+    ) -> None:
         self.site.save()
-        training = {"version": __version__, "online": to_dict(self.config.learn), "updates": self.learner.updates}
+        training = {
+            "version": __version__,
+            "online": to_dict(self.config.learn),
+            "updates": self.learner.updates,
+        }
         records, texts = self.counters.records, self.counters.texts
         live = self.publisher.version
-        # Servers have one version on trial at a time; a live version in quarantine leaves nothing to compare with.
+        # Servers have one version on trial at a time; a live version in quarantine leaves nothing
+        # to compare with.
         share = 0.0 if self.name or self.made_for else self.config.gate.canary
         data_range = {"records": records, "texts": texts, "cursor": self.site.cursor()}
         try:
             with candidate as drafter:
                 version = self.publisher.publish(
-                    drafter, training=training, data_range=data_range, gate=decision.to_dict(), live=share == 0
+                    drafter,
+                    training=training,
+                    data_range=data_range,
+                    gate=decision.to_dict(),
+                    live=share == 0,
                 )
         except UserError as error:
-            self.decided(replace(decision, decision="refuse", reason=f"the written candidate cannot be read back: {error}"))
+            self.decided(
+                replace(
+                    decision,
+                    decision="refuse",
+                    reason=f"the written candidate cannot be read back: {error}",
+                )
+            )
             self.start_over()
             return
         self.decided(decision, version=version, live=live, share=share)
@@ -249,18 +299,26 @@ class Lineage:
         self.prune()
 
     def prune(self) -> None:
-        needed = (self.publisher.parent_version, self.canary.version, next(self.publisher.own_versions(), None))
+        needed = (
+            self.publisher.parent_version,
+            self.canary.version,
+            next(self.publisher.own_versions(), None),
+        )
         versions.prune(self.root, keep=self.config.retention.versions, needed=needed)
 
     def rebase(self, drafter: TrainedDrafter, version: int) -> None:
-        """The draft that all classes share is the live one here as well; the candidate stays, and is held to it."""
+        """The draft that all classes share is the live one here as well; the candidate stays, and
+        is held to it."""
         reason = f"version {version} of the draft that all classes share"
-        self.publisher.publish(drafter, training={}, data_range={"copy_of": version}, gate={"reason": reason})
+        self.publisher.publish(
+            drafter, training={}, data_range={"copy_of": version}, gate={"reason": reason}
+        )
         self._new_live_version()
         self.prune()
 
     def _new_live_version(self) -> None:
-        """Error budgets and the watch count from here; a version on trial was compared with another one."""
+        """Error budgets and the watch count from here; a version on trial was compared with another
+        one."""
         self.canary.end()
         self.live = self._live_scorer()
         self.watch.begin(self.live)
@@ -269,14 +327,29 @@ class Lineage:
         self.ledger = Ledger()
         self.drift.new_version()
 
-    def decided(self, decision: Decision, *, version: int | None = None, live: int | None = None, share: float = 0.0) -> None:
+    def decided(
+        self,
+        decision: Decision,
+        *,
+        version: int | None = None,
+        live: int | None = None,
+        share: float = 0.0,
+    ) -> None:
         """Every decision with its numbers: a line for people, a line in decisions.jsonl."""
-        numbers = {**decision.to_dict(), "live": live or self.publisher.version, "version": version, "share": share}
+        numbers = {
+            **decision.to_dict(),
+            "live": live or self.publisher.version,
+            "version": version,
+            "share": share,
+        }
         self.log.add({**numbers, "updates": self.learner.updates})
         self.counters.count(decision.decision)
         self.tell(describe(decision, version, share))
         if self.drift.judged(promoted=version is not None):
-            self.tell(f"{self.drift.fruitless} decisions without a promotion; learning rests until the traffic changes")
+            self.tell(
+                f"{self.drift.fruitless} decisions without a promotion; learning rests until the "
+                "traffic changes"
+            )
 
     def look_at_live(self) -> None:
         watched = self.watch.look(self.ledger, self.served_as)
@@ -286,7 +359,10 @@ class Lineage:
     def roll_back(self, watched: Watched, version: int) -> None:
         left = self.publisher.version
         if not self.publisher.roll_back(version):
-            self.tell(f"version {left} is worse than {version} ({watched.reason}), which cannot be returned to any more")
+            self.tell(
+                f"version {left} is worse than {version} ({watched.reason}), which cannot be "
+                "returned to any more"
+            )
             self.watch.begin(self.live)
             return
         self.rolled_back(left, watched.to_dict())
@@ -304,11 +380,17 @@ class Lineage:
 
     def judge_canary(self) -> None:
         if self.canary.notices_silence():
-            self.tell(f"version {self.canary.version} is on trial and servers draft for nobody; the trial waits until they do")
+            self.tell(
+                f"version {self.canary.version} is on trial and servers draft for nobody; the "
+                "trial waits until they do"
+            )
         verdict = self.canary.judge(self.live, self.window, max_depth=self.depth)
         if verdict is None or self.canary.trial is None:
             return
-        tried, numbers = self.canary.trial.version, {"reason": verdict.reason, **self.canary.trial.numbers()}
+        tried, numbers = (
+            self.canary.trial.version,
+            {"reason": verdict.reason, **self.canary.trial.numbers()},
+        )
         if verdict.decision == "promoted":
             self.promote(tried, numbers)
         else:
@@ -327,8 +409,11 @@ class Lineage:
     # Another target.
 
     def _notice_target(self) -> None:
-        """`made_for` is the revision of the target that the live version was made for, where that is another one."""
-        self.made_for = notice(self.root, self.publisher.version, self.site.target.revision, self.tell)
+        """`made_for` is the revision of the target that the live version was made for, where that
+        is another one."""
+        self.made_for = notice(
+            self.root, self.publisher.version, self.site.target.revision, self.tell
+        )
 
     def regate(self) -> None:
         """The same draft as a version for this target, if its traffic shows it good enough."""
@@ -342,8 +427,15 @@ class Lineage:
     # Showing.
 
     def describe(self) -> str:
-        told = f", loss {self.report.loss:.3f}, alpha {self.report.alpha[0]:.3f}" if self.report else ""
-        return f"version {self.publisher.version}, {len(self.window)} held out, waiting {len(self.fresh)}{told}"
+        told = (
+            f", loss {self.report.loss:.3f}, alpha {self.report.alpha[0]:.3f}"
+            if self.report
+            else ""
+        )
+        return (
+            f"version {self.publisher.version}, {len(self.window)} held out, waiting "
+            f"{len(self.fresh)}{told}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -354,7 +446,9 @@ class Lineage:
             "reservoir": len(self.learner.reservoir.texts),
             "loss": self.report.loss if self.report else None,
             "alpha_training": self.report.alpha if self.report else [],
-            "canary": {"version": self.canary.version, **self.canary.trial.numbers()} if self.canary.trial else None,
+            "canary": {"version": self.canary.version, **self.canary.trial.numbers()}
+            if self.canary.trial
+            else None,
             "live": self.watch.latest.to_dict() if self.watch.latest else None,
             "drift": self.drift.to_dict(),
             "resting": self.drift.is_resting,

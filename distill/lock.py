@@ -1,4 +1,5 @@
-"""One learner a folder of versions. The kernel drops the lock with its process, so a dead learner never blocks the next one."""
+"""One learner a folder of versions. The kernel drops the lock with its process, so a dead learner
+never blocks the next one."""
 
 from __future__ import annotations
 
@@ -23,17 +24,23 @@ def learner_lock(versions: str | Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UserError(f"versions folder {str(folder)!r} cannot be written ({error.strerror}); give another folder") from error
+        raise UserError(
+            f"versions folder {str(folder)!r} cannot be written ({error.strerror}); give another "
+            "folder"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = _holder(descriptor)
             raise UserError(
-                f"another learner ({holder}) already works on {str(folder)!r}; stop it or give another --versions"
+                f"another learner ({holder}) already works on {str(folder)!r}; stop it or give "
+                "another --versions"
             ) from error
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        os.pwrite(
+            descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0
+        )
         yield
     finally:
         os.close(descriptor)

@@ -1,4 +1,5 @@
-"""The versions folder as the learner uses it: the live draft and its parent loaded, candidates published, regressions undone."""
+"""The versions folder as the learner uses it: the live draft and its parent loaded, candidates
+published, regressions undone."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ logger = logging.getLogger("draftsmith.distill")
 
 
 class Publisher:
-    """`live` is what servers run, or will after their next look; `parent` is the nearest version before it that is whole and
-    made for this target, the floor the first one: the static draft, where that is whole and for this target, too."""
+    """`live` is what servers run, or will after their next look; `parent` is the nearest version
+    before it that is whole and made for this target, the floor the first one: the static draft,
+    where that is whole and for this target, too."""
 
     def __init__(self, root: str | Path, draft: str, target: Target):
         self.root, self.target = Path(root), target
@@ -44,9 +46,21 @@ class Publisher:
         made = checkpoint.read_metadata(draft) if record.is_file() else {}
 
         def save(folder: Path) -> None:
-            checkpoint.save(drafter, folder, self.target, training=made.get("training"), evaluation=made.get("evaluation"))
+            checkpoint.save(
+                drafter,
+                folder,
+                self.target,
+                training=made.get("training"),
+                evaluation=made.get("evaluation"),
+            )
 
-        self._publish(drafter, save, parent=None, data_range={}, gate={"reason": "the starting draft", "draft": str(draft)})
+        self._publish(
+            drafter,
+            save,
+            parent=None,
+            data_range={},
+            gate={"reason": "the starting draft", "draft": str(draft)},
+        )
 
     def _publish(
         self,
@@ -73,7 +87,10 @@ class Publisher:
         """The current version, or the newest intact one below it if that one is damaged."""
         current = versions.latest(self.root)
         if current is None:
-            raise UserError(f"{str(self.root / versions.CURRENT)!r} is gone; write the number of a good version into it")
+            raise UserError(
+                f"{str(self.root / versions.CURRENT)!r} is gone; write the number of a good "
+                "version into it"
+            )
         try:
             return current, self.load(versions.open_version(self.root, current))
         except UserError as error:
@@ -116,11 +133,14 @@ class Publisher:
                 reason = f"it was made for target revision {stranger}"
             except UserError as error:
                 reason = str(error)
-            logger.warning("version %d cannot be rolled back to version %d: %s", self.version, version, reason)
+            logger.warning(
+                "version %d cannot be rolled back to version %d: %s", self.version, version, reason
+            )
         return None, None
 
     def _ancestors(self) -> Iterator[int]:
-        """Each below the one before, so that no chain is endless; it ends, too, where a manifest is gone."""
+        """Each below the one before, so that no chain is endless; it ends, too, where a manifest is
+        gone."""
         version = self.version
         while True:
             try:
@@ -141,15 +161,17 @@ class Publisher:
         gate: Mapping[str, Any],
         live: bool = True,
     ) -> int:
-        """The candidate is read back from its files before it can be seen: what goes live is what was written. Unless `live`, it
-        is a version like any other that no server looks at yet."""
+        """The candidate is read back from its files before it can be seen: what goes live is what
+        was written. Unless `live`, it is a version like any other that no server looks at yet."""
         loaded: list[TrainedDrafter] = []
 
         def save(folder: Path) -> None:
             checkpoint.save(candidate, folder, self.target, training=dict(training))
             loaded.append(self.load(folder))
 
-        version = self._publish(candidate, save, parent=self.version, data_range=data_range, gate=gate, live=live)
+        version = self._publish(
+            candidate, save, parent=self.version, data_range=data_range, gate=gate, live=live
+        )
         if live:
             self.version, self.live = version, loaded[0]
             self.parent_version, self.parent = self._open_parent()
@@ -160,7 +182,8 @@ class Publisher:
         self.reload()
 
     def roll_back(self, version: int) -> bool:
-        """False where that version is not whole any more; `parent` is then another one, or none. Its caller logs why."""
+        """False where that version is not whole any more; `parent` is then another one, or none.
+        Its caller logs why."""
         try:
             versions.promote(self.root, version)
         except UserError as error:

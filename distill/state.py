@@ -1,9 +1,11 @@
-"""The learner's state on disk: one folder that appears by one rename, so that a restart neither repeats nor forgets a record.
+"""The learner's state on disk: one folder that appears by one rename, so that a restart neither
+repeats nor forgets a record.
 
-`LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and what each lineage knows) and
-`open.parquet` (records of requests still running). Each lineage has a folder, the shared one this folder itself, with
-`candidate.safetensors`, `optimizer.safetensors` (tensors by the draft's trained parameters) and three Parquet files of round
-records: `fresh` (not yet trained on), `window` (held out), `reservoir` and `latest` (to be replayed).
+`LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and what each lineage
+knows) and `open.parquet` (records of requests still running). Each lineage has a folder, the shared
+one this folder itself, with `candidate.safetensors`, `optimizer.safetensors` (tensors by the
+draft's trained parameters) and three Parquet files of round records: `fresh` (not yet trained on),
+`window` (held out), `reservoir` and `latest` (to be replayed).
 """
 
 from __future__ import annotations
@@ -118,8 +120,9 @@ class StateFolder:
         open_records: Sequence[RoundRecord],
         with_records: bool = True,
     ) -> None:
-        """`lineages` by folder, the shared one's being ""; `pool` is what a pool knows beside its own. Without records nothing
-        that was served reaches the disk, and a restart goes on without what it had in hand."""
+        """`lineages` by folder, the shared one's being ""; `pool` is what a pool knows beside its
+        own. Without records nothing that was served reaches the disk, and a restart goes on without
+        what it had in hand."""
         files.sweep(self.root)
         number = max(self.numbers(), default=0) + 1
         with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
@@ -130,23 +133,33 @@ class StateFolder:
                 "counters": asdict(counters),
                 "target_revision": target_revision,
                 "pool": pool,
-                "lineages": {name: _save_lineage(kept, folder / name, with_records) for name, kept in lineages.items()},
+                "lineages": {
+                    name: _save_lineage(kept, folder / name, with_records)
+                    for name, kept in lineages.items()
+                },
             }
             files.write_json(folder / "state.json", values)
         for older in self.numbers()[:-1]:
             shutil.rmtree(self.root / f"state-{older:08d}", ignore_errors=True)
 
     def restore(self, learners: Mapping[str, Learner], *, target_revision: str) -> Restored | None:
-        """Fills `learners`; None when there is no state that fits, which is then said in one line."""
+        """Fills `learners`; None when there is no state that fits, which is then said
+        in one line."""
         for number in reversed(self.numbers()):
             folder = self.root / f"state-{number:08d}"
             try:
                 return self._restore(folder, learners, target_revision)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                logger.warning("learner state %s cannot be used (%s); starting without it", folder, str(error).splitlines()[0])
+                logger.warning(
+                    "learner state %s cannot be used (%s); starting without it",
+                    folder,
+                    str(error).splitlines()[0],
+                )
         return None
 
-    def _restore(self, folder: Path, learners: Mapping[str, Learner], target_revision: str) -> Restored:
+    def _restore(
+        self, folder: Path, learners: Mapping[str, Learner], target_revision: str
+    ) -> Restored:
         values: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if values["schema"] != SCHEMA_VERSION:
             raise ValueError(f"schema {values['schema']}, this is {SCHEMA_VERSION}")
@@ -154,11 +167,20 @@ class StateFolder:
             raise ValueError("it learned for other weights of the target")
         known = {name: one for name, one in values["lineages"].items() if name in learners}
         counters, records = Counters(**values["counters"]), _records(folder / "open.parquet")
-        saved = {name: _read_lineage(one, learners[name].parameters, folder / name) for name, one in known.items()}
+        saved = {
+            name: _read_lineage(one, learners[name].parameters, folder / name)
+            for name, one in known.items()
+        }
         # All or nothing: everything is read before the first learner is touched.
         for name, one in saved.items():
             one.fill(learners[name])
-        return Restored(values["cursor"], counters, records, {name: one.state for name, one in saved.items()}, values["pool"])
+        return Restored(
+            values["cursor"],
+            counters,
+            records,
+            {name: one.state for name, one in saved.items()},
+            values["pool"],
+        )
 
 
 def _save_lineage(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any]:
@@ -199,16 +221,36 @@ class Saved(NamedTuple):
         learner.fill(self.steps, self.weights, self.moments)
 
 
-def _read_lineage(values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path) -> Saved:
+def _read_lineage(
+    values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path
+) -> Saved:
     fresh, window, *replayed = (_texts(_records(folder / f"{name}.parquet")) for name in TEXTS)
-    ledger, trial = Ledger.from_dict(values["ledger"]), Trial.from_dict(values["trial"]) if values["trial"] else None
-    state = LineageState(values["live_version"], values["is_gate_due"], ledger, trial, values["drift"], fresh, window)
-    weights, moments = load_file(folder / "candidate.safetensors"), load_file(folder / "optimizer.safetensors")
-    if {name: value.shape for name, value in weights.items()} != {name: value.shape for name, value in parameters.items()}:
+    ledger, trial = (
+        Ledger.from_dict(values["ledger"]),
+        Trial.from_dict(values["trial"]) if values["trial"] else None,
+    )
+    state = LineageState(
+        values["live_version"], values["is_gate_due"], ledger, trial, values["drift"], fresh, window
+    )
+    weights, moments = (
+        load_file(folder / "candidate.safetensors"),
+        load_file(folder / "optimizer.safetensors"),
+    )
+    if {name: value.shape for name, value in weights.items()} != {
+        name: value.shape for name, value in parameters.items()
+    }:
         raise ValueError("its candidate has another shape than the live draft")
     if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
         raise ValueError("its candidate has weights that are not finite")
-    return Saved(state, weights, moments, *replayed, values["steps"], values["updates"], values["reservoir_seen"])
+    return Saved(
+        state,
+        weights,
+        moments,
+        *replayed,
+        values["steps"],
+        values["updates"],
+        values["reservoir_seen"],
+    )
 
 
 def _save_tensors(learner: Learner, folder: Path) -> None:

@@ -57,7 +57,8 @@ class Status:
         self.width = 0
 
     def _write(self, text: str) -> None:
-        """A line that cannot be written, its disk being full, is no reason to stop; `decisions.jsonl` has what matters."""
+        """A line that cannot be written, its disk being full, is no reason to stop;
+        `decisions.jsonl` has what matters."""
         with suppress(OSError):
             self.stream.write(text)
             self.stream.flush()
@@ -71,7 +72,8 @@ def describe(decision: Decision, version: int | None, share: float) -> str:
     text += f": {decision.reason}"
     if comparison is not None and comparison.requests:
         text += (
-            f" (alpha {comparison.first:.4f} -> {comparison.second:.4f}, gain {comparison.gain:+.4f} over {comparison.requests} "
+            f" (alpha {comparison.first:.4f} -> {comparison.second:.4f}, gain "
+            f"{comparison.gain:+.4f} over {comparison.requests} "
             f"requests, p <= {decision.p_value:.2g} against {decision.level:.2g} at any look)"
         )
     return text
@@ -90,7 +92,11 @@ class StatusCollector:
         for name, value in self.status.values.items():
             if isinstance(value, (int, float)):
                 kind = CounterMetricFamily if name in TOTALS else GaugeMetricFamily
-                yield kind(PREFIX + name, f"{name.replace('_', ' ')}, as in status.json", value=float(value))
+                yield kind(
+                    PREFIX + name,
+                    f"{name.replace('_', ' ')}, as in status.json",
+                    value=float(value),
+                )
 
 
 class StatusServer:
@@ -102,9 +108,14 @@ class StatusServer:
         try:
             self._server = ThreadingHTTPServer((host, port), handler(status, registry))
         except (OSError, OverflowError) as error:
-            raise UserError(f"the status cannot be served at {host}:{port} ({error}); choose another --status-port") from error
+            raise UserError(
+                f"the status cannot be served at {host}:{port} ({error}); choose another "
+                "--status-port"
+            ) from error
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="draftsmith-status", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="draftsmith-status", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -117,7 +128,9 @@ def handler(status: Status, registry: CollectorRegistry) -> type[BaseHTTPRequest
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/":
-                self._answer(200, "application/json", json.dumps(status.values, indent=2).encode() + b"\n")
+                self._answer(
+                    200, "application/json", json.dumps(status.values, indent=2).encode() + b"\n"
+                )
             elif self.path == "/metrics":
                 self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
             else:
@@ -137,7 +150,8 @@ def handler(status: Status, registry: CollectorRegistry) -> type[BaseHTTPRequest
 
 
 class DecisionLog:
-    """A line that a full disk refuses waits for `flush`: it must not part a decision from what follows from it."""
+    """A line that a full disk refuses waits for `flush`: it must not part a decision from what
+    follows from it."""
 
     def __init__(self, root: Path, tell: Callable[[str], None]):
         self.root, self.tell = root, tell

@@ -1,6 +1,7 @@
-"""How much of the wall time learning takes. It computes, then rests in proportion, step by step, so that a server on the same
-device waits for a step at most; where the server's latency is watched, it gives way while that is too high. How long work is
-rested for goes by the share while it rests: when the server has time again, so has the learner.
+"""How much of the wall time learning takes. It computes, then rests in proportion, step by step, so
+that a server on the same device waits for a step at most; where the server's latency is watched, it
+gives way while that is too high. How long work is rested for goes by the share while it rests: when
+the server has time again, so has the learner.
 """
 
 from __future__ import annotations
@@ -37,9 +38,16 @@ def nothing() -> None:
 
 
 class Throttle:
-    """`budget` is the most of the wall time, above 0 and at most 1. `look_up` is called within long rests between steps."""
+    """`budget` is the most of the wall time, above 0 and at most 1. `look_up` is called within long
+    rests between steps."""
 
-    def __init__(self, budget: float, guard: Guard, stop: threading.Event, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        budget: float,
+        guard: Guard,
+        stop: threading.Event,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.budget, self.guard, self.stop, self.clock = budget, guard, stop, clock
         self.look_up: Callable[[], object] = nothing
         self.worked_s = self.rested_s = 0.0
@@ -57,7 +65,8 @@ class Throttle:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """A piece of work that has no steps. What a single piece of rest does not pay is owed, before the next cycle's work."""
+        """A piece of work that has no steps. What a single piece of rest does not pay is owed,
+        before the next cycle's work."""
         begun_s = self.clock()
         yield
         self._owe(self.clock() - begun_s)
@@ -90,7 +99,8 @@ class LatencyGuard:
 
     def __init__(self, read: Read, bound_s: float, clock: Callable[[], float] = time.monotonic):
         self.read, self.bound_s, self.clock = read, bound_s, clock
-        self.p95_s = math.nan  # of the requests that ended between the latest two looks; NaN where none did
+        # of the requests that ended between the latest two looks; NaN where none did
+        self.p95_s = math.nan
         self._share = 1.0
         self._looked_s = -math.inf
         self._before: Scrape | None = None
@@ -104,7 +114,11 @@ class LatencyGuard:
 
     def _look(self) -> None:
         self.p95_s = self._measure()
-        self._share = max(LEAST, self._share / 2) if self.p95_s > self.bound_s else min(1.0, self._share * MORE)
+        self._share = (
+            max(LEAST, self._share / 2)
+            if self.p95_s > self.bound_s
+            else min(1.0, self._share * MORE)
+        )
 
     def _measure(self) -> float:
         before, self._before = self._before, self.read()
@@ -118,20 +132,26 @@ class LatencyGuard:
 
 
 def quantile(buckets: Mapping[str, float], share: float) -> float:
-    """Of a Prometheus histogram, cumulative counts by upper bound; between two bounds all values are equally likely."""
+    """Of a Prometheus histogram, cumulative counts by upper bound; between two bounds all values
+    are equally likely."""
     bounds = sorted((float(bound), count) for bound, count in buckets.items())
     if not bounds or bounds[-1][1] <= 0:
         return math.nan
     wanted, lower, below = share * bounds[-1][1], 0.0, 0.0
     for bound, count in bounds:
         if count >= wanted and count > below:
-            return lower if math.isinf(bound) else lower + (bound - lower) * (wanted - below) / (count - below)
+            return (
+                lower
+                if math.isinf(bound)
+                else lower + (bound - lower) * (wanted - below) / (count - below)
+            )
         lower, below = bound, count
     return lower
 
 
 def scraper(url: str) -> Read:
-    """Reads a server's metrics; None while it cannot be reached, when nobody is there to be disturbed."""
+    """Reads a server's metrics; None while it cannot be reached, when nobody is there to be
+    disturbed."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise UserError(f"server is {url!r}; give a URL such as http://127.0.0.1:8000")

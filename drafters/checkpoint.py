@@ -1,4 +1,5 @@
-"""Draft checkpoints: `config.json` and `model.safetensors` in the family's portable names, and our record `draftsmith.json`."""
+"""Draft checkpoints: `config.json` and `model.safetensors` in the family's portable names, and our
+record `draftsmith.json`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from draftsmith.errors import UserError
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"
 # None: the target's.
-DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DRAFT_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 log = logging.getLogger(__name__)
@@ -43,7 +49,8 @@ def save(
     training: dict[str, Any] | None = None,
     evaluation: list[dict[str, Any]] | None = None,
 ) -> None:
-    """Writes the draft's files into `folder`, each one whole, and leaves other files there alone. The record comes last."""
+    """Writes the draft's files into `folder`, each one whole, and leaves other files there alone.
+    The record comes last."""
     folder = Path(folder)
     drafter.save(folder)
     record = {
@@ -56,11 +63,18 @@ def save(
     files.write_json(folder / RECORD, record)
 
 
-def load(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None, revision: str | None = None) -> TrainedDrafter:
+def load(
+    folder: str | Path,
+    target: Target,
+    *,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> TrainedDrafter:
     """The draft in evaluation mode on the target's device, in `dtype` (default: the target's).
 
-    `folder` may also be a Hub id, of which `revision` names a branch, tag or commit, and a draft made elsewhere without our
-    record. Raises `UserError` for a draft that is missing, damaged, or made for another vocabulary or tokenizer.
+    `folder` may also be a Hub id, of which `revision` names a branch, tag or commit, and a draft
+    made elsewhere without our record. Raises `UserError` for a draft that is missing, damaged, or
+    made for another vocabulary or tokenizer.
     """
     folder = locate(folder, revision=revision)
     record = read_metadata(folder) if (folder / RECORD).is_file() else None
@@ -68,7 +82,9 @@ def load(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None
         check_target(record, target, folder)
     family = record["family"] if record is not None else family_of(read_config(folder), target)
     if family not in FAMILIES:
-        raise UserError(f"{str(folder)!r} is a draft of family {family!r}; known ones are {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{str(folder)!r} is a draft of family {family!r}; known ones are {', '.join(FAMILIES)}"
+        )
     drafter = FAMILIES[family].load(folder, target)
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
 
@@ -78,17 +94,24 @@ def load_draft(pair: Pair, target: Target) -> TrainedDrafter | None:
     if pair.draft is None:
         return None
     read = load_foreign if pair.heterogeneous_vocab else load
-    return read(pair.draft, target, dtype=DRAFT_DTYPES[pair.draft_dtype], revision=pair.draft_revision)
+    return read(
+        pair.draft, target, dtype=DRAFT_DTYPES[pair.draft_dtype], revision=pair.draft_revision
+    )
 
 
 def load_foreign(
-    folder: str | Path, target: Target, *, dtype: torch.dtype | None = None, revision: str | None = None
+    folder: str | Path,
+    target: Target,
+    *,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
 ) -> ForeignLm:
     """Any causal LM, whatever its tokenizer, as a draft of the tokens that both have."""
     folder = locate(folder, revision=revision)
     if (family := family_of(read_config(folder), target)) != DraftLm.family:
         raise UserError(
-            f"{str(folder)!r} is a draft of family {family!r}, which has no tokenizer of its own; leave heterogeneous_vocab out"
+            f"{str(folder)!r} is a draft of family {family!r}, which has no tokenizer of its own; "
+            "leave heterogeneous_vocab out"
         )
     drafter = ForeignLm.load(folder, target)
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
@@ -100,7 +123,8 @@ def read_metadata(folder: str | Path) -> dict[str, Any]:
     record = files.read_json(path, "draft record")
     if not isinstance(record, dict) or record.get("schema") != SCHEMA_VERSION:
         raise UserError(
-            f"draft record {str(path)!r} is not of schema {SCHEMA_VERSION}; train the draft again or update draftsmith"
+            f"draft record {str(path)!r} is not of schema {SCHEMA_VERSION}; train the draft again "
+            "or update draftsmith"
         )
     for key in ("family", "target"):
         if key not in record:
@@ -127,29 +151,46 @@ def check_target(record: dict[str, Any], target: Target, folder: Path) -> None:
     made_for = record["target"]
     if difference := tokenizer_difference(made_for, target.tokenizer()):
         raise UserError(
-            f"draft {str(folder)!r} was made for the tokenizer of {made_for.get('name')!r}; that of target {target.name!r} is "
+            f"draft {str(folder)!r} was made for the tokenizer of {made_for.get('name')!r}; that "
+            f"of target {target.name!r} is "
             f"another one ({difference}); train a draft for this target"
         )
     if made_for.get("vocab_size") != target.vocab_size:
         raise UserError(
-            f"draft {str(folder)!r} was made for a vocabulary of {made_for.get('vocab_size')} ({made_for.get('name')!r}), target "
+            f"draft {str(folder)!r} was made for a vocabulary of {made_for.get('vocab_size')} "
+            f"({made_for.get('name')!r}), target "
             f"{target.name!r} has {target.vocab_size}; train a draft for this target"
         )
     if made_for.get("revision") != target.revision:
         # Lossless all the same, and often useful: a fine-tuned target with the draft of its base.
-        log.warning("draft %s was trained for other weights of its target; expect a lower acceptance", folder)
+        log.warning(
+            "draft %s was trained for other weights of its target; expect a lower acceptance",
+            folder,
+        )
 
 
-def locate(path: str | Path, what: str = "draft", *, weights: bool = True, revision: str | None = None) -> Path:
-    """The local folder of a path or Hub id; an error calls it `what`. Without `weights`, no weights are downloaded."""
+def locate(
+    path: str | Path, what: str = "draft", *, weights: bool = True, revision: str | None = None
+) -> Path:
+    """The local folder of a path or Hub id; an error calls it `what`. Without `weights`, no weights
+    are downloaded."""
     folder = Path(path)
     if folder.is_dir():
         if revision is not None:
             raise UserError(
-                f"revision {revision!r} is asked of {what} {str(path)!r}, a local folder, which has but one; leave it out"
+                f"revision {revision!r} is asked of {what} {str(path)!r}, a local folder, which "
+                "has but one; leave it out"
             )
         return folder
     try:
-        return Path(snapshot_download(str(path), revision=revision, ignore_patterns=None if weights else list(WEIGHT_FILES)))
+        return Path(
+            snapshot_download(
+                str(path),
+                revision=revision,
+                ignore_patterns=None if weights else list(WEIGHT_FILES),
+            )
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(f"{what} {str(path)!r} is neither a folder nor a reachable Hub id; check the path") from error
+        raise UserError(
+            f"{what} {str(path)!r} is neither a folder nor a reachable Hub id; check the path"
+        ) from error

@@ -1,4 +1,5 @@
-"""A target and the draft beside it: the flags of every command that runs such a pair. Torch-free."""
+"""A target and the draft beside it: the flags of every command that runs such a pair.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from dataclasses import dataclass
 from draftsmith.config import option
 from draftsmith.errors import UserError
 
-TRUST_HELP = "run Python code that a model's folder brings (auto_map); off, a model that needs it is refused"
+TRUST_HELP = (
+    "run Python code that a model's folder brings (auto_map); off, a model that needs it is refused"
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -16,17 +19,24 @@ class Pair:
     target: str | None = option(None, "the target: a local folder or Hub id")
     draft: str | None = option(None, "the draft: a checkpoint's folder or Hub id")
     draft_revision: str | None = option(None, "branch, tag or commit of a draft from the Hub")
-    draft_dtype: str = option("auto", "type of the draft's weights; auto: the target's", choices=DTYPES)
+    draft_dtype: str = option(
+        "auto", "type of the draft's weights; auto: the target's", choices=DTYPES
+    )
     heterogeneous_vocab: bool = option(
-        False, "the draft is an LM with another tokenizer: it drafts the tokens that both have, losslessly"
+        False,
+        "the draft is an LM with another tokenizer: it drafts the tokens that both have, "
+        "losslessly",
     )
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 
 def check_draft_options(pair: Pair, *, other_draft: bool = False) -> None:
-    """Refuses what is said of a draft where there is none. `other_draft`: weights come from elsewhere than `draft`."""
+    """Refuses what is said of a draft where there is none. `other_draft`: weights come from
+    elsewhere than `draft`."""
     if pair.draft_dtype not in DTYPES:
-        raise UserError(f"draft_dtype is {pair.draft_dtype!r}; it must be one of {', '.join(DTYPES)}")
+        raise UserError(
+            f"draft_dtype is {pair.draft_dtype!r}; it must be one of {', '.join(DTYPES)}"
+        )
     given = {
         "draft_revision": pair.draft_revision is not None,
         "heterogeneous_vocab": pair.heterogeneous_vocab,

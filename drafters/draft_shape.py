@@ -1,4 +1,5 @@
-"""The Llama configuration of a feature head, taken from its target, and the same as engines write it in `config.json`."""
+"""The Llama configuration of a feature head, taken from its target, and the same as engines write
+it in `config.json`."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ from draftsmith.errors import UserError
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
 
-# What engines read of a Llama config; `rope_theta` and `rope_scaling` are the names all their versions know.
+# What engines read of a Llama config; `rope_theta` and `rope_scaling` are the names all their
+# versions know.
 SHAPE_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
     "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "attention_bias",
 )  # fmt: skip
 
 
 def shape_of(target: CausalLM) -> dict[str, Any]:
-    """Llama's names for the target's dimensions; families that lack one get Llama's default for it."""
+    """Llama's names for the target's dimensions; families that lack one get Llama's
+    default for it."""
     known = target.config.to_dict()
     hidden = target.hidden_size
     heads = target.config.num_attention_heads
@@ -41,10 +45,13 @@ def shape_of(target: CausalLM) -> dict[str, Any]:
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`; a target with another scheme (per layer, partial, none) lends only its base."""
+    """`rope_theta` and `rope_scaling`; a target with another scheme (per layer, partial, none)
+    lends only its base."""
     parameters = dict(config.get("rope_parameters") or {})
     theta = parameters.pop("rope_theta", None) or 10000.0
-    plain = parameters.get("rope_type", "default") == "default" or "partial_rotary_factor" in parameters
+    plain = (
+        parameters.get("rope_type", "default") == "default" or "partial_rotary_factor" in parameters
+    )
     return {"rope_theta": theta, "rope_scaling": None if plain else parameters}
 
 
@@ -53,10 +60,15 @@ def llama_config(shape: dict[str, Any]) -> LlamaConfig:
 
 
 def layer_config(kind: type[Config], shape: dict[str, Any]) -> Config:
-    """From `config.json` values; our attention is set, so that a context can own keys and values."""
-    missing = [key for key in SHAPE_KEYS if key not in shape and key not in ("head_dim", "attention_bias")]
+    """From `config.json` values; our attention is set, so that a context can own keys
+    and values."""
+    missing = [
+        key for key in SHAPE_KEYS if key not in shape and key not in ("head_dim", "attention_bias")
+    ]
     if missing:
-        raise UserError(f"draft config lacks {missing[0]!r}; restore config.json or train the draft again")
+        raise UserError(
+            f"draft config lacks {missing[0]!r}; restore config.json or train the draft again"
+        )
     wanted = {key: shape[key] for key in SHAPE_KEYS if key in shape}
     rope = (
         {"rope_parameters": dict(shape["rope_parameters"])}
@@ -73,4 +85,6 @@ def layer_config(kind: type[Config], shape: dict[str, Any]) -> Config:
 
 def config_dict(config: PreTrainedConfig) -> dict[str, Any]:
     """`config.json` values of the shape."""
-    return {key: value for key, value in config.to_dict().items() if key in SHAPE_KEYS} | rope_of(config.to_dict())
+    return {key: value for key, value in config.to_dict().items() if key in SHAPE_KEYS} | rope_of(
+        config.to_dict()
+    )

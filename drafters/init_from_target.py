@@ -15,8 +15,9 @@ PROBE_ROWS, PROBE_LENGTH = 4, 64
 
 
 def shares_embeddings(target: Target) -> bool:
-    """Whether the input embedding is a plain table. One that also scales (Gemma) would be read differently by every engine, so a
-    draft of such a target keeps a table of its own with the scale in it."""
+    """Whether the input embedding is a plain table. One that also scales (Gemma) would be read
+    differently by every engine, so a draft of such a target keeps a table of its own with the scale
+    in it."""
     return type(target.model.get_input_embeddings()) is torch.nn.Embedding
 
 
@@ -27,9 +28,11 @@ def output_table(target: Target) -> torch.Tensor:
 
 @torch.no_grad()
 def fitted_norm(target: Target) -> torch.Tensor:
-    """[H], the gains of an RMS norm that comes nearest to the target's last norm, by least squares over a few random texts.
+    """[H], the gains of an RMS norm that comes nearest to the target's last norm, by least squares
+    over a few random texts.
 
-    Families name this norm differently and shape it differently (1 + gain, or a mean taken off); its effect is what counts.
+    Families name this norm differently and shape it differently (1 + gain, or a mean taken off);
+    its effect is what counts.
     """
     taps = probed(target, (target.num_layers, FINAL))
     before, after = taps.double().chunk(2, dim=-1)
@@ -41,7 +44,9 @@ def probed(target: Target, taps: tuple[int, ...]) -> torch.Tensor:
     """[T, n * H], the taps of a few random texts."""
     length = min(PROBE_LENGTH, target.max_positions)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(len(output_table(target)), (PROBE_ROWS, length), generator=generator).to(target.device)
+    ids = torch.randint(len(output_table(target)), (PROBE_ROWS, length), generator=generator).to(
+        target.device
+    )
     return target.states(ids, torch.ones_like(ids), taps)[0].flatten(0, 1)
 
 
@@ -54,17 +59,23 @@ def adopt_layer(
     attention_norm: torch.nn.Module,
     mlp_norm: torch.nn.Module,
 ) -> None:
-    """Copies a decoder layer of the target wherever name and shape agree with our layer's; the rest stays as it was.
+    """Copies a decoder layer of the target wherever name and shape agree with our layer's; the rest
+    stays as it was.
 
-    A projection that also reads the embedding takes the target's as the half that reads the state. Norms take the effective
-    gains of the target's: `attention_norm` and `mlp_norm` are before these two.
+    A projection that also reads the embedding takes the target's as the half that reads the state.
+    Norms take the effective gains of the target's: `attention_norm` and `mlp_norm` are before these
+    two.
     """
     norms = {
         "input_layernorm": attention_norm,
         "post_attention_layernorm": mlp_norm,
         # Where Gemma has it, the one before norms what attention gives.
         "pre_feedforward_layernorm": mlp_norm,
-        **{f"self_attn.{name}": own for name, own in attention.named_children() if name in ("q_norm", "k_norm")},
+        **{
+            f"self_attn.{name}": own
+            for name, own in attention.named_children()
+            if name in ("q_norm", "k_norm")
+        },
     }
     with gathered(layer) as whole:
         theirs = dict(whole.named_parameters())
@@ -80,15 +91,19 @@ def adopt_layer(
         modules = dict(whole.named_modules())
         for name, own in norms.items():
             # OLMo 2 norms the queries of all heads together.
-            if name in modules and all(found.shape == own.weight.shape for found in modules[name].parameters()):
+            if name in modules and all(
+                found.shape == own.weight.shape for found in modules[name].parameters()
+            ):
                 own.weight.copy_(gains(modules[name], len(own.weight)))
 
 
 def adopt_layers(target: Target, layers: Sequence[torch.nn.Module]) -> None:
-    """Makes these some of the target's layers, from its first, which reads embeddings, to its last, which the head reads.
+    """Makes these some of the target's layers, from its first, which reads embeddings, to its last,
+    which the head reads.
 
-    A block needs it: random layers add so little to the stream that the mask token's own embedding outweighs them, which the
-    head reads as a token that no text holds. On the quickstart's target the first loss was 34 nats, and is 4 to 6 this way.
+    A block needs it: random layers add so little to the stream that the mask token's own embedding
+    outweighs them, which the head reads as a token that no text holds. On the quickstart's target
+    the first loss was 34 nats, and is 4 to 6 this way.
     """
     for layer, index in zip(layers, spread(len(layers), target.num_layers), strict=True):
         adopt_layer(
@@ -113,7 +128,8 @@ def average_taps(fc: torch.nn.Linear) -> None:
 
 
 def gains(norm: torch.nn.Module, size: int) -> torch.Tensor:
-    """[size], what an RMS norm's weight must be to act like `norm` (some store 1 less), by least squares on random states."""
+    """[size], what an RMS norm's weight must be to act like `norm` (some store 1 less), by least
+    squares on random states."""
     parameter = next(norm.parameters(), torch.empty(0))  # OLMo's has none
     states = torch.randn(64, size, generator=torch.Generator().manual_seed(0)).to(parameter)
     return _gains(states.double(), norm(states).double())
@@ -124,20 +140,28 @@ def _gains(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return (after * normed).sum(dim=0) / normed.pow(2).sum(dim=0).clamp(min=1e-12)
 
 
-def frequent_tokens(token_counts: torch.Tensor | None, size: int, always: Sequence[int]) -> torch.Tensor:
-    """[size] ascending ids of the most frequent tokens; those of `always` are in whatever their count. Ties: the lower id."""
+def frequent_tokens(
+    token_counts: torch.Tensor | None, size: int, always: Sequence[int]
+) -> torch.Tensor:
+    """[size] ascending ids of the most frequent tokens; those of `always` are in whatever their
+    count. Ties: the lower id."""
     if token_counts is None:
-        raise UserError("a draft vocabulary is chosen by frequency in the training data; give data or leave draft_vocab_size out")
+        raise UserError(
+            "a draft vocabulary is chosen by frequency in the training data; give data or leave "
+            "draft_vocab_size out"
+        )
     if size < max(1, len(always)):
-        raise UserError(f"option 'draft_vocab_size' is {size}; it must be at least {max(1, len(always))}")
+        raise UserError(
+            f"option 'draft_vocab_size' is {size}; it must be at least {max(1, len(always))}"
+        )
     counts = token_counts.double().cpu().clone()
     counts[list(always)] = torch.inf
     return counts.argsort(descending=True, stable=True)[:size].sort().values.to(token_counts.device)
 
 
 def unused_token(target: Target) -> int:
-    """An id that no text holds, for the slots to be drafted: the tokenizer's mask token, else one it does not know, else padding,
-    else the last id."""
+    """An id that no text holds, for the slots to be drafted: the tokenizer's mask token, else one
+    it does not know, else padding, else the last id."""
     tokenizer = target.tokenizer()
     if tokenizer.mask_token_id is not None:
         return tokenizer.mask_token_id
@@ -149,5 +173,8 @@ def unused_token(target: Target) -> int:
 def checked_mask_token(target: Target, wanted: int | None) -> int:
     mask_token = unused_token(target) if wanted is None else wanted
     if not 0 <= mask_token < target.vocab_size:
-        raise UserError(f"option 'mask_token' is {mask_token}; {target.name!r} has the ids 0 to {target.vocab_size - 1}")
+        raise UserError(
+            f"option 'mask_token' is {mask_token}; {target.name!r} has the ids 0 to "
+            f"{target.vocab_size - 1}"
+        )
     return mask_token

@@ -1,4 +1,5 @@
-"""What a drafter is to the engine and to the trainer. Shapes: B rows, K draft positions, V target vocabulary, T ragged tokens."""
+"""What a drafter is to the engine and to the trainer. Shapes: B rows, K draft positions, V target
+vocabulary, T ragged tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from draftsmith.drafters.target.target import Target
     from draftsmith.drafters.tree_shape import TreeShape
 
-# (raw logits [R, V] in target ids, rows [R], prefixes: the tokens drafted so far of each) -> logits [R, V] under the request's
-# penalties, bans and masks.
+# (raw logits [R, V] in target ids, rows [R], prefixes: the tokens drafted so far of each) -> logits
+# [R, V] under the request's penalties, bans and masks.
 Adjust = Callable[[torch.Tensor, torch.Tensor, list[list[int]]], torch.Tensor]
 
 
@@ -28,44 +29,55 @@ Adjust = Callable[[torch.Tensor, torch.Tensor, list[list[int]]], torch.Tensor]
 class DraftInputs:
     """One propose call for B requests, ragged: row b owns `lengths[b]` consecutive tokens.
 
-    `starts`, `lengths` and `num_draft` are the host's: what a round looks like is known without asking a device.
-    Row b's draft cache already covers positions `0 .. starts[b]-1`. `tokens` are the committed tokens from position
-    `starts[b]` to the last one, `n_b = starts[b] + lengths[b] - 1`, whose successor is to be drafted. The target has not
-    yet run on the last token, so its taps exist for one position less.
+    `starts`, `lengths` and `num_draft` are the host's: what a round looks like is known without
+    asking a device. Row b's draft cache already covers positions `0 .. starts[b]-1`. `tokens` are
+    the committed tokens from position `starts[b]` to the last one, `n_b = starts[b] + lengths[b] -
+    1`, whose successor is to be drafted. The target has not yet run on the last token, so its taps
+    exist for one position less.
     """
 
     tokens: torch.Tensor  # [T] int64
     starts: torch.Tensor  # [B] int64, on the host
     lengths: torch.Tensor  # [B] int64, >= 1, on the host
-    taps: (
-        torch.Tensor | None
-    )  # [T - B, taps * hidden]: positions starts[b] .. n_b - 1 of each row; None when the drafter wants none
-    num_draft: torch.Tensor  # [B] int64, on the host, k of each row, 0 <= k; rows with 0 only catch up
-    sampling: SamplingRows  # the law the request asked for, row by row
-    seeds: torch.Tensor  # [B] int64, of this round alone; draws use (seed, position of the drawn token, Purpose.DRAFT)
-    pool: PagedPool | None  # this drafter's own keys and values; block ids are shared with the target's pool
+    # [T - B, taps * hidden]: positions starts[b] .. n_b - 1 of each row; None when the drafter
+    # wants none
+    taps: torch.Tensor | None
+    # [B] int64, on the host, k of each row, 0 <= k; rows with 0 only catch up
+    num_draft: torch.Tensor
+    sampling: SamplingRows  # the distribution the request asked for, row by row
+    # [B] int64, of this round alone; draws use (seed, position of the drawn token, Purpose.DRAFT)
+    seeds: torch.Tensor
+    # this drafter's own keys and values; block ids are shared with the target's pool
+    pool: PagedPool | None
     block_tables: torch.Tensor  # [B, max_blocks] int64
-    histories: list[list[int]]  # all committed tokens of each row (prompt included), for drafters that match text
+    # all committed tokens of each row (prompt included), for drafters that match text
+    histories: list[list[int]]
     request_ids: list[str] = field(
         default_factory=list
     )  # who each row is, for drafters that remember; empty: nobody in particular
-    shares: list[bool] = field(default_factory=list)  # whether a row may be drafted from other requests' text; empty: all may
+    # whether a row may be drafted from other requests' text; empty: all may
+    shares: list[bool] = field(default_factory=list)
     adjust: Adjust | None = None  # None when no row asks for more than `sampling` says
-    # A drafter that guesses how its drafts survive ends a row where the chance of all being kept falls below this; it decides on
-    # each before it is drawn (law 4). 0: never.
+    # A drafter that guesses how its drafts survive ends a row where the chance of all being kept
+    # falls below this; it decides on each before it is drawn (invariant 4). 0: never.
     least_survival: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Drafted tokens and the law they were really sampled from: a chain, or a tree when `parents` is given."""
+    """Drafted tokens and the distribution they were really sampled from: a chain, or a tree when
+    `parents` is given."""
 
     tokens: torch.Tensor  # [B, K] int64, -1 beyond lengths
     lengths: torch.Tensor  # [B] int64, <= num_draft
-    logits: torch.Tensor | None  # [B, K, V] float32, processed (filtered, tempered) as sampled; None = deterministic, one-hot q
-    parents: torch.Tensor | None = None  # [B, K] int64, as in `kernels/verify/draft_tree.py: DraftTree`; `logits` is then [Q, V]
-    q_rows: torch.Tensor | None = None  # [B, K + 1] int64: the row of `logits` that the children of each slot were drawn from
-    sound: torch.Tensor | None = None  # [B, K] bool, False where a law had no mass; None: where `logits` say so
+    # [B, K, V] float32, processed (filtered, tempered) as sampled; None = deterministic, one-hot q
+    logits: torch.Tensor | None
+    # [B, K] int64, as in `kernels/verify/draft_tree.py: DraftTree`; `logits` is then [Q, V]
+    parents: torch.Tensor | None = None
+    # [B, K + 1] int64: the row of `logits` that the children of each slot were drawn from
+    q_rows: torch.Tensor | None = None
+    # [B, K] bool, False where a distribution had no mass; None: where `logits` say so
+    sound: torch.Tensor | None = None
     copied: frozenset[int] = (
         frozenset()
     )  # rows that were copied from text whatever `logits` are: no temperature had a part in them
@@ -77,12 +89,15 @@ class ServingDrafter(Protocol):
     family: str
     taps: tuple[int, ...]  # raw layer ids wanted from the target; () for none
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None: ...
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool | None: ...
 
     def propose(self, inputs: DraftInputs) -> Proposal: ...
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        """How many positions of the draft cache are right once `accepted` of `drafted` tokens after position `last` were kept."""
+        """How many positions of the draft cache are right once `accepted` of `drafted` tokens after
+        position `last` were kept."""
         ...
 
 
@@ -91,7 +106,8 @@ class Remembering(Protocol):
     """A drafter that keeps something of each request between its rounds, or after its end."""
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
-        """The request has ended with `tokens`, prompt and answer; they are empty when nothing of it may be kept."""
+        """The request has ended with `tokens`, prompt and answer; they are empty when nothing of it
+        may be kept."""
         ...
 
 
@@ -112,9 +128,11 @@ class UnrollBatch:
     attention_mask: torch.Tensor  # [B, L] 1 for real tokens
     taps: torch.Tensor | None  # [B, L, taps * hidden]
     num_steps: int  # unrolled draft positions wanted
-    segments: torch.Tensor | None = None  # [B, L] int64: several texts a row, none of which may see another; see segments.py
+    # [B, L] int64: several texts a row, none of which may see another; see segments.py
+    segments: torch.Tensor | None = None
     flex: bool = False  # heads with attention: see unroll_flex.py
-    first: int = 0  # no token before this position counts, so what is drafted for them may be anything
+    # no token before this position counts, so what is drafted for them may be anything
+    first: int = 0
 
     @property
     def positions(self) -> torch.Tensor:
@@ -134,28 +152,37 @@ class UnrollBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class UnrolledStep:
-    """Step s (from 0) of the unroll. `hidden[:, t]` is the draft's state that predicts the token at position t + 2 for a head
-    (t + 1 for a language model, see `offset`), drafted at depth s of a round."""
+    """Step s (from 0) of the unroll. `hidden[:, t]` is the draft's state that predicts the token at
+    position t + 2 for a head (t + 1 for a language model, see `offset`), drafted at depth s of a
+    round."""
 
     hidden: torch.Tensor  # [B, L, H], what the draft head multiplies
     valid: torch.Tensor  # [B, L] bool: enough real context for this depth
-    offset: int  # the predicted token is at position t + offset; the target's law for it comes from its state at t + offset - 1
+    # the predicted token is at position t + offset; the target's distribution for it comes from its
+    # state at t + offset - 1
+    offset: int
     confidence: torch.Tensor | None = (
-        None  # [B, L] logits of the draft's guess of its own alpha, made before x is; None: no guess
+        # [B, L] logits of the draft's guess of its own alpha, made before x is; None: no guess
+        None
     )
 
 
 class TrainedDrafter(ServingDrafter, Protocol):
-    """A family with weights: also an `nn.Module`, whose parameters are its own; what it shares with the target is not in it."""
+    """A family with weights: also an `nn.Module`, whose parameters are its own; what it shares with
+    the target is not in it."""
 
     @classmethod
-    def create(cls, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> TrainedDrafter:
-        """A new draft in float32. `token_counts` [V] int64 says how often each target id occurs in the training data."""
+    def create(
+        cls, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None
+    ) -> TrainedDrafter:
+        """A new draft in float32. `token_counts` [V] int64 says how often each target id occurs in
+        the training data."""
         ...
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> TrainedDrafter:
-        """Reads what `save` wrote, or an equal folder made elsewhere; `drafters/checkpoint.py` adds the checks of the record."""
+        """Reads what `save` wrote, or an equal folder made elsewhere; `drafters/checkpoint.py` adds
+        the checks of the record."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -188,5 +215,8 @@ class Capturable(ABC):
     """A drafter whose steps can be captured."""
 
     @abstractmethod
-    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
-        """Called once before serving from `pool` on an accelerator. Weights may be written in place afterwards."""
+    def capture(
+        self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder
+    ) -> None:
+        """Called once before serving from `pool` on an accelerator. Weights may be written in place
+        afterwards."""

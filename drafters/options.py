@@ -12,15 +12,23 @@ class Eagle3Options:
     """One decoder layer over a few taps of the target."""
 
     taps: tuple[int, ...] | None = option(
-        None, "raw ids of the tapped layers, ascending, 1 to L-1 [default: 2, L//2, L-3, as engines take it]"
+        None,
+        "raw ids of the tapped layers, ascending, 1 to L-1 [default: 2, L//2, L-3, as engines "
+        "take it]",
     )
-    draft_vocab_size: int | None = option(None, "draft only the most frequent tokens of the data [default: all]")
+    draft_vocab_size: int | None = option(
+        None, "draft only the most frequent tokens of the data [default: all]"
+    )
     intermediate_size: int | None = option(None, "width of the MLP [default: the target's]")
     num_attention_heads: int | None = option(None, "attention heads [default: the target's]")
     num_key_value_heads: int | None = option(None, "key and value heads [default: the target's]")
     head_dim: int | None = option(None, "width of a head [default: the target's]")
-    train_head: bool = option(True, "train the output head; false keeps the target's, for less memory and time a step")
-    norm_before_residual: bool = option(False, "start the residual stream from the normed state (vLLM only)")
+    train_head: bool = option(
+        True, "train the output head; false keeps the target's, for less memory and time a step"
+    )
+    norm_before_residual: bool = option(
+        False, "start the residual stream from the normed state (vLLM only)"
+    )
     fc_norm: bool = option(False, "norm every tap before they are joined (EAGLE-3.1)")
     norm_output: bool = option(False, "feed the normed state back while drafting (EAGLE-3.1)")
 
@@ -30,12 +38,15 @@ class PeagleOptions(Eagle3Options):
     """EAGLE-3 that drafts all positions in one pass."""
 
     num_hidden_layers: int = option(4, "decoder layers; those after the first are plain")
-    mask_token: int | None = option(None, "id in the slots to be drafted, best one that no text holds [default: found]")
+    mask_token: int | None = option(
+        None, "id in the slots to be drafted, best one that no text holds [default: found]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpOptions:
-    """One decoder layer of the target's shape over its final state. Another width of the MLP cannot be stitched for engines."""
+    """One decoder layer of the target's shape over its final state. Another width of the MLP cannot
+    be stitched for engines."""
 
     intermediate_size: int | None = option(None, "width of the MLP [default: the target's]")
 
@@ -57,7 +68,8 @@ class MedusaOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MlpOptions:
-    """A recurrent network of one layer over the target's final state and the drafted tokens, with tied weights."""
+    """A recurrent network of one layer over the target's final state and the drafted tokens, with
+    tied weights."""
 
     num_predict: int = option(4, "tokens that can be drafted")
     inner_size: int | None = option(None, "width of its state [default: the target's]")
@@ -73,29 +85,46 @@ class LoraOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLmOptions:
-    """A causal LM of its own: an existing one, layers of the target, or a new Llama of the given shape over its vocabulary."""
+    """A causal LM of its own: an existing one, layers of the target, or a new Llama of the given
+    shape over its vocabulary."""
 
-    init: str | None = option(None, "folder or Hub id of a causal LM to start from [default: a new one]")
+    init: str | None = option(
+        None, "folder or Hub id of a causal LM to start from [default: a new one]"
+    )
     target_layers: tuple[int, ...] | None = option(
         None, "instead: these layers of the target, with its embeddings, norm and head"
     )
     num_layers: int = option(2, "layers of a new draft")
     hidden_size: int | None = option(None, "width of a new draft [default: half the target's]")
-    intermediate_size: int | None = option(None, "width of a new draft's MLP [default: 3 times its own width]")
-    num_attention_heads: int | None = option(None, "attention heads of a new draft [default: one for 64 of its width]")
-    num_key_value_heads: int | None = option(None, "key and value heads of a new draft [default: its attention heads]")
-    lora: LoraOptions | None = option(None, "train low-rank adapters of `init` only; they are merged when the draft is saved")
+    intermediate_size: int | None = option(
+        None, "width of a new draft's MLP [default: 3 times its own width]"
+    )
+    num_attention_heads: int | None = option(
+        None, "attention heads of a new draft [default: one for 64 of its width]"
+    )
+    num_key_value_heads: int | None = option(
+        None, "key and value heads of a new draft [default: its attention heads]"
+    )
+    lora: LoraOptions | None = option(
+        None, "train low-rank adapters of `init` only; they are merged when the draft is saved"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DflashOptions:
     """A few layers that draft a block in one pass."""
 
-    taps: tuple[int, ...] | None = option(None, "raw ids of the tapped layers, ascending, 1 to L-1 [default: 2, L//2, L-3]")
+    taps: tuple[int, ...] | None = option(
+        None, "raw ids of the tapped layers, ascending, 1 to L-1 [default: 2, L//2, L-3]"
+    )
     num_layers: int = option(2, "decoder layers")
     block_size: int = option(8, "slots of a block; the newest token's is one of them")
-    causal: bool = option(True, "let a slot see only those before it, so that a draft does not depend on k")
-    mask_token: int | None = option(None, "id in the slots to be drafted, best one that no text holds [default: found]")
+    causal: bool = option(
+        True, "let a slot see only those before it, so that a draft does not depend on k"
+    )
+    mask_token: int | None = option(
+        None, "id in the slots to be drafted, best one that no text holds [default: found]"
+    )
     intermediate_size: int | None = option(None, "width of the MLPs [default: the target's]")
 
 
@@ -135,14 +164,21 @@ class SuffixOptions:
     """Suffix decoding, under the names and defaults that Arctic Inference and vLLM use for it."""
 
     max_tree_depth: int = option(24, "longest context matched")
-    max_cached_requests: int = option(10000, "finished requests that are searched, the oldest forgotten first; 0 shares nothing")
-    max_cached_tokens: int = option(2**21, "tokens of finished requests held at most, about 70 bytes each")
+    max_cached_requests: int = option(
+        10000, "finished requests that are searched, the oldest forgotten first; 0 shares nothing"
+    )
+    max_cached_tokens: int = option(
+        2**21, "tokens of finished requests held at most, about 70 bytes each"
+    )
     max_spec_factor: float = option(1.0, "drafted tokens a token of matching context")
     max_spec_offset: float = option(0.0, "drafted tokens added to that")
-    min_token_prob: float = option(0.1, "a draft ends before the chance of having come so far falls below this")
+    min_token_prob: float = option(
+        0.1, "a draft ends before the chance of having come so far falls below this"
+    )
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """What engines assume, (2, L // 2, L - 3), moved into 1 .. L - 1 and without repetition for a target of few layers."""
+    """What engines assume, (2, L // 2, L - 3), moved into 1 .. L - 1 and without repetition for a
+    target of few layers."""
     last = max(1, num_layers - 1)
     return tuple(sorted({min(max(tap, 1), last) for tap in (2, num_layers // 2, num_layers - 3)}))

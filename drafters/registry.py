@@ -1,4 +1,5 @@
-"""Every trained family by name: a new one is a file with a class and a line here. Matching of text needs no checkpoint."""
+"""Every trained family by name: a new one is a file with a class and a line here. Matching of text
+needs no checkpoint."""
 
 from __future__ import annotations
 
@@ -33,15 +34,21 @@ FAMILIES: dict[str, type[TrainedDrafter]] = {
     "dflash": Dflash,
     "dspark": Dspark,
 }
-BY_ARCHITECTURE = dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3") | dict.fromkeys(EAGLE1_ARCHITECTURES, "eagle1")
+BY_ARCHITECTURE = dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3") | dict.fromkeys(
+    EAGLE1_ARCHITECTURES, "eagle1"
+)
 BY_ARCHITECTURE |= dict.fromkeys(PEAGLE_ARCHITECTURES, "p-eagle")
-BY_ARCHITECTURE |= {Dflash.architecture: Dflash.family, Dspark.architecture: Dspark.family, NATIVE_MTP: Mtp.family}
+BY_ARCHITECTURE |= {
+    Dflash.architecture: Dflash.family,
+    Dspark.architecture: Dspark.family,
+    NATIVE_MTP: Mtp.family,
+}
 BY_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp"}
 
 
 def family_of(config: Mapping[str, Any], target: Target | None = None) -> str:
-    """The family of a folder without our record, by what its `config.json` names; a smaller model of the target's kind is no
-    module of the target's, though it has one of its own."""
+    """The family of a folder without our record, by what its `config.json` names; a smaller model
+    of the target's kind is no module of the target's, though it has one of its own."""
     if "medusa_num_heads" in config:  # the original layout names nothing else
         return "medusa"
     if is_appended(config):
@@ -50,4 +57,6 @@ def family_of(config: Mapping[str, Any], target: Target | None = None) -> str:
     architecture = (config.get("architectures") or ["unknown"])[0]
     if architecture in EAGLE3_ARCHITECTURES and drafts_in_parallel(config):
         return "p-eagle"
-    return BY_ARCHITECTURE.get(architecture) or BY_MODEL_TYPE.get(config.get("model_type", ""), "draft-lm")
+    return BY_ARCHITECTURE.get(architecture) or BY_MODEL_TYPE.get(
+        config.get("model_type", ""), "draft-lm"
+    )

@@ -9,13 +9,17 @@ from itertools import accumulate
 from draftsmith.errors import UserError
 
 MAX_NODES = 62  # as kernels/verify/draft_tree.py, which needs torch
-FORMS = "'auto', 'dynamic', 'dynamic:nodes=24,depth=5,width=4', 'sampled:3x2x1x1' or two of these joined by '+'"
+FORMS = (
+    "'auto', 'dynamic', 'dynamic:nodes=24,depth=5,width=4', 'sampled:3x2x1x1' or two of these "
+    "joined by '+'"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicTree:
-    """EAGLE-2's (arXiv 2406.16858): at each depth the `width` likeliest nodes get their `width` likeliest children, and of all
-    these the `nodes` likeliest are offered. Likely is the product of the draft's own probabilities on the way; nothing is drawn.
+    """EAGLE-2's (arXiv 2406.16858): at each depth the `width` likeliest nodes get their `width`
+    likeliest children, and of all these the `nodes` likeliest are offered. Likely is the product of
+    the draft's own probabilities on the way; nothing is drawn.
     """
 
     nodes: int = 24
@@ -25,10 +29,13 @@ class DynamicTree:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not 1 <= value <= MAX_NODES:
-                raise UserError(f"{name} of the tree is {value}; it must be at least 1 and at most {MAX_NODES}")
+                raise UserError(
+                    f"{name} of the tree is {value}; it must be at least 1 and at most {MAX_NODES}"
+                )
         if self.num_read > self.nodes + 1:
             raise UserError(
-                f"the tree reads width * (depth - 1) = {self.num_read} nodes but offers only {self.nodes}; offer more nodes, or "
+                f"the tree reads width * (depth - 1) = {self.num_read} nodes but offers only "
+                f"{self.nodes}; offer more nodes, or "
                 "make it less wide or less deep"
             )
 
@@ -40,13 +47,17 @@ class DynamicTree:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTree:
-    """Every node of depth d gets `branches[d]` children, drawn from the draft's law without replacement."""
+    """Every node of depth d gets `branches[d]` children, drawn from the draft's distribution
+    without replacement."""
 
     branches: tuple[int, ...] = (3, 2, 1, 1)
 
     def __post_init__(self) -> None:
         if not self.branches or min(self.branches) < 1:
-            raise UserError(f"the tree has branches {self.branches}; give a number of children, at least 1, for each depth")
+            raise UserError(
+                f"the tree has branches {self.branches}; give a number of children, at least 1, "
+                "for each depth"
+            )
         if self.nodes > MAX_NODES:
             raise UserError(f"the tree has {self.nodes} nodes; at most {MAX_NODES} are possible")
 
@@ -60,12 +71,15 @@ class SampledTree:
 
     @property
     def level_sizes(self) -> list[int]:
-        return list(accumulate(self.branches, lambda size, count: min(size * count, 10 * MAX_NODES)))
+        return list(
+            accumulate(self.branches, lambda size, count: min(size * count, 10 * MAX_NODES))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeByLaw:
-    """Greedy requests get the one, sampled ones the other: what is not drawn is kept less often the more a law spreads."""
+class SampledShape:
+    """Greedy requests get the one, sampled ones the other: what is not drawn is kept less often the
+    more a distribution spreads."""
 
     greedy: DynamicTree = DynamicTree()
     sampled: SampledTree = SampledTree()
@@ -79,20 +93,22 @@ class TreeByLaw:
         return max(self.greedy.depth, self.sampled.depth)
 
 
-TreeShape = DynamicTree | SampledTree | TreeByLaw
+TreeShape = DynamicTree | SampledTree | SampledShape
 
 
 def parse_tree(text: str) -> TreeShape:
     """`FORMS`, numbers left out being the defaults; 'auto' is 'dynamic+sampled'."""
     if text == "auto":
-        return TreeByLaw()
+        return SampledShape()
     first, joined, second = text.partition("+")
     if not joined:
         return _parse_one(text, text)
     greedy, sampled = _parse_one(first, text), _parse_one(second, text)
     if isinstance(greedy, DynamicTree) and isinstance(sampled, SampledTree):
-        return TreeByLaw(greedy=greedy, sampled=sampled)
-    raise UserError(f"tree is {text!r}; the first of two trees must be dynamic and the second sampled")
+        return SampledShape(greedy=greedy, sampled=sampled)
+    raise UserError(
+        f"tree is {text!r}; the first of two trees must be dynamic and the second sampled"
+    )
 
 
 def _parse_one(text: str, whole: str) -> DynamicTree | SampledTree:

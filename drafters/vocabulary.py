@@ -23,7 +23,8 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenizer_record(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of a tokenizer that may not be at hand later: what tells it from others, and enough to show a difference."""
+    """Of a tokenizer that may not be at hand later: what tells it from others, and enough to show a
+    difference."""
     names = {index: token for token, index in tokenizer.get_vocab().items()}
     sampled = sorted(names)[:: -(-len(names) // SAMPLED)]
     shown = sorted({*sampled, *tokenizer.all_special_ids})
@@ -33,16 +34,21 @@ def tokenizer_record(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
-def tokenizer_difference(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """None where `record`, by `tokenizer_record`, is of this tokenizer or of none, else what is known of the difference: what
-    the recorded one says and what this one does."""
+def tokenizer_difference(
+    record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """None where `record`, by `tokenizer_record`, is of this tokenizer or of none, else what is
+    known of the difference: what the recorded one says and what this one does."""
     digests = record.get("tokenizer_hash"), tokenizer_hash(tokenizer)
     if digests[0] in (None, digests[1]):
         return None
     names = {index: token for token, index in tokenizer.get_vocab().items()}
     recorded = record.get("tokenizer", {"size": len(names), "tokens": []})
     moved = [(index, token) for index, token in recorded["tokens"] if names.get(index) != token]
-    shown = [f"id {index} is {token!r} and {names.get(index, 'unknown')!r}" for index, token in moved[:SHOWN]]
+    shown = [
+        f"id {index} is {token!r} and {names.get(index, 'unknown')!r}"
+        for index, token in moved[:SHOWN]
+    ]
     if recorded["size"] != len(names):
         shown.insert(0, f"{recorded['size']} tokens and {len(names)}")
     return ", ".join(shown) or f"digests {digests[0]} and {digests[1]}"
@@ -55,21 +61,32 @@ def template_hash(template: str | None) -> str:
 def check_same_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
     """Raises a `UserError` that shows how they differ."""
     theirs, ours = draft.get_vocab(), target.get_vocab()
-    moved = [token for token, index in sorted(ours.items(), key=lambda item: item[1]) if theirs.get(token) != index]
+    moved = [
+        token
+        for token, index in sorted(ours.items(), key=lambda item: item[1])
+        if theirs.get(token) != index
+    ]
     surplus = sorted(theirs.keys() - ours.keys())
     if not moved and not surplus:
         return
-    shown = [f"{token!r} is {ours[token]} and {theirs.get(token, 'unknown')}" for token in moved[:SHOWN]]
-    shown += [f"{token!r} is unknown and {theirs[token]}" for token in surplus[: SHOWN - len(shown)]]
+    shown = [
+        f"{token!r} is {ours[token]} and {theirs.get(token, 'unknown')}" for token in moved[:SHOWN]
+    ]
+    shown += [
+        f"{token!r} is unknown and {theirs[token]}" for token in surplus[: SHOWN - len(shown)]
+    ]
     raise UserError(
-        f"the draft's tokenizer is not the target's: the target's {len(ours)} tokens and the draft's {len(theirs)} differ in "
-        f"{len(moved) + len(surplus)}, by their ids {', '.join(shown)}; use a draft of the same family, or serve a draft LM with "
+        f"the draft's tokenizer is not the target's: the target's {len(ours)} tokens and the "
+        f"draft's {len(theirs)} differ in "
+        f"{len(moved) + len(surplus)}, by their ids {', '.join(shown)}; use a draft of the same "
+        "family, or serve a draft LM with "
         "--heterogeneous-vocab"
     )
 
 
 class SharedTokens(NamedTuple):
-    """Tokens that stand for the same text in both, and what to read in a draft LM in place of each of the target's."""
+    """Tokens that stand for the same text in both, and what to read in a draft LM in place of each
+    of the target's."""
 
     target_ids: torch.Tensor  # [S] ascending
     draft_ids: torch.Tensor  # [S] the same tokens
@@ -77,18 +94,33 @@ class SharedTokens(NamedTuple):
 
 
 def shared_tokens(
-    draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, *, draft_size: int, target_size: int
+    draft: PreTrainedTokenizerBase,
+    target: PreTrainedTokenizerBase,
+    *,
+    draft_size: int,
+    target_size: int,
 ) -> SharedTokens:
-    """A token of the target that the draft lacks is read as the last of the draft's tokens for its text."""
-    theirs = {plain(token): index for token, index in draft.get_vocab().items() if index < draft_size}
-    ours = {plain(token): index for token, index in target.get_vocab().items() if index < target_size}
+    """A token of the target that the draft lacks is read as the last of the draft's tokens for its
+    text."""
+    theirs = {
+        plain(token): index for token, index in draft.get_vocab().items() if index < draft_size
+    }
+    ours = {
+        plain(token): index for token, index in target.get_vocab().items() if index < target_size
+    }
     pairs = {index: theirs[token] for token, index in ours.items() if token in theirs}
     if target.eos_token_id is not None and draft.eos_token_id is not None:
         # Ends of text are spelt differently and mean the same.
         pairs = {mine: other for mine, other in pairs.items() if other != draft.eos_token_id}
         pairs[target.eos_token_id] = draft.eos_token_id
     missing = [index for index in ours.values() if index not in pairs]
-    spelt = draft(target.batch_decode([[index] for index in missing]), add_special_tokens=False)["input_ids"] if missing else []
+    spelt = (
+        draft(target.batch_decode([[index] for index in missing]), add_special_tokens=False)[
+            "input_ids"
+        ]
+        if missing
+        else []
+    )
     to_draft = torch.full((target_size,), unknown(draft))
     for index, pieces in zip(missing, spelt, strict=True):
         to_draft[index] = pieces[-1] if pieces else to_draft[index]
@@ -99,7 +131,8 @@ def shared_tokens(
 
 
 def plain(token: str) -> str:
-    """Byte-level and SentencePiece vocabularies write a space, and a new line, in their own ways."""
+    """Byte-level and SentencePiece vocabularies write a space, and a new line, in their
+    own ways."""
     return token.replace("\u0120", " ").replace("\u2581", " ").replace("\u010a", "\n")
 
 

@@ -24,20 +24,28 @@ PICKLED = "pytorch_model.bin"  # how the first EAGLE drafts were published; noth
 def read_config(folder: Path) -> dict[str, Any]:
     config = files.read_json(folder / CONFIG, "draft config")
     if not isinstance(config, dict):
-        raise UserError(f"draft config {str(folder / CONFIG)!r} holds no mapping; restore or train the draft again")
+        raise UserError(
+            f"draft config {str(folder / CONFIG)!r} holds no mapping; restore or train the draft "
+            "again"
+        )
     return config
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder, on the CPU. Missing, damaged and non-finite weights raise a `UserError`."""
+    """Every tensor of the folder, on the CPU. Missing, damaged and non-finite weights raise a
+    `UserError`."""
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         try:
             tensors |= _load_pickled(path) if path.name == PICKLED else load_file(path)
         except FileNotFoundError as error:
-            raise UserError(f"draft weights {str(path)!r} do not exist; check the path or train the draft again") from error
+            raise UserError(
+                f"draft weights {str(path)!r} do not exist; check the path or train the draft again"
+            ) from error
         except (SafetensorError, OSError) as error:
-            raise UserError(f"draft weights {str(path)!r} are damaged ({error}); restore the file") from error
+            raise UserError(
+                f"draft weights {str(path)!r} are damaged ({error}); restore the file"
+            ) from error
     check_finite(tensors, str(folder))
     return tensors
 
@@ -49,7 +57,8 @@ def _load_pickled(path: Path) -> dict[str, torch.Tensor]:
     except (UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(
-            f"draft weights {str(path)!r} hold more than tensors or are damaged ({reason}); use safetensors"
+            f"draft weights {str(path)!r} hold more than tensors or are damaged ({reason}); use "
+            "safetensors"
         ) from error
 
 
@@ -57,7 +66,9 @@ def weight_files(folder: Path) -> list[Path]:
     """As far as names go; whether they are there is for the reader to say."""
     if not (folder / INDEX).is_file():
         plain = folder / WEIGHTS
-        return [folder / PICKLED] if not plain.is_file() and (folder / PICKLED).is_file() else [plain]
+        return (
+            [folder / PICKLED] if not plain.is_file() and (folder / PICKLED).is_file() else [plain]
+        )
     index = files.read_json(folder / INDEX, "weight index")
     return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
@@ -65,7 +76,10 @@ def weight_files(folder: Path) -> list[Path]:
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise UserError(f"weight {name!r} of {where!r} holds NaN or infinite values; use an earlier version of the draft")
+            raise UserError(
+                f"weight {name!r} of {where!r} holds NaN or infinite values; use an earlier "
+                "version of the draft"
+            )
 
 
 def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], where: str) -> None:
@@ -73,20 +87,30 @@ def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], wher
     state = module.state_dict()
     for name, own in state.items():
         if name not in tensors:
-            raise UserError(f"weight {name!r} is missing in {where!r}; restore or train the draft again")
+            raise UserError(
+                f"weight {name!r} is missing in {where!r}; restore or train the draft again"
+            )
         if tensors[name].shape != own.shape:
             raise UserError(
-                f"weight {name!r} of {where!r} has shape {list(tensors[name].shape)} where its config says {list(own.shape)}; "
+                f"weight {name!r} of {where!r} has shape {list(tensors[name].shape)} where its "
+                f"config says {list(own.shape)}; "
                 "restore the folder"
             )
     if unknown := sorted(tensors.keys() - state.keys()):
-        raise UserError(f"weight {unknown[0]!r} of {where!r} has no place in this family; check that the draft is of it")
+        raise UserError(
+            f"weight {unknown[0]!r} of {where!r} has no place in this family; check that the "
+            "draft is of it"
+        )
     module.load_state_dict(tensors)
 
 
-def write_weights(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+def write_weights(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
     """Each file whole; tensors that share memory are written apart."""
-    detached = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    detached = {
+        name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()
+    }
     check_finite(detached, "the draft to be saved")
     folder.mkdir(parents=True, exist_ok=True)
     with files.atomic_path(folder / WEIGHTS) as temporary:
@@ -95,7 +119,8 @@ def write_weights(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
 
 
 class ReadBytes(NamedTuple):
-    """What must be read, whatever an implementation reads again: a pass over several tokens reads a weight once."""
+    """What must be read, whatever an implementation reads again: a pass over several tokens reads a
+    weight once."""
 
     proposal: int  # by a proposal of any length
     token: int  # besides, by each token of it
@@ -109,9 +134,15 @@ class TellsReads(Protocol):
 
 
 def weight_bytes(modules: Iterable[nn.Module], *tables: torch.Tensor) -> int:
-    """Every weight but input embeddings, of which a pass reads a few rows; `tables` are read whole, be they such or borrowed."""
+    """Every weight but input embeddings, of which a pass reads a few rows; `tables` are read whole,
+    be they such or borrowed."""
     parts = [part for module in modules for part in module.modules()]
     embeddings = {id(part.weight) for part in parts if isinstance(part, nn.Embedding)}
-    weights = {id(weight): weight for part in parts for weight in part.parameters(recurse=False) if id(weight) not in embeddings}
+    weights = {
+        id(weight): weight
+        for part in parts
+        for weight in part.parameters(recurse=False)
+        if id(weight) not in embeddings
+    }
     weights |= {id(table): table for table in tables}
     return sum(weight.numel() * weight.element_size() for weight in weights.values())

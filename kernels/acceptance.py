@@ -1,7 +1,8 @@
-"""The only definition of alpha and tau in the project, for the trainer, the evaluator, the server and the gate.
+"""The only definition of alpha and tau in the project, for the trainer, the evaluator, the server
+and the gate.
 
-alpha = sum_v min(p_v, q_v) is the chance that a drafted token stands; tau is committed tokens per target forward, the bonus
-token included.
+alpha = sum_v min(p_v, q_v) is the chance that a drafted token stands; tau is committed tokens per
+target forward, the bonus token included.
 """
 
 from __future__ import annotations
@@ -17,33 +18,44 @@ Z_95 = 1.959963984540054
 
 
 def overlap(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
-    """alpha of laws given as processed logits [..., V] -> [...]. A row that is all -inf or holds NaN is no law and gives 0."""
+    """alpha of distributions given as processed logits [..., V] -> [...]. A row that is all -inf or
+    holds NaN is no distribution and gives 0."""
     return torch.minimum(_probs(p_logits), _probs(q_logits)).sum(dim=-1)
 
 
-def keep_probability(p_logits: torch.Tensor, q_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """min(1, q(x) / p(x)) for tokens x [...] of laws [..., V]: the chance that x was accepted given that it was emitted."""
+def keep_probability(
+    p_logits: torch.Tensor, q_logits: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """min(1, q(x) / p(x)) for tokens x [...] of distributions [..., V]: the chance that x was
+    accepted given that it was emitted."""
     log_p, log_q = _token_logprob(p_logits, tokens), _token_logprob(q_logits, tokens)
-    # A token the target gives no mass is never emitted; q / p then only says whether the draft would have offered it.
+    # A token the target gives no mass is never emitted; q / p then only says whether the draft
+    # would have offered it.
     ratio = torch.where(log_q == -math.inf, -math.inf, log_q - log_p)
     return ratio.clamp(max=0).exp().nan_to_num(nan=0.0)
 
 
 def expected_rounds(keep: torch.Tensor) -> float:
-    """The expected number of rounds that emit a given text of n tokens, exactly; tau = n / expected_rounds.
+    """The expected number of rounds that emit a given text of n tokens, exactly; tau = n /
+    expected_rounds.
 
-    `keep[i, s]` [n, K] is the chance that the token at i + s is kept at depth s of a round that starts at i, given that it was
-    emitted (`keep_probability`, or 0 and 1 for greedy). R(i) = 1 + sum_a P(a kept at i) R(i + a + 1), R = 0 past the end; the
-    last round may run past the text. K = 0 is one round a token.
+    `keep[i, s]` [n, K] is the chance that the token at i + s is kept at depth s of a round that
+    starts at i, given that it was emitted (`keep_probability`, or 0 and 1 for greedy). R(i) = 1 +
+    sum_a P(a kept at i) R(i + a + 1), R = 0 past the end; the last round may run past the text. K =
+    0 is one round a token.
     """
     num_tokens, depth = keep.shape
-    reach = torch.cat([torch.ones(num_tokens, 1, dtype=torch.float64), keep.double().cpu().cumprod(dim=1)], dim=1)
+    reach = torch.cat(
+        [torch.ones(num_tokens, 1, dtype=torch.float64), keep.double().cpu().cumprod(dim=1)], dim=1
+    )
     # P(exactly a kept): reached a and failed there; the last depth cannot fail.
     exactly = reach.clone()
     exactly[:, :-1] -= reach[:, 1:]
     rounds = [0.0] * (num_tokens + depth + 1)
     for start, weights in zip(range(num_tokens - 1, -1, -1), reversed(exactly.tolist())):
-        rounds[start] = 1.0 + sum(weight * rounds[start + kept + 1] for kept, weight in enumerate(weights))
+        rounds[start] = 1.0 + sum(
+            weight * rounds[start + kept + 1] for kept, weight in enumerate(weights)
+        )
     return rounds[0]
 
 
@@ -56,10 +68,11 @@ class ExpectedCounts(NamedTuple):
 
 
 def expected_counts(keep: torch.Tensor) -> ExpectedCounts:
-    """Rounds, and tokens offered and accepted at each position, for the `keep` [n, K] of `expected_rounds`.
+    """Rounds, and tokens offered and accepted at each position, for the `keep` [n, K] of
+    `expected_rounds`.
 
-    A forward walk: a round that starts at i keeps exactly a tokens and the next one starts at i + a + 1. Position s of a round is
-    offered where its prefix was kept and the text goes on so far.
+    A forward walk: a round that starts at i keeps exactly a tokens and the next one starts at i + a
+    + 1. Position s of a round is offered where its prefix was kept and the text goes on so far.
     """
     num_tokens, depth = keep.shape
     keep = keep.double().cpu()
@@ -92,36 +105,62 @@ def wilson(successes: int, trials: int, z: float = Z_95) -> Interval:
 
 
 def bootstrap_ratio(
-    numerators: Sequence[float], denominators: Sequence[float], *, resamples: int = 2000, level: float = 0.95, seed: int = 0
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    *,
+    resamples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
 ) -> Interval:
-    """Interval of sum(numerators) / sum(denominators) by resampling whole units (texts, requests), which may depend within."""
+    """Interval of sum(numerators) / sum(denominators) by resampling whole units (texts, requests),
+    which may depend within."""
     if not numerators or len(numerators) != len(denominators):
-        raise ValueError(f"{len(numerators)} numerators and {len(denominators)} denominators; give one pair a unit, at least one")
-    top, bottom = torch.tensor(numerators, dtype=torch.float64), torch.tensor(denominators, dtype=torch.float64)
+        raise ValueError(
+            f"{len(numerators)} numerators and {len(denominators)} denominators; give one pair a "
+            "unit, at least one"
+        )
+    top, bottom = (
+        torch.tensor(numerators, dtype=torch.float64),
+        torch.tensor(denominators, dtype=torch.float64),
+    )
     generator = torch.Generator().manual_seed(seed)
     ratios = []
     # So many resamples at once that their indices stay small.
     for begin in range(0, resamples, step := max(1, 2**20 // len(top))):
-        chosen = torch.randint(len(top), (min(step, resamples - begin), len(top)), generator=generator)
+        chosen = torch.randint(
+            len(top), (min(step, resamples - begin), len(top)), generator=generator
+        )
         ratios.append(top[chosen].sum(dim=1) / bottom[chosen].sum(dim=1))
     outside = (1 - level) / 2
-    low, high = torch.quantile(torch.cat(ratios), torch.tensor([outside, 1 - outside], dtype=torch.float64)).tolist()
+    low, high = torch.quantile(
+        torch.cat(ratios), torch.tensor([outside, 1 - outside], dtype=torch.float64)
+    ).tolist()
     return Interval(low, high)
 
 
 @dataclass
 class AcceptanceCounts:
-    """What happened in rounds, summed. Position i counts as offered only where every position before it was kept."""
+    """What happened in rounds, summed. Position i counts as offered only where every position
+    before it was kept."""
 
-    offered: list[int] = field(default_factory=list)  # [K] rounds whose position i was before the target with its prefix kept
+    # [K] rounds whose position i was before the target with its prefix kept
+    offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # [K] of those, rounds that kept it
-    committed: dict[int, int] = field(default_factory=dict)  # committed tokens of a round -> number of such rounds
+    # committed tokens of a round -> number of such rounds
+    committed: dict[int, int] = field(default_factory=dict)
 
-    def add(self, offered: Sequence[int], accepted: Sequence[int], committed: Sequence[int]) -> None:
-        """One entry a round: tokens offered, tokens kept, tokens committed after stop and EOS trimming."""
-        for num_offered, num_accepted, num_committed in zip(offered, accepted, committed, strict=True):
+    def add(
+        self, offered: Sequence[int], accepted: Sequence[int], committed: Sequence[int]
+    ) -> None:
+        """One entry a round: tokens offered, tokens kept, tokens committed after stop and EOS
+        trimming."""
+        for num_offered, num_accepted, num_committed in zip(
+            offered, accepted, committed, strict=True
+        ):
             if not 0 <= num_accepted <= num_offered:
-                raise ValueError(f"a round accepted {num_accepted} of {num_offered} offered tokens; it cannot")
+                raise ValueError(
+                    f"a round accepted {num_accepted} of {num_offered} offered tokens; it cannot"
+                )
             self._reserve(num_offered)
             for position in range(min(num_offered, num_accepted + 1)):
                 self.offered[position] += 1
@@ -165,11 +204,14 @@ class AcceptanceCounts:
 
     @property
     def tau_interval(self) -> Interval | None:
-        """Normal interval of the mean over rounds; None below two rounds. Rounds of one text depend: see `bootstrap_ratio`."""
+        """Normal interval of the mean over rounds; None below two rounds. Rounds of one text
+        depend: see `bootstrap_ratio`."""
         if self.rounds < 2:
             return None
         mean = self.num_committed / self.rounds
-        variance = sum(count * (size - mean) ** 2 for size, count in self.committed.items()) / (self.rounds - 1)
+        variance = sum(count * (size - mean) ** 2 for size, count in self.committed.items()) / (
+            self.rounds - 1
+        )
         half = Z_95 * math.sqrt(variance / self.rounds)
         return Interval(mean - half, mean + half)
 

@@ -1,4 +1,5 @@
-"""Recording what a device is told to do, to tell it again with one launch; and for which numbers of rows that is worth doing."""
+"""Recording what a device is told to do, to tell it again with one launch; and for which numbers of
+rows that is worth doing."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ class Graph(Protocol):
 
 class Recorder(Protocol):
     def record(self, run: Callable[[], Output]) -> tuple[Graph, Output]:
-        """A graph of `run`, and the tensors its replays write. It is run, too: what it reads must allow that."""
+        """A graph of `run`, and the tensors its replays write. It is run, too: what it reads must
+        allow that."""
         ...
 
 
 class CudaRecorder:
-    """All graphs share one memory pool: they never run at the same time, and their outputs are used up before the next runs."""
+    """All graphs share one memory pool: they never run at the same time, and their outputs are used
+    up before the next runs."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
@@ -49,4 +52,6 @@ def row_buckets(max_batch: int) -> list[int]:
 
 def sizes_up_to(most: int) -> list[int]:
     powers = [2**exponent for exponent in range(most.bit_length())]
-    return sorted({size for power in powers for size in (power, power + power // 2) if size <= most} | {most})
+    return sorted(
+        {size for power in powers for size in (power, power + power // 2) if size <= most} | {most}
+    )

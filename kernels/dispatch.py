@@ -15,7 +15,8 @@ IMPLS = ("auto", "triton", "torch")
 
 
 def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:
-    """`"auto"` is Triton on CUDA and torch elsewhere. Asking for Triton where it cannot run raises a `UserError`.
+    """`"auto"` is Triton on CUDA and torch elsewhere. Asking for Triton where it cannot run raises
+    a `UserError`.
 
     The Triton kernels compute in float32, so that `"auto"` leaves float64 to torch.
     """
@@ -33,12 +34,14 @@ def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["trit
 
 
 def reads_freely(device: torch.device) -> bool:
-    """Whether looking at a value costs nothing. Elsewhere it waits for all that was launched, and no CUDA graph can hold it."""
+    """Whether looking at a value costs nothing. Elsewhere it waits for all that was launched, and
+    no CUDA graph can hold it."""
     return device.type == "cpu"
 
 
 def interpreted() -> bool:
-    """Triton reads this variable when it is imported; its interpreter runs kernels on the CPU, slowly, for tests."""
+    """Triton reads this variable when it is imported; its interpreter runs kernels on the CPU,
+    slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

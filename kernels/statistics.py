@@ -1,4 +1,5 @@
-"""Goodness-of-fit tests with stated false-alarm rates, and what they would have seen (their power)."""
+"""Goodness-of-fit tests with stated false-alarm rates, and what they would have seen
+(their power)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-MIN_EXPECTED = 5.0  # cells below it are pooled: the chi-square law of the statistic needs a few counts a cell
+# cells below it are pooled: the chi-square distribution of the statistic needs a few counts a cell
+MIN_EXPECTED = 5.0
 
 SUMMED_EXPECTED = 25.0  # the same where statistics are summed
 
@@ -21,17 +23,23 @@ class Fit(NamedTuple):
 
 
 def g_test(counts: torch.Tensor, probs: torch.Tensor, *, min_expected: float = MIN_EXPECTED) -> Fit:
-    """Likelihood-ratio test of counts [C] against a law probs [C]. A count where the law has no mass gives p-value 0."""
+    """Likelihood-ratio test of counts [C] against a distribution probs [C]. A count where the
+    distribution has no mass gives p-value 0."""
     pooled_counts, expected = _pool(counts, probs, min_expected)
     if pooled_counts is None:
         return Fit(math.inf, 1, 0.0, int(counts.sum()))
     seen = pooled_counts > 0
-    statistic = 2 * (pooled_counts[seen] * (pooled_counts[seen] / expected[seen]).log()).sum().item()
+    statistic = (
+        2 * (pooled_counts[seen] * (pooled_counts[seen] / expected[seen]).log()).sum().item()
+    )
     return _fit(statistic, expected, counts)
 
 
-def chi_square(counts: torch.Tensor, probs: torch.Tensor, *, min_expected: float = MIN_EXPECTED) -> Fit:
-    """Pearson's test of counts [C] against a law probs [C]. A count where the law has no mass gives p-value 0."""
+def chi_square(
+    counts: torch.Tensor, probs: torch.Tensor, *, min_expected: float = MIN_EXPECTED
+) -> Fit:
+    """Pearson's test of counts [C] against a distribution probs [C]. A count where the distribution
+    has no mass gives p-value 0."""
     pooled_counts, expected = _pool(counts, probs, min_expected)
     if pooled_counts is None:
         return Fit(math.inf, 1, 0.0, int(counts.sum()))
@@ -39,37 +47,52 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor, *, min_expected: float
 
 
 def summed(fits: Sequence[Fit]) -> Fit:
-    """One test of several independent samples, each held against a law of its own: statistics and degrees add up.
+    """One test of several independent samples, each held against a distribution of its own:
+    statistics and degrees add up.
 
-    What is too small to see in any of them shows in the sum. The chi-square law of a sum of many degrees asks for larger cells
-    than that of one statistic: a cell of n expected counts adds 1 / n to Pearson's variance of 2 a cell, and 1 / 6n to the
-    mean of a likelihood ratio. Give Pearson's, with cells of `SUMMED_EXPECTED`.
+    What is too small to see in any of them shows in the sum. The chi-square distribution of a sum
+    of many degrees asks for larger cells than that of one statistic: a cell of n expected counts
+    adds 1 / n to Pearson's variance of 2 a cell, and 1 / 6n to the mean of a likelihood ratio. Give
+    Pearson's, with cells of `SUMMED_EXPECTED`.
     """
     statistic, degrees = sum(fit.statistic for fit in fits), sum(fit.degrees for fit in fits)
-    return Fit(statistic, degrees, chi_square_survival(statistic, degrees), sum(fit.num_samples for fit in fits))
+    return Fit(
+        statistic,
+        degrees,
+        chi_square_survival(statistic, degrees),
+        sum(fit.num_samples for fit in fits),
+    )
 
 
-def homogeneity(first: torch.Tensor, second: torch.Tensor, *, min_expected: float = MIN_EXPECTED) -> Fit:
-    """Pearson's test that two samples, counts [C] each, come from one law, whatever it is.
+def homogeneity(
+    first: torch.Tensor, second: torch.Tensor, *, min_expected: float = MIN_EXPECTED
+) -> Fit:
+    """Pearson's test that two samples, counts [C] each, come from one distribution, whatever it is.
 
-    `num_samples` is n m / (n + m): as many, held against a known law, would show as small a bias.
+    `num_samples` is n m / (n + m): as many, held against a known distribution, would show as small
+    a bias.
     """
     counts = torch.stack([first, second]).double().cpu()
     sizes, totals = counts.sum(dim=1, keepdim=True), counts.sum(dim=0)
     counts = counts[:, torch.argsort(totals)]
-    smaller = counts.sum(dim=0) * float(sizes.min() / sizes.sum())  # expectations in the smaller sample
+    # expectations in the smaller sample
+    smaller = counts.sum(dim=0) * float(sizes.min() / sizes.sum())
     num_pooled = _num_pooled(smaller, min_expected)
     if num_pooled > 1:
-        counts = torch.cat([counts[:, :num_pooled].sum(dim=1, keepdim=True), counts[:, num_pooled:]], dim=1)
+        counts = torch.cat(
+            [counts[:, :num_pooled].sum(dim=1, keepdim=True), counts[:, num_pooled:]], dim=1
+        )
     counts = counts[:, counts.sum(dim=0) > 0]
     expected = counts.sum(dim=0) * sizes / sizes.sum()
     statistic = float(((counts - expected) ** 2 / expected).sum())
     degrees = counts.shape[1] - 1
-    return Fit(statistic, degrees, chi_square_survival(statistic, degrees), int(sizes.prod() / sizes.sum()))
+    return Fit(
+        statistic, degrees, chi_square_survival(statistic, degrees), int(sizes.prod() / sizes.sum())
+    )
 
 
 def chi_square_survival(statistic: float, degrees: float) -> float:
-    """P(X > statistic) of a chi-square law; 1 for zero degrees of freedom."""
+    """P(X > statistic) of a chi-square distribution; 1 for zero degrees of freedom."""
     if degrees <= 0:
         return 1.0
     halves = torch.tensor([degrees / 2, max(statistic, 0.0) / 2], dtype=torch.float64)
@@ -77,21 +100,27 @@ def chi_square_survival(statistic: float, degrees: float) -> float:
 
 
 def chi_square_threshold(degrees: int, false_alarm: float) -> float:
-    """The statistic that a true law exceeds with chance `false_alarm`, by bisection."""
+    """The statistic that a true distribution exceeds with chance `false_alarm`, by bisection."""
     low, high = 0.0, degrees + 10.0
     while chi_square_survival(high, degrees) > false_alarm:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if chi_square_survival(middle, degrees) > false_alarm else (low, middle)
+        low, high = (
+            (middle, high) if chi_square_survival(middle, degrees) > false_alarm else (low, middle)
+        )
     return high
 
 
-def detectable_bias(num_samples: int, degrees: int, false_alarm: float, *, miss: float = 0.01) -> float:
-    """The smallest bias the test sees with chance 1 - miss, as a total variation on two equal halves of the cells.
+def detectable_bias(
+    num_samples: int, degrees: int, false_alarm: float, *, miss: float = 0.01
+) -> float:
+    """The smallest bias the test sees with chance 1 - miss, as a total variation on two equal
+    halves of the cells.
 
-    Moving mass d from one half to the other gives a noncentral chi-square statistic with parameter 4 n d^2, here by its normal
-    approximation. 1, which is no bias that could be hidden, where nothing can be seen: no samples or one cell.
+    Moving mass d from one half to the other gives a noncentral chi-square statistic with parameter
+    4 n d^2, here by its normal approximation. 1, which is no bias that could be hidden, where
+    nothing can be seen: no samples or one cell.
     """
     if num_samples < 1 or degrees < 1:
         return 1.0
@@ -104,13 +133,17 @@ def detectable_bias(num_samples: int, degrees: int, false_alarm: float, *, miss:
 
 
 def uniformity(values: torch.Tensor, *, bins: int = 64) -> Fit:
-    """Chi-square of values in [0, 1] against the uniform law: the test of probability-integral transforms."""
+    """Chi-square of values in [0, 1] against the uniform distribution: the test of
+    probability-integral transforms."""
     counts = torch.bincount((values * bins).long().clamp(0, bins - 1), minlength=bins)
     return chi_square(counts, torch.full((bins,), 1 / bins, dtype=torch.float64))
 
 
-def _pool(counts: torch.Tensor, probs: torch.Tensor, min_expected: float) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Counts and expectations with the rarest cells joined into one; None when a count lies where the law has no mass."""
+def _pool(
+    counts: torch.Tensor, probs: torch.Tensor, min_expected: float
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Counts and expectations with the rarest cells joined into one; None when a count lies where
+    the distribution has no mass."""
     counts, probs = counts.flatten().double().cpu(), probs.flatten().double().cpu()
     total = counts.sum()
     probs = probs / probs.sum()
@@ -127,7 +160,8 @@ def _pool(counts: torch.Tensor, probs: torch.Tensor, min_expected: float) -> tup
 
 
 def _num_pooled(expected: torch.Tensor, min_expected: float) -> int:
-    """How many of the rarest cells, expectations ascending, are joined: until the pool and every other cell are large enough."""
+    """How many of the rarest cells, expectations ascending, are joined: until the pool and every
+    other cell are large enough."""
     reach = torch.cumsum(expected, 0)
     num_pooled = int((expected < min_expected).sum())
     while num_pooled and num_pooled < len(expected) and reach[num_pooled - 1] < min_expected:

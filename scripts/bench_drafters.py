@@ -1,4 +1,5 @@
-"""Trains every family, objective and peer for the same time and compares their acceptance. Started by scripts/bench_drafters."""
+"""Trains every family, objective and peer for the same time and compares their acceptance. Started
+by scripts/bench_drafters."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 MAX_LENGTH, HELD_OUT = 512, 0.05
 DOCUMENTS = 48  # held-out texts that every draft is evaluated on
-K = 4  # draft tokens of the rounds that tau is predicted for; the fewest that a family of the recipes can draft
+# draft tokens of the rounds that tau is predicted for; the fewest that a family of the recipes can
+# draft
+K = 4
 INTERPRETERS = {"speculators": "DRAFTSMITH_SPECULATORS_PYTHON"}
 VLLM = "DRAFTSMITH_VLLM_PYTHON"
 
@@ -46,22 +49,39 @@ class Bench(NamedTuple):
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/bench_drafters", description="Acceptance of every family, objective and peer at equal training time."
+        prog="scripts/bench_drafters",
+        description="Acceptance of every family, objective and peer at equal training time.",
     )
-    parser.add_argument("--run", type=Path, default=ROOT / "runs" / "quickstart", help="a quickstart folder: its target and data")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        default=ROOT / "runs" / "quickstart",
+        help="a quickstart folder: its target and data",
+    )
     parser.add_argument(
         "--work",
         type=Path,
         default=ROOT / "runs" / "drafters",
         help="finished cells are kept here; after a change of the code give another",
     )
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON and the picture beside it")
     parser.add_argument(
-        "--minutes", type=float, default=0.75, help="training time of a cell: CPU time, wall-clock time with CUDA"
+        "--out", type=Path, help="write the figures here as JSON and the picture beside it"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0.75,
+        help="training time of a cell: CPU time, wall-clock time with CUDA",
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--objectives", nargs="*", default=list(OBJECTIVES), choices=tuple(OBJECTIVES), help="of eagle3")
+    parser.add_argument(
+        "--objectives",
+        nargs="*",
+        default=list(OBJECTIVES),
+        choices=tuple(OBJECTIVES),
+        help="of eagle3",
+    )
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     return parser.parse_args()
 
@@ -74,11 +94,20 @@ def main() -> None:
         subprocess.run([SCRIPTS / "quickstart"], check=True)
     bench = open_bench(chosen.run, chosen.work)
     plan = Plan(
-        families=chosen.families, objectives=chosen.objectives, peers=present(chosen.peers), seeds=chosen.seeds,
-        minutes=chosen.minutes, row_tokens=int(bench.corpus.train.lengths.max()), served=VLLM in os.environ,
+        families=chosen.families, objectives=chosen.objectives, peers=present(chosen.peers),
+        seeds=chosen.seeds,
+        minutes=chosen.minutes, row_tokens=int(bench.corpus.train.lengths.max()),
+        served=VLLM in os.environ,
     )  # fmt: skip
     rows = measure(bench, list(plan.cells()))
-    report = {"schema": 1, "k": K, "minutes": chosen.minutes, "clock": clock(), "machine": machine(), "rows": rows}
+    report = {
+        "schema": 1,
+        "k": K,
+        "minutes": chosen.minutes,
+        "clock": clock(),
+        "machine": machine(),
+        "rows": rows,
+    }
     print(tables(report))
     if chosen.out is not None:
         write_json(chosen.out, report)
@@ -87,8 +116,12 @@ def main() -> None:
 
 def open_bench(run: Path, work: Path) -> Bench:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = Target.load(str(run / "target"), dtype="auto" if device.type == "cuda" else torch.float32, device=device)
-    corpus = read_corpus(run / "data", max_length=MAX_LENGTH, vocab_size=target.vocab_size, held_out_share=HELD_OUT)
+    target = Target.load(
+        str(run / "target"), dtype="auto" if device.type == "cuda" else torch.float32, device=device
+    )
+    corpus = read_corpus(
+        run / "data", max_length=MAX_LENGTH, vocab_size=target.vocab_size, held_out_share=HELD_OUT
+    )
     written_at = float(corpus.provenance["temperature"])
     sampled = corpus.held_out.first(DOCUMENTS)
     again = EvalConfig(target=target.name, draft="", data="", max_tokens=MAX_LENGTH // 4)
@@ -101,14 +134,20 @@ def check_work(work: Path, setting: dict[str, Any]) -> None:
     """Cells of another target or other data are not comparable."""
     path = work / "setting.json"
     if path.exists() and read_json(path, "setting") != setting:
-        sys.exit(f"bench_drafters: {str(work)!r} holds cells of another target or other data; give another --work")
+        sys.exit(
+            f"bench_drafters: {str(work)!r} holds cells of another target or other data; give "
+            "another --work"
+        )
     write_json(path, setting)
 
 
 def present(peers: Sequence[str]) -> list[str]:
     for peer in peers:
         if INTERPRETERS[peer] not in os.environ:
-            print(f"bench_drafters: without {peer}, {INTERPRETERS[peer]} does not name the interpreter that has it")
+            print(
+                f"bench_drafters: without {peer}, {INTERPRETERS[peer]} does not name the "
+                "interpreter that has it"
+            )
     return [peer for peer in peers if INTERPRETERS[peer] in os.environ]
 
 
@@ -120,7 +159,10 @@ def measure(bench: Bench, cells: list[Cell]) -> list[dict[str, Any]]:
             write_json(bench.work / cell.folder / "cell.json", run(bench, cell))
             progress.update(done, cell.folder)
     except KeyboardInterrupt:
-        print("bench_drafters: interrupted; this is what is finished, the same command goes on", file=sys.stderr)
+        print(
+            "bench_drafters: interrupted; this is what is finished, the same command goes on",
+            file=sys.stderr,
+        )
     progress.close()
     return [row for cell in cells if (row := finished(bench, cell)) is not None]
 
@@ -134,16 +176,33 @@ def finished(bench: Bench, cell: Cell) -> dict[str, Any] | None:
 
 def run(bench: Bench, cell: Cell) -> dict[str, Any]:
     if cell.part == "served":
-        return {"cell": cell.to_dict(), "trained": serve(bench, cell), "evaluations": [], "load": os.getloadavg()[0]}
+        return {
+            "cell": cell.to_dict(),
+            "trained": serve(bench, cell),
+            "evaluations": [],
+            "load": os.getloadavg()[0],
+        }
     trained = train(bench, cell)
     # Of these speed and memory are wanted only.
-    evaluations = [] if cell.part == "equal" else evaluate(bench, bench.work / cell.folder / "draft")
-    return {"cell": cell.to_dict(), "trained": trained, "evaluations": evaluations, "load": os.getloadavg()[0]}
+    evaluations = (
+        [] if cell.part == "equal" else evaluate(bench, bench.work / cell.folder / "draft")
+    )
+    return {
+        "cell": cell.to_dict(),
+        "trained": trained,
+        "evaluations": evaluations,
+        "load": os.getloadavg()[0],
+    }
 
 
 def serve(bench: Bench, cell: Cell) -> dict[str, Any]:
     ours = cell.trainer == OURS
-    draft = bench.work / ("families/eagle3" if ours else f"peers/{cell.trainer}") / f"seed-{cell.seed}" / "draft"
+    draft = (
+        bench.work
+        / ("families/eagle3" if ours else f"peers/{cell.trainer}")
+        / f"seed-{cell.seed}"
+        / "draft"
+    )
     out, target = bench.work / cell.folder, bench.run / "target"
     if ours:
         draft = exported(draft, target, out / "export")
@@ -166,20 +225,30 @@ def train(bench: Bench, cell: Cell) -> dict[str, float]:
     write_json(out / "job.json", job | {"out": str(out)})
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     with open(out / "log.txt", "w", encoding="utf-8") as log:
-        done = subprocess.run([python, SCRIPTS / script, out / "job.json"], stdout=log, stderr=log, env=environment)
+        done = subprocess.run(
+            [python, SCRIPTS / script, out / "job.json"], stdout=log, stderr=log, env=environment
+        )
     if done.returncode != 0:
-        sys.exit(f"bench_drafters: {cell.folder} failed with status {done.returncode}; see {out / 'log.txt'}")
+        sys.exit(
+            f"bench_drafters: {cell.folder} failed with status {done.returncode}; see "
+            f"{out / 'log.txt'}"
+        )
     trained = json.loads((out / "trained.json").read_text(encoding="utf-8"))
     tokens = int(bench.corpus.train.lengths.sum())
     # Each trainer counts what is at hand: theirs tokens, ours passes over the data.
-    trained |= {"tokens": trained["passes"] * tokens} if "passes" in trained else {"passes": trained["tokens"] / tokens}
+    trained |= (
+        {"tokens": trained["passes"] * tokens}
+        if "passes" in trained
+        else {"passes": trained["tokens"] / tokens}
+    )
     return trained | {"tokens_per_s": trained["tokens"] / trained["seconds"]}
 
 
 def our_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
     arguments = [
         *cell.command(), "--target", str(bench.run / "target"), "--data", str(bench.run / "data"),
-        "--minutes", str(cell.minutes), "--seed", str(cell.seed), "--max-length", str(MAX_LENGTH), "--held-out", str(HELD_OUT),
+        "--minutes", str(cell.minutes), "--seed", str(cell.seed), "--max-length", str(MAX_LENGTH),
+        "--held-out", str(HELD_OUT),
         "--eval-prompts", "0", "--save-every", "1000000",
     ]  # fmt: skip
     if cell.starts_from:
@@ -196,7 +265,8 @@ def their_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
             {"input_ids": [t.input_ids.tolist() for t in texts], "loss_mask": [t.loss_mask.tolist() for t in texts]},
         )  # fmt: skip
     job = {
-        "target": str(bench.run / "target"), "rows": str(rows), "seed": cell.seed, "budget_s": 60 * cell.minutes,
+        "target": str(bench.run / "target"), "rows": str(rows), "seed": cell.seed,
+        "budget_s": 60 * cell.minutes,
         "flags": [*cell.arguments, *(() if torch.cuda.is_available() else ON_CPU)],
     }  # fmt: skip
     return os.environ[INTERPRETERS[cell.trainer]], "drafter_speculators.py", job
@@ -208,7 +278,9 @@ def clock() -> str:
 
 def machine() -> dict[str, Any]:
     return {
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "machine": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }

@@ -39,16 +39,34 @@ RUN: dict[str, Callable[[Setting, Cell], dict[str, Any]]] = {
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/bench_online", description="Learning from traffic, measured.")
-    parser.add_argument(
-        "--work", type=Path, default=ROOT / "runs" / "online", help="target, drafts and finished cells are kept here"
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench_online", description="Learning from traffic, measured."
     )
-    parser.add_argument("--out", type=Path, help="write table (.md), figures (.json) and picture (.png) beside each other here")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "runs" / "online",
+        help="target, drafts and finished cells are kept here",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write table (.md), figures (.json) and picture (.png) beside each other here",
+    )
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=NAMES)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="after a sudden shift; everything else is a share of it")
-    parser.add_argument("--report", action="store_true", help="measure nothing, tell what is finished")
-    parser.add_argument("--target-minutes", type=float, default=9.0, help="training time of the target, once")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=REQUESTS,
+        help="after a sudden shift; everything else is a share of it",
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing, tell what is finished"
+    )
+    parser.add_argument(
+        "--target-minutes", type=float, default=9.0, help="training time of the target, once"
+    )
     return parser.parse_args(arguments)
 
 
@@ -77,12 +95,16 @@ def measure(setting: Setting, cells: list[Cell]) -> None:
             attempt(setting, cell)
             progress.update(done, cell.folder)
     except KeyboardInterrupt:
-        print("bench_online: interrupted; this is what is finished, the same command goes on", file=sys.stderr)
+        print(
+            "bench_online: interrupted; this is what is finished, the same command goes on",
+            file=sys.stderr,
+        )
     progress.close()
 
 
 def attempt(setting: Setting, cell: Cell) -> None:
-    """Hours of others' work must not be lost with one cell: it is told, left out, and tried again by the next start."""
+    """Hours of others' work must not be lost with one cell: it is told, left out, and tried again
+    by the next start."""
     try:
         write_json(path_of(setting, cell), run(setting, cell))
     except (Exception, SystemExit):  # a server that did not start ends with the latter
@@ -94,7 +116,13 @@ def run(setting: Setting, cell: Cell) -> dict[str, Any]:
     begun = time.monotonic(), time.process_time()
     result = RUN[cell.part](setting, cell)
     wall_s, cpu_s = time.monotonic() - begun[0], time.process_time() - begun[1]
-    return {"cell": cell.to_dict(), "result": result, "wall_s": wall_s, "cpu_s": cpu_s, "load": os.getloadavg()[0]}
+    return {
+        "cell": cell.to_dict(),
+        "result": result,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "load": os.getloadavg()[0],
+    }
 
 
 def path_of(setting: Setting, cell: Cell) -> Path:
@@ -110,14 +138,21 @@ def finished(setting: Setting, cell: Cell) -> dict[str, Any] | None:
 def conditions(report: dict[str, Any]) -> str:
     loads = [row["load"] for row in report["rows"]] or [math.nan]
     return (
-        f"{report['requests']} requests after the shift of {PROMPT_TOKENS} + {SAMPLING.max_tokens} tokens at T = "
-        f"{SAMPLING.temperature:g}, batch {BATCH}, EAGLE-3 with k = {K}, {len(report['rows'])} cells finished; one thread, load "
-        f"average {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores. Intervals are 95 %, over seeds."
+        f"{report['requests']} requests after the shift of {PROMPT_TOKENS} + "
+        f"{SAMPLING.max_tokens} tokens at T = "
+        f"{SAMPLING.temperature:g}, batch {BATCH}, EAGLE-3 with k = {K}, {len(report['rows'])} "
+        "cells finished; one thread, load "
+        f"average {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores. Intervals are "
+        "95 %, over seeds."
     )
 
 
 def machine() -> dict[str, Any]:
-    return {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
 
 
 if __name__ == "__main__":

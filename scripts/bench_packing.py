@@ -1,4 +1,5 @@
-"""Tokens a second of an unrolled loss, forward and backward, over padded and packed batches of one set of texts."""
+"""Tokens a second of an unrolled loss, forward and backward, over padded and packed batches of one
+set of texts."""
 
 from __future__ import annotations
 
@@ -32,13 +33,25 @@ def texts_of_source(target: Target, max_length: int, count: int) -> list[TokenSe
     for number, document in enumerate(documents):
         length = round(16 * (max_length / 16) ** rng.random())
         ids = tokenizer.encode(document.text[: 12 * length])[:length]
-        texts.append(TokenSequence(str(number), torch.tensor(ids), torch.arange(len(ids)) >= len(ids) // 4))
+        texts.append(
+            TokenSequence(str(number), torch.tensor(ids), torch.arange(len(ids)) >= len(ids) // 4)
+        )
     return texts
 
 
-def batches(texts: list[TokenSequence], rows: int, row_length: int | None) -> Iterator[WeightedText]:
+def batches(
+    texts: list[TokenSequence], rows: int, row_length: int | None
+) -> Iterator[WeightedText]:
     lengths = [len(text.input_ids) for text in texts]
-    plan = BatchPlan(lengths, batch_size=rows, seed=0, num_batches=10**9, rank=0, world_size=1, row_length=row_length)
+    plan = BatchPlan(
+        lengths,
+        batch_size=rows,
+        seed=0,
+        num_batches=10**9,
+        rank=0,
+        world_size=1,
+        row_length=row_length,
+    )
     for batch in plan:
         packed = pack([[texts[at] for at in row] for row in batch])
         yield WeightedText(
@@ -49,7 +62,9 @@ def batches(texts: list[TokenSequence], rows: int, row_length: int | None) -> It
         )
 
 
-def rate(drafter: torch.nn.Module, target: Target, source: Iterator[WeightedText], tokens: int) -> tuple[float, float]:
+def rate(
+    drafter: torch.nn.Module, target: Target, source: Iterator[WeightedText], tokens: int
+) -> tuple[float, float]:
     """(real tokens a second, share of the places that hold one) over at least so many tokens."""
     real = places = 0
     begun_s = time.perf_counter()
@@ -66,16 +81,27 @@ def rate(drafter: torch.nn.Module, target: Target, source: Iterator[WeightedText
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default=str(ROOT / "runs/quickstart/target"))
-    parser.add_argument("--data", help="folder of generate; by default pieces of the standard library's source")
+    parser.add_argument(
+        "--data", help="folder of generate; by default pieces of the standard library's source"
+    )
     parser.add_argument("--families", nargs="+", default=["eagle3", "draft-lm"])
     parser.add_argument("--max-length", type=int, default=1000)
-    parser.add_argument("--rows", type=int, default=8, help="padded rows a batch; packed batches hold as many tokens")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=8,
+        help="padded rows a batch; packed batches hold as many tokens",
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=12000, help="of a turn")
     options = parser.parse_args()
     target = Target.load(options.target)
     if options.data:
-        limits = {"max_length": options.max_length, "vocab_size": target.vocab_size, "held_out_share": 0.0}
+        limits = {
+            "max_length": options.max_length,
+            "vocab_size": target.vocab_size,
+            "held_out_share": 0.0,
+        }
         corpus = read_corpus(options.data, **limits)
         texts = corpus.train.first(2000)
     else:
@@ -84,17 +110,26 @@ def main() -> None:
     packed_rows = max(1, round(options.rows * mean / options.max_length))
     print(f"{len(texts)} texts, {mean:.0f} tokens on average, {options.max_length} at most")
     print(
-        f"{'family':<10} {'padded tok/s':>13} {'packed tok/s':>13} {'packed / padded, each turn':<32} filled, padded and packed"
+        f"{'family':<10} {'padded tok/s':>13} {'packed tok/s':>13} "
+        f"{'packed / padded, each turn':<32} filled, padded and packed"
     )
     for family in options.families:
         drafter = FAMILIES[family].create(OPTIONS[family](), target, seed=0)
-        sources = [batches(texts, options.rows, None), batches(texts, packed_rows, options.max_length)]
+        sources = [
+            batches(texts, options.rows, None),
+            batches(texts, packed_rows, options.max_length),
+        ]
         for source in sources:
             rate(drafter, target, source, options.tokens // 4)
-        turns = [[rate(drafter, target, source, options.tokens) for source in sources] for _ in range(options.turns)]
+        turns = [
+            [rate(drafter, target, source, options.tokens) for source in sources]
+            for _ in range(options.turns)
+        ]
         padded, packed = zip(*turns, strict=True)
         ratios = [two[0] / one[0] for one, two in turns]
-        filled = " and ".join(f"{statistics.mean(share for _, share in side):.0%}" for side in (padded, packed))
+        filled = " and ".join(
+            f"{statistics.mean(share for _, share in side):.0%}" for side in (padded, packed)
+        )
         told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         rates = [statistics.median(one for one, _ in side) for side in (padded, packed)]
         print(f"{family:<10} {rates[0]:>13.0f} {rates[1]:>13.0f} {told:<32} {filled}", flush=True)

@@ -1,5 +1,6 @@
-"""What recording costs; `scripts/bench_records --help`. Turns with and without a buffer alternate, so that a loaded machine slows
-them alike; each pair of turns answers the same prompts with the same seeds."""
+"""What recording costs; `scripts/bench_records --help`. Turns with and without a buffer alternate,
+so that a loaded machine slows them alike; each pair of turns answers the same prompts with the same
+seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from time import clock_gettime, perf_counter, process_time, pthread_getcpuclockid, sleep, thread_time
+from time import (
+    clock_gettime,
+    perf_counter,
+    process_time,
+    pthread_getcpuclockid,
+    sleep,
+    thread_time,
+)
 from typing import Any
 
 import numpy as np
@@ -35,21 +43,34 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
-    parser.add_argument("--data", required=True, help="a folder that draftsmith generate wrote; its prompts are asked")
+    parser.add_argument(
+        "--data",
+        required=True,
+        help="a folder that draftsmith generate wrote; its prompts are asked",
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
-    parser.add_argument("--share", type=float, default=1.0, help="of the requests that are recorded")
-    parser.add_argument("--turns", type=int, default=12, help="pairs of turns, after one that does not count")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of the requests that are recorded"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=12, help="pairs of turns, after one that does not count"
+    )
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     target = Target.load(options.target, dtype="float32")
     prompts = read_prompts(options.data, options.batch * (options.turns + 1))
     with tempfile.TemporaryDirectory() as folder:
-        report = {"load_average_before": os.getloadavg()[0], **measure(target, prompts, options, folder)}
-    report["taps"] = taps(target, load(options.draft, target).taps, [prompt + prompt for prompt in prompts[:8]])
+        report = {
+            "load_average_before": os.getloadavg()[0],
+            **measure(target, prompts, options, folder),
+        }
+    report["taps"] = taps(
+        target, load(options.draft, target).taps, [prompt + prompt for prompt in prompts[:8]]
+    )
     report["load_average_after"] = os.getloadavg()[0]
     text = json.dumps(report, indent=1)
     print(text)
@@ -58,7 +79,8 @@ def main() -> None:
 
 
 class Meter:
-    """Seconds that the engine's thread works for recording: the part of the cost that no other core can take over."""
+    """Seconds that the engine's thread works for recording: the part of the cost that no other core
+    can take over."""
 
     def __init__(self) -> None:
         self.seconds, self.counts = 0.0, False
@@ -74,16 +96,22 @@ class Meter:
 
 
 def read_prompts(data: str, count: int) -> list[list[int]]:
-    table = pa.concat_tables([pq.read_table(path) for path in sorted(Path(data).glob("part-*.parquet"))])
+    table = pa.concat_tables(
+        [pq.read_table(path) for path in sorted(Path(data).glob("part-*.parquet"))]
+    )
     found = [tokens[:48] for tokens in table["input_ids"].to_pylist() if len(tokens) >= 48]
     return [found[index % len(found)] for index in range(count)]
 
 
-def measure(target: Target, prompts: list[list[int]], options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    engine = Engine(target, load(options.draft, target), EngineConfig(k=options.k, max_batch=options.batch))
+def measure(
+    target: Target, prompts: list[list[int]], options: argparse.Namespace, folder: str
+) -> dict[str, Any]:
+    engine = Engine(
+        target, load(options.draft, target), EngineConfig(k=options.k, max_batch=options.batch)
+    )
     writer = BufferWriter(folder, share=options.share)
     meter = Meter()
-    engine._round_laws = meter.around(engine._round_laws)
+    engine._round_distributions = meter.around(engine._round_distributions)
     recorders = {
         "on": Recorder(writer, target=target.name, target_revision=target.revision),
         "off": Recorder(None, target=target.name, target_revision=target.revision),
@@ -122,18 +150,26 @@ def measure(target: Target, prompts: list[list[int]], options: argparse.Namespac
             "engine_thread": round(1e6 * meter.seconds / recorded, 1),
             "writer_thread": round(1e6 * writer_s / recorded, 1),
         },
-        "bytes_a_position": round(sum(shard.bytes for shard in Folder(folder).shards()) / positions, 1),
+        "bytes_a_position": round(
+            sum(shard.bytes for shard in Folder(folder).shards()) / positions, 1
+        ),
         "positions": positions,
         "records": len(records),
         "dropped": writer.dropped,
-        "ms_a_turn": {name: round(1e3 * statistics.median(values), 1) for name, values in walls.items()},
+        "ms_a_turn": {
+            name: round(1e3 * statistics.median(values), 1) for name, values in walls.items()
+        },
     }
 
 
-def answer(engine: Engine, prompts: list[list[int]], options: argparse.Namespace, *, seed: int) -> None:
+def answer(
+    engine: Engine, prompts: list[list[int]], options: argparse.Namespace, *, seed: int
+) -> None:
     # Requests with a seed of their own are not recorded.
     engine.intake._seeds = Random(seed)
-    params = SamplingParams(temperature=options.temperature, max_tokens=options.tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=options.temperature, max_tokens=options.tokens, ignore_eos=True
+    )
     for prompt in prompts:
         engine.submit(prompt, params)
     while engine.busy:
@@ -141,7 +177,8 @@ def answer(engine: Engine, prompts: list[list[int]], options: argparse.Namespace
 
 
 def writer_cpu(writer: BufferWriter) -> float:
-    """Seconds that its thread has worked: told by the system, so that a busy machine does not blur it."""
+    """Seconds that its thread has worked: told by the system, so that a busy machine does not blur
+    it."""
     assert writer._thread.ident is not None
     return clock_gettime(pthread_getcpuclockid(writer._thread.ident))
 
@@ -154,7 +191,8 @@ def drain(writer: BufferWriter) -> None:
 
 
 def taps(target: Target, layers: tuple[int, ...], texts: list[list[int]]) -> dict[str, float]:
-    """Microseconds and bytes a position: taps and last state written and read again, against one pass of the target."""
+    """Microseconds and bytes a position: taps and last state written and read again, against one
+    pass of the target."""
     ids = torch.tensor(texts)
     mask = torch.ones_like(ids)
     target.states(ids, mask, layers)
@@ -165,8 +203,12 @@ def taps(target: Target, layers: tuple[int, ...], texts: list[list[int]]) -> dic
     parts = [hidden] if states is None else [states, hidden]
     begun_s = perf_counter()
     data = io.BytesIO()
-    values = torch.cat(parts, dim=-1).flatten(0, 1).bfloat16().view(torch.int16).numpy().view(np.uint8)
-    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(values.shape[1]), len(values), [None, pa.py_buffer(values.tobytes())])
+    values = (
+        torch.cat(parts, dim=-1).flatten(0, 1).bfloat16().view(torch.int16).numpy().view(np.uint8)
+    )
+    column = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(values.shape[1]), len(values), [None, pa.py_buffer(values.tobytes())]
+    )
     pq.write_table(pa.table({"states": column}), data, compression="zstd", use_dictionary=False)
     data.seek(0)
     pq.read_table(data)

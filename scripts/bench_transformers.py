@@ -1,6 +1,8 @@
-"""transformers' own generation for scripts/bench_serving: one JSON job a line on stdin, one JSON result a line on stdout.
+"""transformers' own generation for scripts/bench_serving: one JSON job a line on stdin, one JSON
+result a line on stdout.
 
-A job: {"mode": "plain" | "assisted" | "lookup", "prompts": [text], "temperature", "max_tokens", "streams", "k", "seed"}.
+A job: {"mode": "plain" | "assisted" | "lookup", "prompts": [text], "temperature", "max_tokens",
+"streams", "k", "seed"}.
 """
 
 from __future__ import annotations
@@ -13,11 +15,18 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
 def load(path: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, trust_remote_code=False, dtype=torch.float32
+    ).eval()
 
 
 class Generator:
@@ -31,7 +40,8 @@ class Generator:
         self.assistant = load(draft) if draft else None
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """All prompts once, `streams` in a batch; assisted generation and prompt lookup exist for one at a time only."""
+        """All prompts once, `streams` in a batch; assisted generation and prompt lookup exist for
+        one at a time only."""
         torch.manual_seed(job["seed"])
         batch = job["streams"] if job["mode"] == "plain" else 1
         begun_s, num_tokens = perf_counter(), 0
@@ -40,14 +50,22 @@ class Generator:
         return {"num_tokens": num_tokens, "wall_s": perf_counter() - begun_s}
 
     def generate(self, prompts: Sequence[str], job: dict[str, Any]) -> int:
-        inputs = self.tokenizer(list(prompts), return_tensors="pt", padding=True, return_token_type_ids=False)
+        inputs = self.tokenizer(
+            list(prompts), return_tensors="pt", padding=True, return_token_type_ids=False
+        )
         count = job["max_tokens"]
         sampling: dict[str, Any] = {"do_sample": False}
         if job["temperature"] > 0:
-            sampling = {"do_sample": True, "temperature": job["temperature"], "top_k": 0, "top_p": 1.0}
+            sampling = {
+                "do_sample": True,
+                "temperature": job["temperature"],
+                "top_k": 0,
+                "top_p": 1.0,
+            }
         with torch.inference_mode():
             output = self.target.generate(
-                **inputs, **sampling, **self.speculation(job), max_new_tokens=count, min_new_tokens=count,
+                **inputs, **sampling, **self.speculation(job), max_new_tokens=count,
+                min_new_tokens=count,
                 pad_token_id=self.tokenizer.pad_token_id,
             )  # fmt: skip
         return (output.shape[1] - inputs["input_ids"].shape[1]) * len(prompts)
@@ -56,7 +74,11 @@ class Generator:
         if job["mode"] == "assisted":
             config = model_with_depth(self.assistant, job["k"])
             return {"assistant_model": config}
-        return {"prompt_lookup_num_tokens": job["k"], "max_matching_ngram_size": 4} if job["mode"] == "lookup" else {}
+        return (
+            {"prompt_lookup_num_tokens": job["k"], "max_matching_ngram_size": 4}
+            if job["mode"] == "lookup"
+            else {}
+        )
 
 
 def model_with_depth(assistant: PreTrainedModel | None, k: int) -> PreTrainedModel:

@@ -1,4 +1,5 @@
-"""Figures of scripts/bench_drafters over seeds: means, ratios of cells that share a seed, with 95 % t intervals."""
+"""Figures of scripts/bench_drafters over seeds: means, ratios of cells that share a seed, with 95 %
+t intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 class Figure(NamedTuple):
-    """`half` is the interval's half width; nan for a single seed, which says nothing about others. `mean` may be nan, too."""
+    """`half` is the interval's half width; nan for a single seed, which says nothing about others.
+    `mean` may be nan, too."""
 
     mean: float
     half: float
@@ -30,12 +32,18 @@ def figure(values: Sequence[float]) -> Figure:
     if len(values) < 2 or any(math.isnan(value) for value in values):
         return Figure(sum(values) / len(values), math.nan)
     quantile = QUANTILES[min(len(values) - 1, len(QUANTILES)) - 1]
-    return Figure(statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values)))
+    return Figure(
+        statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+    )
 
 
 def rows_of(rows: Sequence[Row], part: str, name: str) -> dict[int, Row]:
     """By seed."""
-    return {row["cell"]["seed"]: row for row in rows if (row["cell"]["part"], row["cell"]["name"]) == (part, name)}
+    return {
+        row["cell"]["seed"]: row
+        for row in rows
+        if (row["cell"]["part"], row["cell"]["name"]) == (part, name)
+    }
 
 
 def over_seeds(rows: dict[int, Row], value: Value) -> Figure:

@@ -1,4 +1,5 @@
-"""Time and memory of one training. Shared by both trainers' processes, so it knows neither of them."""
+"""Time and memory of one training. Shared by both trainers' processes, so it knows
+neither of them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 
 
 class Meter:
-    """Seconds of the process's own CPU time, in which other work on the machine does not count; of the clock with CUDA."""
+    """Seconds of the process's own CPU time, in which other work on the machine does not count; of
+    the clock with CUDA."""
 
     def __init__(self) -> None:
         self.cuda = torch.cuda.is_available()

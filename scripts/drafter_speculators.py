@@ -1,8 +1,10 @@
-"""Trains an EAGLE-3 draft with speculators, in the interpreter that has it. Started by scripts/bench_drafters.
+"""Trains an EAGLE-3 draft with speculators, in the interpreter that has it. Started by
+scripts/bench_drafters.
 
-Theirs: options and defaults, model, loss, packing, collation, optimizers, the loop of steps. Ours, because their loop wants CUDA,
-a vLLM server for hidden states and a number of steps: the device, the target's states computed live for the batch that is read,
-a budget of seconds, their linear schedule over the share of it that is spent, weights saved in float32.
+Theirs: options and defaults, model, loss, packing, collation, optimizers, the loop of steps. Ours,
+because their loop wants CUDA, a vLLM server for hidden states and a number of steps: the device,
+the target's states computed live for the batch that is read, a budget of seconds, their linear
+schedule over the share of it that is spent, weights saved in float32.
 """
 
 from __future__ import annotations
@@ -53,8 +55,12 @@ class LiveStates(HiddenStatesTransfer):
     def read(self, samples: dict[int, torch.Tensor]) -> None:
         rows = list(samples.values())
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.body.device)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(self.body.device)
-        output = self.body(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+        mask = torch.nn.utils.rnn.pad_sequence(
+            [torch.ones_like(row) for row in rows], batch_first=True
+        ).to(self.body.device)
+        output = self.body(
+            input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
+        )
         states = torch.stack([*(output.hidden_states[tap] for tap in self.taps), self.last], dim=2)
         self.ready = {
             index: {"hidden_states": states[at, : len(row)], "token_ids": row}
@@ -75,11 +81,14 @@ class LiveDataset(ArrowDataset):
 
 
 def main() -> None:
-    """The job is a JSON file: target, rows, out, budget_s, seed and the flags of `speculators train`."""
+    """The job is a JSON file: target, rows, out, budget_s, seed and the flags of `speculators
+    train`."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     out = Path(job["out"])
-    config = TrainConfig.resolve(["--verifier-name-or-path", job["target"], "--save-path", str(out / "run"), *job["flags"]])
+    config = TrainConfig.resolve(
+        ["--verifier-name-or-path", job["target"], "--save-path", str(out / "run"), *job["flags"]]
+    )
     args = argparse.Namespace(**config.flatten())
     set_seed(job["seed"])
     d2t, t2d, draft_vocab_size = parse_vocab_mappings(args)
@@ -96,13 +105,18 @@ def main() -> None:
     (out / "trained.json").write_text(json.dumps(counts) + "\n", encoding="utf-8")
 
 
-def make_loader(job: dict[str, Any], args: argparse.Namespace, draft: SpeculatorModel, states: LiveStates) -> Any:
+def make_loader(
+    job: dict[str, Any], args: argparse.Namespace, draft: SpeculatorModel, states: LiveStates
+) -> Any:
     rows = json.loads(Path(job["rows"]).read_text(encoding="utf-8"))
     data = Dataset.from_dict(rows | {"seq_len": [len(ids) for ids in rows["input_ids"]]})
     folder = Path(job["out"]) / "rows"
     data.with_format("torch").save_to_disk(str(folder))
     dataset = LiveDataset(
-        args.total_seq_len, folder, transfer=states, hidden_states_dtype=getattr(torch, args.hidden_states_dtype)
+        args.total_seq_len,
+        folder,
+        transfer=states,
+        hidden_states_dtype=getattr(torch, args.hidden_states_dtype),
     )
     return _setup_dataloader(
         dataset,
@@ -115,14 +129,17 @@ def make_loader(job: dict[str, Any], args: argparse.Namespace, draft: Speculator
     )
 
 
-def make_trainer(args: argparse.Namespace, draft: SpeculatorModel, loader: Any, device: str) -> Trainer:
+def make_trainer(
+    args: argparse.Namespace, draft: SpeculatorModel, loader: Any, device: str
+) -> Trainer:
     if device == "cpu":
         # They look for an accelerator and count devices.
         their_trainer.get_local_rank = lambda: "cpu"
     call, _ = type(draft).get_trainer_kwargs(**vars(args))
     fields = {name: value for name, value in vars(args).items() if name in TrainerConfig._fields}
     fields |= {
-        "num_epochs": FOREVER, "hidden_states_dtype": getattr(torch, args.hidden_states_dtype), "train_call_kwargs": call,
+        "num_epochs": FOREVER, "hidden_states_dtype": getattr(torch, args.hidden_states_dtype),
+        "train_call_kwargs": call,
         "scheduler_type": "none", "max_steps": None, "log_freq": FOREVER,
     }  # fmt: skip
     trainer = Trainer(draft, TrainerConfig(**fields), loader)

@@ -1,7 +1,7 @@
 """Trains a draft as `draftsmith train` does, measured. Started by scripts/bench_drafters.
 
-`--minutes` is counted by the meter: in the process's own CPU time where no CUDA computes, so that other work on the machine
-costs a draft no training.
+`--minutes` is counted by the meter: in the process's own CPU time where no CUDA computes, so that
+other work on the machine costs a draft no training.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main() -> int:
     out = Path(job["out"])
     status = draftsmith(["train", *job["arguments"], "--out", str(out / "draft"), "--no-resume"])
     if status == 0:
-        last = json.loads((out / "draft" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        last = json.loads(
+            (out / "draft" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+        )
         record = {"steps": last["step"], "passes": last["epoch"], **REPORT}
         (out / "trained.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     return status

@@ -1,4 +1,5 @@
-"""The divergence cases of the kernel benchmark: forward and backward, from hidden states to both gradients."""
+"""The divergence cases of the kernel benchmark: forward and backward, from hidden states to both
+gradients."""
 
 from __future__ import annotations
 
@@ -37,13 +38,20 @@ def make_pair(sizes: Sizes, vocab_size: int, device: torch.device) -> Pair:
     target_hidden = normal(sizes.tokens, sizes.width, scale=1.0)
     target_head = normal(vocab_size, sizes.width, scale=2 * sizes.width**-0.5)
     hidden = (target_hidden + normal(sizes.tokens, sizes.width, scale=0.3)).requires_grad_()
-    head = (target_head + normal(vocab_size, sizes.width, scale=0.3 * sizes.width**-0.5)).requires_grad_()
+    head = (
+        target_head + normal(vocab_size, sizes.width, scale=0.3 * sizes.width**-0.5)
+    ).requires_grad_()
     tokens = torch.randint(vocab_size, (sizes.tokens,), generator=generator, device=device)
-    return Pair(hidden, head, target_hidden, target_head, torch.ones(sizes.tokens, device=device), tokens)
+    return Pair(
+        hidden, head, target_hidden, target_head, torch.ones(sizes.tokens, device=device), tokens
+    )
 
 
-def eager_rows(kind: Kind, draft_logits: torch.Tensor, target_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[T] as one writes it without thinking of memory; of tvd++, what its gradient is the gradient of."""
+def eager_rows(
+    kind: Kind, draft_logits: torch.Tensor, target_logits: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """[T] as one writes it without thinking of memory; of tvd++, what its gradient is the gradient
+    of."""
     log_q, name = draft_logits.float().log_softmax(-1), kind.name
     if name == "ce":
         return -log_q.gather(-1, tokens[:, None])[:, 0]
@@ -57,10 +65,10 @@ def eager_rows(kind: Kind, draft_logits: torch.Tensor, target_logits: torch.Tens
         log_m = (0.5 * (p + q)).log()
         return 0.5 * (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1)
     if name == "tvd++":
-        reward, law = (p > q).float(), q.detach()
-        centred = reward - (law * reward).sum(-1, keepdim=True)
-        deviation = (law * centred**2).sum(-1, keepdim=True).sqrt()
-        return -(law * centred / deviation * log_q).sum(-1)
+        reward, distribution = (p > q).float(), q.detach()
+        centred = reward - (distribution * reward).sum(-1, keepdim=True)
+        deviation = (distribution * centred**2).sum(-1, keepdim=True).sqrt()
+        return -(distribution * centred / deviation * log_q).sum(-1)
     alpha = torch.minimum(p, q).sum(-1)
     if name == "lk-hybrid":
         share = (-kind.parameter * alpha).exp().detach()
@@ -92,7 +100,9 @@ def products(pair: Pair, *, with_target: bool) -> Callable[[], None]:
     return call
 
 
-def divergence_cases(sizes: Sizes, device: torch.device, case: type[Case]) -> Iterator[Callable[[], Case]]:
+def divergence_cases(
+    sizes: Sizes, device: torch.device, case: type[Case]
+) -> Iterator[Callable[[], Case]]:
     for vocab_size in sizes.divergence_vocabularies:
         yield lambda v=vocab_size: given_logits_case(sizes, v, device, case)
         for name in KINDS:
@@ -109,37 +119,79 @@ def _shape(sizes: Sizes) -> str:
     return f"{sizes.tokens} tokens x {sizes.width}, forward and backward"
 
 
-def given_logits_case(sizes: Sizes, vocab_size: int, device: torch.device, case: type[Case]) -> Case:
-    """Forward KL to given target logits, which is what Liger's fused KL takes (as probabilities)."""
+def given_logits_case(
+    sizes: Sizes, vocab_size: int, device: torch.device, case: type[Case]
+) -> Case:
+    """Forward KL to given target logits, which is what Liger's fused KL takes (as
+    probabilities)."""
     pair, kind = make_pair(sizes, vocab_size, device), kind_of("forward-kl")
     target = pair.target_hidden @ pair.target_head.T
 
     def ours() -> Any:
-        return backward(divergence(kind, pair.hidden, pair.head, lambda rows: target[rows], pair.weights).loss, pair)
+        return backward(
+            divergence(kind, pair.hidden, pair.head, lambda rows: target[rows], pair.weights).loss,
+            pair,
+        )
 
     def eager() -> Any:
-        return backward((eager_rows(kind, pair.hidden @ pair.head.T, target, pair.tokens) * pair.weights).sum(), pair)
+        return backward(
+            (eager_rows(kind, pair.hidden @ pair.head.T, target, pair.tokens) * pair.weights).sum(),
+            pair,
+        )
 
-    ways: dict[str, Callable[[], Any]] = {"ours": ours, "reference": eager, "products": products(pair, with_target=False)}
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": ours,
+        "reference": eager,
+        "products": products(pair, with_target=False),
+    }
     if installed("liger_kernel", device):
         ways["liger"] = liger_forward_kl(pair.hidden, pair.head, target, None)
         ways["liger float32 sums"] = liger_forward_kl(pair.hidden, pair.head, target, torch.float32)
-    return case(f"forward-kl, target logits given, V {vocab_size}", _shape(sizes), 0, ways, compiled(sizes, vocab_size))
+    return case(
+        f"forward-kl, target logits given, V {vocab_size}",
+        _shape(sizes),
+        0,
+        ways,
+        compiled(sizes, vocab_size),
+    )
 
 
-def both_heads_case(name: str, sizes: Sizes, vocab_size: int, device: torch.device, case: type[Case]) -> Case:
+def both_heads_case(
+    name: str, sizes: Sizes, vocab_size: int, device: torch.device, case: type[Case]
+) -> Case:
     pair, kind = make_pair(sizes, vocab_size, device), kind_of(name)
-    target, tokens = HeadLogits(pair.target_hidden, pair.target_head), pair.tokens if name == "ce" else None
+    target, tokens = (
+        HeadLogits(pair.target_hidden, pair.target_head),
+        pair.tokens if name == "ce" else None,
+    )
 
     def ours() -> Any:
-        return backward(divergence(kind, pair.hidden, pair.head, target, pair.weights, tokens=tokens).loss, pair)
+        return backward(
+            divergence(kind, pair.hidden, pair.head, target, pair.weights, tokens=tokens).loss, pair
+        )
 
     def eager() -> Any:
         with torch.no_grad():
             target_logits = pair.target_hidden @ pair.target_head.T
-        return backward((eager_rows(kind, pair.hidden @ pair.head.T, target_logits, pair.tokens) * pair.weights).sum(), pair)
+        return backward(
+            (
+                eager_rows(kind, pair.hidden @ pair.head.T, target_logits, pair.tokens)
+                * pair.weights
+            ).sum(),
+            pair,
+        )
 
-    ways: dict[str, Callable[[], Any]] = {"ours": ours, "reference": eager, "products": products(pair, with_target=True)}
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": ours,
+        "reference": eager,
+        "products": products(pair, with_target=True),
+    }
     if name == "jsd" and installed("liger_kernel", device):
         ways["liger"] = liger_jsd(pair.hidden, pair.head, pair.target_hidden, pair.target_head)
-    return case(f"{name}, from both hidden states, V {vocab_size}", _shape(sizes), 0, ways, compiled(sizes, vocab_size))
+    return case(
+        f"{name}, from both hidden states, V {vocab_size}",
+        _shape(sizes),
+        0,
+        ways,
+        compiled(sizes, vocab_size),
+    )

@@ -1,6 +1,8 @@
-"""What others ship for the same work, where it is installed; each call takes and returns what its own interface wants.
+"""What others ship for the same work, where it is installed; each call takes and returns what its
+own interface wants.
 
-Filters and sampling have no kernel of ours beside a reference, so that theirs is what one would write in plain torch.
+Filters and sampling have no kernel of ours beside a reference, so that theirs is what one would
+write in plain torch.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ def missing(device: torch.device) -> dict[str, str]:
     return reasons
 
 
-def plain_filters(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """Top-k, then the shortest head of it whose mass reaches top-p, of logits [N, V] at one temperature."""
+def plain_filters(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float
+) -> torch.Tensor:
+    """Top-k, then the shortest head of it whose mass reaches top-p, of logits [N, V] at one
+    temperature."""
     order = (logits / temperature).sort(dim=-1, descending=True)
     kept = order.values.clone()
     kept[:, top_k:] = -torch.inf
@@ -45,7 +50,10 @@ def plain_sample(logits: torch.Tensor) -> torch.Tensor:
 
 
 def liger_forward_kl(
-    hidden: torch.Tensor, head: torch.Tensor, target_logits: torch.Tensor, accumulate: torch.dtype | None
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    target_logits: torch.Tensor,
+    accumulate: torch.dtype | None,
 ) -> Callable[[], Any]:
     """KL to given probabilities; they are made here, outside the measured time."""
     from liger_kernel.transformers.fused_linear_kl_div import LigerFusedLinearKLDivLoss
@@ -61,11 +69,16 @@ def liger_jsd(
     from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 
     loss = LigerFusedLinearJSD(jsd_beta=0.5)
-    return lambda: torch.autograd.grad(loss(hidden, head, target_hidden, target_head, None), (hidden, head))
+    return lambda: torch.autograd.grad(
+        loss(hidden, head, target_hidden, target_head, None), (hidden, head)
+    )
 
 
-def vllm_chain(p_logits: torch.Tensor, draft_tokens: torch.Tensor, q_logits: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """V1's rejection sampler over full rows of drafts; q as probabilities, as its drafters leave them; no bonus token."""
+def vllm_chain(
+    p_logits: torch.Tensor, draft_tokens: torch.Tensor, q_logits: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """V1's rejection sampler over full rows of drafts; q as probabilities, as its drafters leave
+    them; no bonus token."""
     from vllm.v1.sample.rejection_sampler import rejection_sample
 
     num_rows, depth = draft_tokens.shape
@@ -76,11 +89,18 @@ def vllm_chain(p_logits: torch.Tensor, draft_tokens: torch.Tensor, q_logits: tor
     ends = torch.arange(depth, num_rows * depth + 1, depth, device=device, dtype=torch.int32)
     tokens = draft_tokens.flatten().to(torch.int32).contiguous()
     bonus = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
-    sampling = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(num_rows, device=device), generators={})
+    sampling = SimpleNamespace(
+        all_greedy=False,
+        all_random=True,
+        temperature=torch.ones(num_rows, device=device),
+        generators={},
+    )
 
     def call() -> torch.Tensor:
         probs = target.softmax(-1)
-        return rejection_sample(tokens, [depth] * num_rows, depth, ends, draft_probs, probs, bonus, sampling)
+        return rejection_sample(
+            tokens, [depth] * num_rows, depth, ends, draft_probs, probs, bonus, sampling
+        )
 
     return call
 

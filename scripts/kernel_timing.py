@@ -1,4 +1,5 @@
-"""Time and peak memory of one call, on a GPU or a CPU, and the copy bandwidth that bounds what only moves bytes."""
+"""Time and peak memory of one call, on a GPU or a CPU, and the copy bandwidth that bounds what only
+moves bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, budget_s: float):
         self.device, self.budget_s = device, budget_s
-        self.cold = torch.empty(COLD_BYTES // 4, device=device, dtype=torch.int32) if device.type == "cuda" else None
+        self.cold = (
+            torch.empty(COLD_BYTES // 4, device=device, dtype=torch.int32)
+            if device.type == "cuda"
+            else None
+        )
 
     def measure(self, call: Callable[[], Any]) -> Timing:
         for _ in range(3 if self.device.type == "cuda" else 1):
@@ -44,7 +49,13 @@ class Stopwatch:
             times_ms.append(self._once_ms(call))
         times_ms.sort()
         edge = len(times_ms) // 10
-        return Timing(statistics.median(times_ms), times_ms[edge], times_ms[-1 - edge], len(times_ms), peak_mib)
+        return Timing(
+            statistics.median(times_ms),
+            times_ms[edge],
+            times_ms[-1 - edge],
+            len(times_ms),
+            peak_mib,
+        )
 
     def _once_ms(self, call: Callable[[], Any]) -> float:
         if self.cold is None:
@@ -73,10 +84,17 @@ class Stopwatch:
 
 def _peak_bytes_cpu(call: Callable[[], Any]) -> int:
     """Of torch's allocator, from the profiler's record of what it took and gave back."""
-    with quiet_stderr(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with (
+        quiet_stderr(),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile,
+    ):
         call()
     held = peak = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
@@ -98,7 +116,9 @@ def quiet_stderr() -> Iterator[None]:
 
 def copy_bandwidth(stopwatch: Stopwatch) -> float:
     """Bytes read and written per second by the plainest kernel there is."""
-    source = torch.empty(COPY_BYTES[stopwatch.device.type], dtype=torch.uint8, device=stopwatch.device)
+    source = torch.empty(
+        COPY_BYTES[stopwatch.device.type], dtype=torch.uint8, device=stopwatch.device
+    )
     target = torch.empty_like(source)
     source.fill_(1)
     timing = stopwatch.measure(lambda: target.copy_(source))

@@ -1,4 +1,5 @@
-"""The list of mutants: edits of the code, each of which makes the output or the learning wrong, with the tests that must fail.
+"""The list of mutants: edits of the code, each of which makes the output or the learning wrong,
+with the tests that must fail.
 
 `tests/mutants/*.yaml` hold them, one file for each code folder. An entry is
 
@@ -7,8 +8,10 @@
       old: text                  # occurs exactly once in the file
       new: text                  # what replaces it
       why: one sentence          # what would go wrong
-      tests: [node ids]          # one to three, of the ordinary lane, a few seconds each; at least one must fail
-      hang: true                 # optional: the edit makes a test run for ever, which then counts as failing
+      tests: [node ids]          # one to three, of the ordinary lane, a few seconds each; at least
+      one must fail
+      hang: true                 # optional: the edit makes a test run for ever, which then counts
+      as failing
 """
 
 from __future__ import annotations
@@ -41,20 +44,29 @@ class Mutant:
 
 
 def load(root: Path) -> list[Mutant]:
-    """All mutants of `root`/tests/mutants; raises ValueError for an entry with missing or unknown keys, or an id given twice."""
+    """All mutants of `root`/tests/mutants; raises ValueError for an entry with missing or unknown
+    keys, or an id given twice."""
     mutants = []
     for path in sorted((root / "tests" / "mutants").glob("*.yaml")):
-        mutants += [_entry(path.name, entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8")) or []]
+        mutants += [
+            _entry(path.name, entry)
+            for entry in yaml.safe_load(path.read_text(encoding="utf-8")) or []
+        ]
     twice = [name for name, count in Counter(mutant.id for mutant in mutants).items() if count > 1]
     if twice:
-        raise ValueError(f"ids {twice} occur twice in tests/mutants; give each edit an id of its own")
+        raise ValueError(
+            f"ids {twice} occur twice in tests/mutants; give each edit an id of its own"
+        )
     return mutants
 
 
 def _entry(name: str, entry: dict[str, Any]) -> Mutant:
     known = {item.name for item in fields(Mutant)}
     if not set(entry) <= known or not known - {"hang"} <= set(entry):
-        raise ValueError(f"tests/mutants/{name}: entry {entry.get('id')!r} has keys {sorted(entry)}; they are {sorted(known)}")
+        raise ValueError(
+            f"tests/mutants/{name}: entry {entry.get('id')!r} has keys {sorted(entry)}; they are "
+            f"{sorted(known)}"
+        )
     return Mutant(**entry)
 
 
@@ -79,7 +91,12 @@ def outdated(mutant: Mutant, root: Path) -> str:
 
 
 def _defined(test: str, root: Path) -> bool:
-    """Whether the file of a node id defines its function; the parameters in brackets are left to the run."""
+    """Whether the file of a node id defines its function; the parameters in brackets are left to
+    the run."""
     file, _, name = test.partition("::")
     path = root / file
-    return bool(name) and path.is_file() and f"def {name.split('[')[0]}(" in path.read_text(encoding="utf-8")
+    return (
+        bool(name)
+        and path.is_file()
+        and f"def {name.split('[')[0]}(" in path.read_text(encoding="utf-8")
+    )

@@ -1,7 +1,8 @@
-"""Runs of tests in forked copies of one process that has imported the heavy libraries, each in a copy of the tree.
+"""Runs of tests in forked copies of one process that has imported the heavy libraries, each in a
+copy of the tree.
 
-A fork costs a few milliseconds where an import of torch costs seconds. The parent starts no thread and imports nothing of the
-project, which the child takes from its own tree.
+A fork costs a few milliseconds where an import of torch costs seconds. The parent starts no thread
+and imports nothing of the project, which the child takes from its own tree.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from typing import Any
 import pytest
 
 PRELOADED = (
-    "torch", "transformers", "transformers.models.llama.modeling_llama", "safetensors.torch", "tokenizers", "triton",
+    "torch", "transformers", "transformers.models.llama.modeling_llama", "safetensors.torch",
+    "tokenizers", "triton",
     "scipy.stats", "hypothesis", "yaml", "httpx",
 )  # fmt: skip
 # What a copy leaves out: other environments, caches, git's own files.
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-# The folders of a tree that hold what mutants are made of. A test has noticed nothing where these raise.
+# The folders of a tree that hold what mutants are made of. A test has noticed nothing where these
+# raise.
 CODE_FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "src")
 TAIL_CHARS = 1500
 
@@ -49,18 +52,25 @@ class Outcome:
     """What a job's tests came to."""
 
     seconds: float
-    status: int | None  # pytest's exit status; None when the process was ended, by a signal or after its time
+    # pytest's exit status; None when the process was ended, by a signal or after its time
+    status: int | None
     timed_out: bool = False
-    # Node id, phase, outcome, name of the exception, whether it is the test's own (`noticed`), seconds.
+    # Node id, phase, outcome, name of the exception, whether it is the test's own (`noticed`),
+    # seconds.
     reports: list[dict[str, Any]] = field(default_factory=list)
     output: str = ""  # the end of what pytest wrote
 
     def called(self, outcome: str) -> list[dict[str, Any]]:
-        return [report for report in self.reports if report["phase"] == "call" and report["outcome"] == outcome]
+        return [
+            report
+            for report in self.reports
+            if report["phase"] == "call" and report["outcome"] == outcome
+        ]
 
 
 def preload(names: tuple[str, ...] = PRELOADED) -> None:
-    """Imports what every test would; a library that is not installed is left to the tests that want it."""
+    """Imports what every test would; a library that is not installed is left to the tests that want
+    it."""
     # Triton reads it when it is imported; a mutant is judged on the CPU wherever it runs.
     os.environ.update(
         TRITON_INTERPRET="1",
@@ -74,7 +84,8 @@ def preload(names: tuple[str, ...] = PRELOADED) -> None:
 
 
 def copy_tree(root: Path, destination: Path) -> Path:
-    """A checkout's files, links as links: src/draftsmith/kernels and the others lead to the copy's own folders."""
+    """A checkout's files, links as links: src/draftsmith/kernels and the others lead to the copy's
+    own folders."""
     return Path(shutil.copytree(root, destination, symlinks=True, ignore=LEFT_OUT))
 
 
@@ -133,7 +144,8 @@ class _Child:
         return Outcome(seconds, answer["status"], reports=answer["reports"], output=output)
 
     def stop(self) -> None:
-        # Before the process is reaped, so that its number is still its own: servers that a test left behind are in its group.
+        # Before the process is reaped, so that its number is still its own: servers that a test
+        # left behind are in its group.
         self._kill()
         os.waitpid(self.process, 0)
         if self.job.file:
@@ -145,8 +157,9 @@ class _Child:
 
 
 def noticed(error: BaseException, tree: Path) -> bool:
-    """Whether a test failed by what it asserts: an assertion that does not hold, of its own or of a testing library, or an
-    exception expected in vain. What the code itself raises is no such thing, its own assertions included."""
+    """Whether a test failed by what it asserts: an assertion that does not hold, of its own or of a
+    testing library, or an exception expected in vain. What the code itself raises is no such thing,
+    its own assertions included."""
     if members := getattr(error, "exceptions", ()):
         # A group: several examples of one property.
         return any(noticed(one, tree) for one in members)
@@ -156,12 +169,14 @@ def noticed(error: BaseException, tree: Path) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     raised_in = None if trace is None else Path(trace.tb_frame.f_code.co_filename).resolve()
-    return raised_in is None or not any(raised_in.is_relative_to(tree / folder) for folder in CODE_FOLDERS)
+    return raised_in is None or not any(
+        raised_in.is_relative_to(tree / folder) for folder in CODE_FOLDERS
+    )
 
 
 class _Reports:
-    """A pytest plugin that keeps the outcome of every phase of every test, and ends the run once a test has noticed something
-    where `first_failure_ends`."""
+    """A pytest plugin that keeps the outcome of every phase of every test, and ends the run once a
+    test has noticed something where `first_failure_ends`."""
 
     def __init__(self, tree: Path, first_failure_ends: bool) -> None:
         self.tree, self.first_failure_ends = tree.resolve(), first_failure_ends

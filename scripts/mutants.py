@@ -1,12 +1,15 @@
-"""Are wrong edits noticed? Applies each edit of tests/mutants to a copy of the tree and runs the tests that must fail of it.
+"""Are wrong edits noticed? Applies each edit of tests/mutants to a copy of the tree and runs the
+tests that must fail of it.
 
     scripts/test --mutants           # all of them
     scripts/test --mutants K1 S3     # some, by id
 
-First every named test must pass without an edit. Then a mutant is `killed` when one of its tests fails by what it asserts,
-`survived` when all pass, `crashed` when the edited code raises and no test asserts anything false (a TypeError is no wrong
-token), and `invalid` when the tests say nothing: the edit does not apply, a test cannot be imported or set up, or has no end and
-the entry does not say `hang: true`. The exit status is 0 only when all are killed. On a CPU, Triton interpreted.
+First every named test must pass without an edit. Then a mutant is `killed` when one of its tests
+fails by what it asserts, `survived` when all pass, `crashed` when the edited code raises and no
+test asserts anything false (a TypeError is no wrong token), and `invalid` when the tests say
+nothing: the edit does not apply, a test cannot be imported or set up, or has no end and the entry
+does not say `hang: true`. The exit status is 0 only when all are killed. On a CPU, Triton
+interpreted.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from mutant_list import Mutant, load, outdated
 from mutant_run import CODE_FOLDERS, PRELOADED, Job, Outcome, copy_tree, preload, run_all, twin
 
 CONTROL_LIMIT_S = 600.0
-# A mutant's tests may take so much longer than they took without the edit: machines are shared, and failures print.
+# A mutant's tests may take so much longer than they took without the edit: machines are shared, and
+# failures print.
 LEAST_LIMIT_S, SLOWER = 30.0, 5.0
 # Seconds of starting a run, beyond those that pytest counts.
 START_S = 5.0
@@ -46,30 +50,44 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check(
-    root: Path, names: Sequence[str] = (), *, workers: int | None = None, preloaded: tuple[str, ...] = PRELOADED,
+    root: Path, names: Sequence[str] = (), *, workers: int | None = None,
+    preloaded: tuple[str, ...] = PRELOADED,
     least_limit_s: float = LEAST_LIMIT_S,
 ) -> int:  # fmt: skip
-    """0 when every mutant of `root` (only those in `names`, where given) is killed, 1 when not, 2 for a name that is none's."""
+    """0 when every mutant of `root` (only those in `names`, where given) is killed, 1 when not, 2
+    for a name that is none's."""
     mutants = load(root)
     if unknown := sorted(set(names) - {mutant.id for mutant in mutants}):
-        print(f"there is no mutant {', '.join(unknown)}; there are {' '.join(mutant.id for mutant in mutants)}")
+        print(
+            f"there is no mutant {', '.join(unknown)}; there are "
+            f"{' '.join(mutant.id for mutant in mutants)}"
+        )
         return 2
     chosen = [mutant for mutant in mutants if not names or mutant.id in names]
-    verdicts = [Verdict(mutant, "invalid", why) for mutant in chosen if (why := outdated(mutant, root))]
-    sound = [mutant for mutant in chosen if all(mutant is not verdict.mutant for verdict in verdicts)]
+    verdicts = [
+        Verdict(mutant, "invalid", why) for mutant in chosen if (why := outdated(mutant, root))
+    ]
+    sound = [
+        mutant for mutant in chosen if all(mutant is not verdict.mutant for verdict in verdicts)
+    ]
     preload(preloaded)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         num_trees = max(1, min(workers or os.cpu_count() or 1, len(sound)))
         trees = _trees(root, Path(folder), num_trees)
         seconds = _control(sound, trees)
-        failing = {mutant.id: [test for test in mutant.tests if _seconds(test, seconds) is None] for mutant in sound}
+        failing = {
+            mutant.id: [test for test in mutant.tests if _seconds(test, seconds) is None]
+            for mutant in sound
+        }
         verdicts += [
             Verdict(mutant, "invalid", f"without the edit {', '.join(failing[mutant.id])} does not pass")
             for mutant in sound if failing[mutant.id]
         ]  # fmt: skip
         tried = [mutant for mutant in sound if not failing[mutant.id]]
         limits = {
-            mutant.id: least_limit_s + SLOWER * sum(_seconds(test, seconds) or 0.0 for test in mutant.tests) for mutant in tried
+            mutant.id: least_limit_s
+            + SLOWER * sum(_seconds(test, seconds) or 0.0 for test in mutant.tests)
+            for mutant in tried
         }
         verdicts += _try(tried, trees, limits)
     return _report(sorted(verdicts, key=lambda verdict: mutants.index(verdict.mutant)))
@@ -77,10 +95,13 @@ def check(
 
 def _trees(root: Path, folder: Path, count: int) -> list[Path]:
     first = copy_tree(root, folder / "tree0")
-    # Compiled once, held against the text of the source: an edit within the same second and size is seen.
+    # Compiled once, held against the text of the source: an edit within the same second and size is
+    # seen.
     for name in CODE_FOLDERS:
         if (first / name).is_dir():
-            compileall.compile_dir(first / name, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+            compileall.compile_dir(
+                first / name, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH
+            )
     return [first, *(twin(first, folder / f"tree{number}") for number in range(1, count))]
 
 
@@ -89,7 +110,9 @@ def _control(mutants: list[Mutant], trees: list[Path]) -> dict[str, float]:
     tests: dict[str, list[str]] = {}
     for test in dict.fromkeys(test for mutant in mutants for test in mutant.tests):
         tests.setdefault(test.split("::")[0], []).append(test)
-    jobs = [Job(file, named, CONTROL_LIMIT_S, first_failure_ends=False) for file, named in tests.items()]
+    jobs = [
+        Job(file, named, CONTROL_LIMIT_S, first_failure_ends=False) for file, named in tests.items()
+    ]
     seconds: dict[str, float] = {}
     progress = _Progress("control, no edit", len(jobs))
 
@@ -98,9 +121,13 @@ def _control(mutants: list[Mutant], trees: list[Path]) -> dict[str, float]:
         wrong = {report["test"] for report in outcome.reports if report["outcome"] == "failed"}
         for report in outcome.called("passed"):
             if report["test"] not in wrong:
-                seconds[report["test"]] = sum(item["seconds"] for item in outcome.reports if item["test"] == report["test"])
+                seconds[report["test"]] = sum(
+                    item["seconds"] for item in outcome.reports if item["test"] == report["test"]
+                )
         if outcome.status != 0:
-            print(f"\n{job.name} fails without an edit (status {outcome.status}):\n{outcome.output}")
+            print(
+                f"\n{job.name} fails without an edit (status {outcome.status}):\n{outcome.output}"
+            )
 
     run_all(jobs, trees, done)
     return seconds
@@ -108,7 +135,9 @@ def _control(mutants: list[Mutant], trees: list[Path]) -> dict[str, float]:
 
 def _seconds(test: str, seconds: dict[str, float]) -> float | None:
     """Of a test or, named without brackets, of all its parameters; None when none passed."""
-    found = [value for name, value in seconds.items() if name == test or name.startswith(f"{test}[")]
+    found = [
+        value for name, value in seconds.items() if name == test or name.startswith(f"{test}[")
+    ]
     return sum(found) if found else None
 
 
@@ -140,9 +169,13 @@ def judge(mutant: Mutant, outcome: Outcome) -> Verdict:
     """What the tests' outcome says of an edit."""
     seconds = outcome.seconds
     if outcome.timed_out:
-        return Verdict(mutant, "killed" if mutant.hang else "invalid", f"no end after {seconds:.0f} s", seconds)
+        return Verdict(
+            mutant, "killed" if mutant.hang else "invalid", f"no end after {seconds:.0f} s", seconds
+        )
     if outcome.status is None:
-        return Verdict(mutant, "invalid", f"the tests' process died: {_last_line(outcome.output)}", seconds)
+        return Verdict(
+            mutant, "invalid", f"the tests' process died: {_last_line(outcome.output)}", seconds
+        )
     if outcome.status == 0:
         return Verdict(mutant, "survived", f"{len(outcome.called('passed'))} tests pass", seconds)
     failed = outcome.called("failed")
@@ -166,7 +199,10 @@ def _last_line(text: str) -> str:
 def _report(verdicts: list[Verdict]) -> int:
     print(f"\n{'id':<6} {'file':<34} {'result':<9} {'s':>6}  by")
     for verdict in verdicts:
-        print(f"{verdict.mutant.id:<6} {verdict.mutant.file:<34} {verdict.result:<9} {verdict.seconds:>6.1f}  {verdict.why}")
+        print(
+            f"{verdict.mutant.id:<6} {verdict.mutant.file:<34} {verdict.result:<9} "
+            f"{verdict.seconds:>6.1f}  {verdict.why}"
+        )
     for verdict in verdicts:
         if verdict.result == "survived":
             print(f"\n{verdict.mutant.id} survived: {verdict.mutant.why}")

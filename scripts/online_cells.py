@@ -1,4 +1,5 @@
-"""What scripts/bench_online measures: a cell is one experiment with one seed, kept as one JSON file. Torch-free."""
+"""What scripts/bench_online measures: a cell is one experiment with one seed, kept as one JSON
+file. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from online_streams import Stream, blocks, gradual, turns
 
 LEARNED, NO_REPLAY, PERIODIC = "learning", "no-replay", "periodic"
 WARM, COLD = "warm", "cold"
-FIRST, SECOND, THIRD = "code", "prose", "headers"  # the warm draft was trained on answers to the first
+# the warm draft was trained on answers to the first
+FIRST, SECOND, THIRD = "code", "prose", "headers"
 REQUESTS = 2000  # after a shift, as in the goals; other sizes are shares of it
 
 
@@ -44,11 +46,15 @@ def part_of(requests: int, share: float) -> int:
 
 
 def there_and_back(requests: int) -> Stream:
-    return blocks((FIRST, part_of(requests, 0.1)), (SECOND, requests), (FIRST, part_of(requests, 0.1)))
+    return blocks(
+        (FIRST, part_of(requests, 0.1)), (SECOND, requests), (FIRST, part_of(requests, 0.1))
+    )
 
 
 def there(second: str, before: float, after: float) -> Callable[[int], Stream]:
-    return lambda requests: blocks((FIRST, part_of(requests, before)), (second, part_of(requests, after)))
+    return lambda requests: blocks(
+        (FIRST, part_of(requests, before)), (second, part_of(requests, after))
+    )
 
 
 CURVES: dict[str, Curve] = {
@@ -59,10 +65,15 @@ CURVES: dict[str, Curve] = {
     "gradual": Curve(lambda requests: gradual(FIRST, SECOND, part_of(requests, 0.3))),
     "oscillating": Curve(lambda requests: turns((FIRST, SECOND), part_of(requests, 0.025), 6)),
     "recurring": Curve(lambda requests: turns((FIRST, SECOND, THIRD), part_of(requests, 0.05), 2)),
-    "recurring-periodic": Curve(lambda requests: turns((FIRST, SECOND, THIRD), part_of(requests, 0.05), 2), PERIODIC),
-    "cold": Curve(lambda requests: blocks((FIRST, part_of(requests, 0.5))), start=COLD, ends_at_warm=True),
+    "recurring-periodic": Curve(
+        lambda requests: turns((FIRST, SECOND, THIRD), part_of(requests, 0.05), 2), PERIODIC
+    ),
+    "cold": Curve(
+        lambda requests: blocks((FIRST, part_of(requests, 0.5))), start=COLD, ends_at_warm=True
+    ),
 }
-# Without learning; what they keep does not depend on when a request comes, but for suffix, which remembers.
+# Without learning; what they keep does not depend on when a request comes, but for suffix, which
+# remembers.
 BASELINES = ("static", "ngram", "suffix")
 SYSTEM, CAPTURE, GATE, OBJECTIVES = "system", "capture", "gate", "objectives"
 # In the order of their worth, should an hour end too soon.
@@ -73,7 +84,9 @@ NAMES = (*PARTS, *CURVES)  # what can be asked for alone
 
 def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[Cell]:
     """Seed by seed, so that an interrupted run has measured everything at least once."""
-    every = [cell for seed in range(seeds) for part in PARTS for cell in cells_of(part, seed, requests)]
+    every = [
+        cell for seed in range(seeds) for part in PARTS for cell in cells_of(part, seed, requests)
+    ]
     chosen = [cell for cell in every if cell.part in only or cell.name in only]
     yield from (cell for cell in chosen if cell.name not in LATE)
     yield from (cell for cell in chosen if cell.name in LATE)

@@ -80,23 +80,35 @@ def part(cell: Cell) -> int:
     return max(16, int(cell.arguments["requests"]) * 200 // REQUESTS)
 
 
-def compare(setting: Setting, cell: Cell, world: World, taught: Sequence[ServedText]) -> dict[str, float]:
-    """Three drafts on the same texts of the second domain, which the newest version serves: learned, static, offline."""
+def compare(
+    setting: Setting, cell: Cell, world: World, taught: Sequence[ServedText]
+) -> dict[str, float]:
+    """Three drafts on the same texts of the second domain, which the newest version serves:
+    learned, static, offline."""
     static, online = setting.load(setting.draft(cell.seed)), world.daemon.publisher.live
     offline = setting.load(setting.draft(cell.seed))
     of_second = [text for text in taught if text.records[0].request_class == SECOND]
     distill(offline, setting, of_second, seed=cell.seed)
     texts = setting.texts(online, SECOND, part(cell), seed=cell.seed, begin=EVALUATED)
     names = {"static": static, "online": online, "offline": offline}
-    return {name: setting.alpha(drafter, texts) for name, drafter in names.items()} | {"texts": len(of_second)}
+    return {name: setting.alpha(drafter, texts) for name, drafter in names.items()} | {
+        "texts": len(of_second)
+    }
 
 
-def distill(drafter: TrainedDrafter, setting: Setting, texts: Sequence[ServedText], *, seed: int) -> None:
-    """As the learner trains, as many steps, but with all texts at hand from the beginning, in any order, at a rate that falls."""
+def distill(
+    drafter: TrainedDrafter, setting: Setting, texts: Sequence[ServedText], *, seed: int
+) -> None:
+    """As the learner trains, as many steps, but with all texts at hand from the beginning, in any
+    order, at a rate that falls."""
     steps = max(1, LEARN.steps * len(texts) // LEARN.fresh)
     for share, rate in OFFLINE_RATES:
         config = LearnConfig(
-            lr=rate * LEARN.lr, steps=max(1, round(share * steps)), unroll=LEARN.unroll, max_length=LEARN.max_length, replay=0.0
+            lr=rate * LEARN.lr,
+            steps=max(1, round(share * steps)),
+            unroll=LEARN.unroll,
+            max_length=LEARN.max_length,
+            replay=0.0,
         )
         Learner(drafter, setting.target, config, seed=seed).update(list(texts))
 
@@ -108,7 +120,9 @@ def run_baselines(setting: Setting, cell: Cell) -> dict[str, Any]:
     answers = {}
     for name in BASELINES:
         drafter = baseline(setting, name, cell.seed)
-        served, _ = setting.served(drafter, list(asks(prompts, stream, begin=EVALUATED)), seed=cell.seed)
+        served, _ = setting.served(
+            drafter, list(asks(prompts, stream, begin=EVALUATED)), seed=cell.seed
+        )
         answers[name] = [answer.to_dict() for answer in served]
     return {"answers": answers}
 

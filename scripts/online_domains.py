@@ -1,6 +1,8 @@
-"""Three domains of real text that every machine with draftsmith holds, and the traffic of scripts/bench_online made of them.
+"""Three domains of real text that every machine with draftsmith holds, and the traffic of
+scripts/bench_online made of them.
 
-code: the standard library's source. prose: the manual pages of `help()`. headers: the C++ headers that PyTorch's wheels carry.
+code: the standard library's source. prose: the manual pages of `help()`. headers: the C++ headers
+that PyTorch's wheels carry.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ def torch_headers() -> list[Document]:
     return [Document(str(path.relative_to(root)), text) for path, text in texts if len(text) > 200]
 
 
-DOMAINS: dict[str, Callable[[], list[Document]]] = {"code": stdlib_code, "prose": stdlib_prose, "headers": torch_headers}
+DOMAINS: dict[str, Callable[[], list[Document]]] = {
+    "code": stdlib_code,
+    "prose": stdlib_prose,
+    "headers": torch_headers,
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,9 @@ class Prompts:
         texts, ends = documents(domain)
         text = texts[bisect.bisect_right(ends, generator.randrange(ends[-1]))]
         line = text.rfind("\n", 0, generator.randrange(max(1, len(text) - 8 * PROMPT_TOKENS))) + 1
-        return self.tokenizer(text[line : line + 16 * PROMPT_TOKENS], add_special_tokens=False)["input_ids"][:PROMPT_TOKENS]
+        return self.tokenizer(text[line : line + 16 * PROMPT_TOKENS], add_special_tokens=False)[
+            "input_ids"
+        ][:PROMPT_TOKENS]
 
 
 @cache

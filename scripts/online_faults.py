@@ -1,4 +1,5 @@
-"""Updates of known worth put before the gate: some that help, some that were injected to harm; and versions that got past it."""
+"""Updates of known worth put before the gate: some that help, some that were injected to harm; and
+versions that got past it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from draftsmith.drafters.interface import TrainedDrafter
 
 AWAY = 2 * 10**6  # numbers of these requests, away from those of any stream
 SNAPSHOTS = 10  # good candidates of one run, one an update of the learner
-PATIENCE, LOOK, TRIALS = 96, 24, 2  # held-out requests of a trial, between two looks of the gate; trials of each candidate
+# held-out requests of a trial, between two looks of the gate; trials of each candidate
+PATIENCE, LOOK, TRIALS = 96, 24, 2
 HARMFUL_STEPS = 8
 Harm = Callable[[TrainedDrafter, Sequence[ServedText], Setting, int], None]
 
 
 def run_gate(setting: Setting, cell: Cell) -> dict[str, Any]:
-    """The live draft is the static one while traffic is of the second domain: much could be better, and all that is worse must
-    not go live."""
+    """The live draft is the static one while traffic is of the second domain: much could be better,
+    and all that is worse must not go live."""
     count, begin = int(cell.arguments["requests"]), AWAY
     static = setting.load(setting.draft(cell.seed))
     parts = []
@@ -41,20 +43,32 @@ def run_gate(setting: Setting, cell: Cell) -> dict[str, Any]:
     taught, other, *judged = parts
     alpha = setting.alpha(static, other)
     candidates = [*good(setting, taught, cell.seed), *bad(setting, taught, cell.seed)]
-    gains = [setting.alpha(one, other) - alpha if is_finite(one) else -math.inf for _, one in candidates]
+    gains = [
+        setting.alpha(one, other) - alpha if is_finite(one) else -math.inf for _, one in candidates
+    ]
     trials = []
     for texts in judged:
         live = Scorer(static, setting.target, max_length=MAX_LENGTH)
         for (kind, candidate), gain in zip(candidates, gains, strict=True):
             decision, held_out = judge(live, candidate, texts)
             trials.append(
-                {"kind": kind, "gain": gain if math.isfinite(gain) else None, "decision": decision, "held_out": held_out}
+                {
+                    "kind": kind,
+                    "gain": gain if math.isfinite(gain) else None,
+                    "decision": decision,
+                    "held_out": held_out,
+                }
             )
-    return {"alpha": alpha, "trials": trials, "forced": [forced(setting, cell, name) for name in ("noise", "shuffled labels")]}
+    return {
+        "alpha": alpha,
+        "trials": trials,
+        "forced": [forced(setting, cell, name) for name in ("noise", "shuffled labels")],
+    }
 
 
 def judge(live: Scorer, candidate: TrainedDrafter, texts: Sequence[ServedText]) -> tuple[str, int]:
-    """As the daemon looks at a candidate while held-out requests come in: the last decision, and after how many of them."""
+    """As the daemon looks at a candidate while held-out requests come in: the last decision, and
+    after how many of them."""
     evidence, decision = Evidence(), "hold"
     for end in range(LOOK, len(texts) + 1, LOOK):
         window = texts[max(0, end - GATE.window) : end]
@@ -64,8 +78,11 @@ def judge(live: Scorer, candidate: TrainedDrafter, texts: Sequence[ServedText]) 
     return decision, len(texts)
 
 
-def good(setting: Setting, texts: Sequence[ServedText], seed: int) -> list[tuple[str, TrainedDrafter]]:
-    """One run of the learner, copied after every update; what they gain is measured, not assumed."""
+def good(
+    setting: Setting, texts: Sequence[ServedText], seed: int
+) -> list[tuple[str, TrainedDrafter]]:
+    """One run of the learner, copied after every update; what they gain is measured,
+    not assumed."""
     learner = Learner(setting.load(setting.draft(seed)), setting.target, LEARN, seed=seed)
     found = []
     for update in range(SNAPSHOTS):
@@ -78,7 +95,9 @@ def good(setting: Setting, texts: Sequence[ServedText], seed: int) -> list[tuple
     return found
 
 
-def bad(setting: Setting, texts: Sequence[ServedText], seed: int) -> list[tuple[str, TrainedDrafter]]:
+def bad(
+    setting: Setting, texts: Sequence[ServedText], seed: int
+) -> list[tuple[str, TrainedDrafter]]:
     found = []
     for name, harm in HARMS.items():
         candidate = setting.load(setting.draft(seed))
@@ -92,19 +111,25 @@ def is_finite(drafter: torch.nn.Module) -> bool:
 
 
 @torch.no_grad()
-def poison(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int) -> None:
+def poison(
+    drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int
+) -> None:
     trained(drafter)[seed % len(trained(drafter))].view(-1)[0] = math.nan
 
 
 @torch.no_grad()
-def add_noise(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int) -> None:
+def add_noise(
+    drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in trained(drafter):
         parameter += 0.5 * parameter.std() * torch.randn(parameter.shape, generator=generator)
 
 
 @torch.no_grad()
-def shuffle_weights(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int) -> None:
+def shuffle_weights(
+    drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in trained(drafter):
         order = torch.randperm(parameter.numel(), generator=generator)
@@ -112,15 +137,21 @@ def shuffle_weights(drafter: TrainedDrafter, texts: Sequence[ServedText], settin
 
 
 @torch.no_grad()
-def forget_everything(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int) -> None:
+def forget_everything(
+    drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int
+) -> None:
     fresh = setting.load(setting.draft(seed, "cold"))
     drafter.load_state_dict(fresh.state_dict())
 
 
-def shuffle_labels(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int) -> None:
+def shuffle_labels(
+    drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int
+) -> None:
     """Each text's tokens in another order: what follows what is no longer so."""
     generator = random.Random(seed)
-    shuffled = [replace(text, tokens=generator.sample(text.tokens, len(text.tokens))) for text in texts]
+    shuffled = [
+        replace(text, tokens=generator.sample(text.tokens, len(text.tokens))) for text in texts
+    ]
     train(drafter, shuffled, setting, seed, lr=LEARN.lr)
 
 
@@ -130,7 +161,9 @@ def leap(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting,
 
 
 @torch.no_grad()
-def reverse(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int) -> None:
+def reverse(
+    drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int
+) -> None:
     """As far as training goes, the other way."""
     before = [parameter.clone() for parameter in trained(drafter)]
     with torch.enable_grad():
@@ -139,7 +172,9 @@ def reverse(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setti
         parameter.copy_(2 * start - parameter)
 
 
-def train(drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int, *, lr: float) -> None:
+def train(
+    drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int, *, lr: float
+) -> None:
     config = LearnConfig(lr=lr, steps=HARMFUL_STEPS, unroll=K, max_length=MAX_LENGTH, warmup=1)
     Learner(drafter, setting.target, config, seed=seed).update(texts)
 
@@ -160,20 +195,35 @@ HARMS: dict[str, Harm] = {
 
 
 def forced(setting: Setting, cell: Cell, harm: str) -> dict[str, Any]:
-    """A bad version published past the gate: how many requests does it draft until it is taken back?"""
+    """A bad version published past the gate: how many requests does it draft until it is taken
+    back?"""
     chosen = learning(LEARNED, int(cell.arguments["requests"]))
     with setting.room(f"forced-{cell.seed}") as folder:
         never = replace(chosen.gate, every=10**6)  # the watch alone decides
         world = World(
-            setting.target, setting.draft(cell.seed), folder, replace(chosen.learn, fresh=10**6), gate=never, seed=cell.seed
+            setting.target,
+            setting.draft(cell.seed),
+            folder,
+            replace(chosen.learn, fresh=10**6),
+            gate=never,
+            seed=cell.seed,
         )
-        serving, victim = setting.load(setting.draft(cell.seed)), setting.load(setting.draft(cell.seed))
+        serving, victim = (
+            setting.load(setting.draft(cell.seed)),
+            setting.load(setting.draft(cell.seed)),
+        )
         texts = setting.texts(serving, FIRST, 16, seed=cell.seed, begin=AWAY)
         HARMS[harm](victim, texts, setting, cell.seed)
         setting.publish(world.root, victim)
         world.follow()
         most = round(4 * GATE.window / GATE.held_out)
-        for served, answer in enumerate(world.serve(asks(setting.prompts(cell.seed), [FIRST] * most, begin=AWAY))):
+        for served, answer in enumerate(
+            world.serve(asks(setting.prompts(cell.seed), [FIRST] * most, begin=AWAY))
+        ):
             if world.live == 1 and answer.version == 1:
-                return {"harm": harm, "requests": served, "held_out": world.daemon.counters.held_out}
+                return {
+                    "harm": harm,
+                    "requests": served,
+                    "held_out": world.daemon.counters.held_out,
+                }
         return {"harm": harm, "requests": None, "held_out": world.daemon.counters.held_out}

@@ -1,4 +1,5 @@
-"""Figures of scripts/bench_online from the answers of its cells, each a dictionary as of `online_world.Answer`. Torch-free."""
+"""Figures of scripts/bench_online from the answers of its cells, each a dictionary as of
+`online_world.Answer`. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ def pooled_alpha(answers: Answers) -> float:
 
 
 def pooled_tau(answers: Answers) -> float:
-    """Committed tokens a target pass; the passes that read prompts commit one and are left out with it."""
-    return sum(one["tokens"] - 1 for one in answers) / max(1, sum(one["passes"] - 1 for one in answers))
+    """Committed tokens a target pass; the passes that read prompts commit one and are left out with
+    it."""
+    return sum(one["tokens"] - 1 for one in answers) / max(
+        1, sum(one["passes"] - 1 for one in answers)
+    )
 
 
 def seconds(answers: Answers) -> float:
@@ -28,9 +32,14 @@ def seconds(answers: Answers) -> float:
     return last["serve_s"] + last["learn_s"] - first["serve_s"] - first["learn_s"]
 
 
-def moving(answers: Answers, figure: Callable[[Answers], float], window: int = WINDOW) -> list[float]:
+def moving(
+    answers: Answers, figure: Callable[[Answers], float], window: int = WINDOW
+) -> list[float]:
     """Entry n is of the `window` answers that end with number n; earlier ones are nan."""
-    return [figure(answers[end - window + 1 : end + 1]) if end + 1 >= window else math.nan for end in range(len(answers))]
+    return [
+        figure(answers[end - window + 1 : end + 1]) if end + 1 >= window else math.nan
+        for end in range(len(answers))
+    ]
 
 
 def segments(answers: Answers) -> list[Answers]:
@@ -43,7 +52,9 @@ def segments(answers: Answers) -> list[Answers]:
     return found
 
 
-def recovered_after(answers: Answers, goal: float, figure: Callable[[Answers], float] = pooled_alpha) -> int | None:
+def recovered_after(
+    answers: Answers, goal: float, figure: Callable[[Answers], float] = pooled_alpha
+) -> int | None:
     """Requests until the moving figure first reaches `goal`; None where it never does."""
     values = moving(answers, figure, min(WINDOW, max(1, len(answers) // 4)))
     return next((index + 1 for index, value in enumerate(values) if value >= goal), None)

@@ -19,7 +19,8 @@ from online_figures import (
 )
 
 Row = dict[str, Any]
-AT_RETURN = 100  # requests at the end of a visit or of a stream, and at the beginning of the next visit
+# requests at the end of a visit or of a stream, and at the beginning of the next visit
+AT_RETURN = 100
 SETTLED = 200  # requests of a domain after which the newest held-out window holds no other
 FEWEST = 30  # requests of a version that tell its live alpha
 WORTH = 0.02  # gain of a good update
@@ -27,7 +28,11 @@ WORTH = 0.02  # gain of a good update
 
 def results(rows: Sequence[Row], part: str, name: str) -> dict[int, Row]:
     """By seed."""
-    return {row["cell"]["seed"]: row["result"] for row in rows if (row["cell"]["part"], row["cell"]["name"]) == (part, name)}
+    return {
+        row["cell"]["seed"]: row["result"]
+        for row in rows
+        if (row["cell"]["part"], row["cell"]["name"]) == (part, name)
+    }
 
 
 def over_seeds(values: Sequence[float]) -> Figure:
@@ -40,11 +45,17 @@ def curves(rows: Sequence[Row], name: str) -> dict[int, Answers]:
 
 def baseline(rows: Sequence[Row], name: str, seed: int, domain: str) -> Answers:
     found = results(rows, "baselines", "baselines")
-    return [one for one in found[seed]["answers"][name] if one["domain"] == domain] if seed in found else []
+    return (
+        [one for one in found[seed]["answers"][name] if one["domain"] == domain]
+        if seed in found
+        else []
+    )
 
 
 def of_domain(answers: Answers, domain: str) -> Answers:
-    return sorted((one for one in answers if one["domain"] == domain), key=lambda one: one["number"])
+    return sorted(
+        (one for one in answers if one["domain"] == domain), key=lambda one: one["number"]
+    )
 
 
 # After a sudden shift.
@@ -73,20 +84,26 @@ def recovery(answers: Answers) -> float:
 
 
 def risen(rows: Sequence[Row], name: str, domain: str) -> list[float]:
-    """The same of what was gained: until 90 % of the way from the static draft's alpha to the end."""
+    """The same of what was gained: until 90 % of the way from the static draft's alpha
+    to the end."""
     values = []
     for seed, answers in curves(rows, name).items():
-        start, second = pooled_alpha(baseline(rows, "static", seed, domain)), of_domain(answers, domain)
+        start, second = (
+            pooled_alpha(baseline(rows, "static", seed, domain)),
+            of_domain(answers, domain),
+        )
         found = recovered_after(second, start + RECOVERED * (final_alpha(second) - start))
         values.append(math.nan if found is None else float(found))
     return values
 
 
 def cold_starts(rows: Sequence[Row]) -> list[float]:
-    """Requests until a draft that began with random weights has 90 % of the warm one's tau; nan where it was not reached."""
+    """Requests until a draft that began with random weights has 90 % of the warm one's tau; nan
+    where it was not reached."""
     values = []
     for found in results(rows, "curves", "cold").values():
-        is_reached = pooled_tau(found["answers"][-AT_RETURN:]) >= RECOVERED * found["goal"]  # in the order in which they ended
+        # in the order in which they ended
+        is_reached = pooled_tau(found["answers"][-AT_RETURN:]) >= RECOVERED * found["goal"]
         values.append(float(len(found["answers"])) if is_reached else math.nan)
     return values
 
@@ -121,7 +138,11 @@ def number(gain: float | None) -> float:
 
 def shares(rows: Sequence[Row], wanted: Any, is_accepted: bool) -> list[float]:
     found = [[trial for trial in some if wanted(trial)] for some in trials(rows).values()]
-    return [sum((one["decision"] == "accept") == is_accepted for one in some) / len(some) for some in found if some]
+    return [
+        sum((one["decision"] == "accept") == is_accepted for one in some) / len(some)
+        for some in found
+        if some
+    ]
 
 
 def rollbacks(rows: Sequence[Row]) -> list[Row]:
@@ -132,7 +153,8 @@ def rollbacks(rows: Sequence[Row]) -> list[Row]:
 
 
 def predictions(rows: Sequence[Row], names: Sequence[str], key: str) -> list[float]:
-    """Mean of live - predicted alpha, one a seed, over the versions that were judged and served in one domain."""
+    """Mean of live - predicted alpha, one a seed, over the versions that were judged and served in
+    one domain."""
     by_seed: dict[int, list[float]] = {}
     for name in names:
         for seed, found in results(rows, "curves", name).items():

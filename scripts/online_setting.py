@@ -1,4 +1,5 @@
-"""What the cells of scripts/bench_online share: the target, each seed's drafts, and how a draft is scored."""
+"""What the cells of scripts/bench_online share: the target, each seed's drafts, and how a draft is
+scored."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 
 MAX_LENGTH = 128
-# A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it much of what it knows.
+# A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it
+# much of what it knows.
 LEARN = LearnConfig(lr=1e-3, warmup=100, unroll=K, max_length=MAX_LENGTH)
 # Every 21 requests on average: 16 to learn from beside the quarter that is held out.
 GATE = GateConfig()
@@ -44,7 +46,12 @@ def learning(name: str, requests: int) -> Learning:
     """`requests` after a shift: a short trial run retrains more often."""
     fresh = max(8, round(min(PERIOD, requests / 4) * (1 - GATE.held_out)))
     periodic = LearnConfig(
-        lr=LEARN.lr, warmup=LEARN.warmup, unroll=K, max_length=MAX_LENGTH, fresh=fresh, steps=fresh * LEARN.steps // LEARN.fresh
+        lr=LEARN.lr,
+        warmup=LEARN.warmup,
+        unroll=K,
+        max_length=MAX_LENGTH,
+        fresh=fresh,
+        steps=fresh * LEARN.steps // LEARN.fresh,
     )  # as many steps a text
     return {
         LEARNED: Learning(LEARN, GATE),
@@ -76,23 +83,31 @@ class Setting:
 
     def _train(self, folder: Path, seed: int) -> None:
         draftsmith(
-            "generate", "--target", self.target.name, "--prompts", "stdlib:code", "--count", 768, "--batch", 32,
-            "--prompt-tokens", PROMPT_TOKENS, "--max-tokens", 48, "--temperature", SAMPLING.temperature, "--seed", seed,
+            "generate", "--target", self.target.name, "--prompts", "stdlib:code", "--count", 768,
+            "--batch", 32,
+            "--prompt-tokens", PROMPT_TOKENS, "--max-tokens", 48, "--temperature",
+            SAMPLING.temperature, "--seed", seed,
             "--out", self.data(seed),
         )  # fmt: skip
         draftsmith(
-            "train", "eagle3", "--target", self.target.name, "--data", self.data(seed), "--out", folder, "--seed", seed,
-            "--steps", 400, "--batch-size", 8, "--eval-prompts", 0, "--log-every", 50, "optim.lr=3e-3", f"unroll.steps={K}",
+            "train", "eagle3", "--target", self.target.name, "--data", self.data(seed), "--out",
+            folder, "--seed", seed,
+            "--steps", 400, "--batch-size", 8, "--eval-prompts", 0, "--log-every", 50,
+            "optim.lr=3e-3", f"unroll.steps={K}",
         )  # fmt: skip
 
     def _create(self, folder: Path, seed: int) -> None:
-        checkpoint.save(FAMILIES["eagle3"].create(Eagle3Options(), self.target, seed=seed), folder, self.target)
+        checkpoint.save(
+            FAMILIES["eagle3"].create(Eagle3Options(), self.target, seed=seed), folder, self.target
+        )
 
     def publish(self, root: Path, drafter: TrainedDrafter) -> None:
         """A version that no gate has seen."""
         versions.publish(
-            root, lambda folder: checkpoint.save(drafter, folder, self.target), family=drafter.family,
-            target=checkpoint.identity(self.target), parent=1, data_range={}, gate={"reason": "by hand"},
+            root, lambda folder: checkpoint.save(drafter, folder, self.target),
+            family=drafter.family,
+            target=checkpoint.identity(self.target), parent=1, data_range={},
+            gate={"reason": "by hand"},
         )  # fmt: skip
 
     @contextmanager
@@ -104,20 +119,35 @@ class Setting:
         yield folder
         shutil.rmtree(folder)
 
-    def served(self, drafter: ServingDrafter, some: Sequence[Ask], *, seed: int) -> tuple[list[Answer], list[ServedText]]:
+    def served(
+        self, drafter: ServingDrafter, some: Sequence[Ask], *, seed: int
+    ) -> tuple[list[Answer], list[ServedText]]:
         """Answers, and the texts as records tell them."""
         texts = Texts()
         answers = list(Server(self.target, drafter, seed=seed, sink=texts).serve(some))
         return answers, texts.taken()
 
-    def texts(self, drafter: ServingDrafter, domain: str, count: int, *, seed: int, begin: int) -> list[ServedText]:
+    def texts(
+        self, drafter: ServingDrafter, domain: str, count: int, *, seed: int, begin: int
+    ) -> list[ServedText]:
         """Of prompts that no stream asks: their numbers begin at `begin`."""
-        return self.served(drafter, list(asks(self.prompts(seed), [domain] * count, begin=begin)), seed=seed + begin)[1]
+        return self.served(
+            drafter,
+            list(asks(self.prompts(seed), [domain] * count, begin=begin)),
+            seed=seed + begin,
+        )[1]
 
     def alpha(self, drafter: TrainedDrafter, texts: Sequence[ServedText]) -> float:
         """Exactly, at the positions that verification visited."""
         return float(
-            np.concatenate([one.alpha for one in score(drafter, self.target, texts, max_depth=K, max_length=MAX_LENGTH)]).mean()
+            np.concatenate(
+                [
+                    one.alpha
+                    for one in score(
+                        drafter, self.target, texts, max_depth=K, max_length=MAX_LENGTH
+                    )
+                ]
+            ).mean()
         )
 
 

@@ -1,4 +1,5 @@
-"""Which domain each request of a stream is from: sudden, gradual, oscillating and recurring shifts. Torch-free."""
+"""Which domain each request of a stream is from: sudden, gradual, oscillating and recurring shifts.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def blocks(*parts: tuple[str, int]) -> Stream:
 def gradual(first: str, second: str, count: int, *, seed: int = 0) -> Stream:
     """The second's share rises evenly from 0 to 1."""
     generator = random.Random(seed)
-    return [second if generator.random() < (index + 0.5) / count else first for index in range(count)]
+    return [
+        second if generator.random() < (index + 0.5) / count else first for index in range(count)
+    ]
 
 
 def turns(domains: Sequence[str], count: int, times: int) -> Stream:

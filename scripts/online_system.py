@@ -1,4 +1,5 @@
-"""The rows about the system: a real server and a real daemon over HTTP, then swaps forced once a second under traffic."""
+"""The rows about the system: a real server and a real daemon over HTTP, then swaps forced once a
+second under traffic."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 CLIENTS = 8
 PORT = 8741
 PATIENCE_S = 900.0  # with a machine that has much else to do
-LEARN_FLAGS = [f"learn.{name}={getattr(LEARN, name)}" for name in ("lr", "warmup", "steps", "unroll", "max_length")]
+LEARN_FLAGS = [
+    f"learn.{name}={getattr(LEARN, name)}"
+    for name in ("lr", "warmup", "steps", "unroll", "max_length")
+]
 
 
 def run_system(setting: Setting, cell: Cell) -> dict[str, Any]:
@@ -38,7 +42,18 @@ def run_system(setting: Setting, cell: Cell) -> dict[str, Any]:
     with setting.room(f"system-{cell.seed}") as folder:
         draft, url = setting.draft(cell.seed), f"http://127.0.0.1:{PORT + cell.seed}"
         serving = ["--learn", folder / "buffer", "--versions", folder / "versions"]
-        words = [*COMMAND, "serve", "--target", setting.target.name, "--draft", draft, "--port", PORT + cell.seed, "--k", K]
+        words = [
+            *COMMAND,
+            "serve",
+            "--target",
+            setting.target.name,
+            "--draft",
+            draft,
+            "--port",
+            PORT + cell.seed,
+            "--k",
+            K,
+        ]
         words += ["--max-batch", CLIENTS, "--threads", 1, "--name", "online", *serving]
         with process(words, folder / "server.log") as child:
             wait_until_healthy(child, PORT + cell.seed, limit_s=PATIENCE_S)
@@ -47,7 +62,8 @@ def run_system(setting: Setting, cell: Cell) -> dict[str, Any]:
                 learned = send(url, prompts)
                 learned_s = time.monotonic() - begun_s
             published = versions.latest(folder / "versions") or 1
-            setting.publish(folder / "versions", setting.load(draft))  # so that there are two to choose from
+            # so that there are two to choose from
+            setting.publish(folder / "versions", setting.load(draft))
             with flipping(folder / "versions"):
                 flipped = send(url, prompts)
             metrics = httpx.get(f"{url}/metrics", timeout=30).text
@@ -68,7 +84,8 @@ def run_system(setting: Setting, cell: Cell) -> dict[str, Any]:
 @contextmanager
 def learner(setting: Setting, draft: Path, folder: Path) -> Iterator[None]:
     words = [
-        *COMMAND, "distill", "--target", setting.target.name, "--draft", draft, "--buffer", folder / "buffer",
+        *COMMAND, "distill", "--target", setting.target.name, "--draft", draft, "--buffer",
+        folder / "buffer",
         "--versions", folder / "versions", "--threads", 1, *LEARN_FLAGS,
     ]  # fmt: skip
     with process(words, folder / "distill.log") as child:
@@ -80,13 +97,17 @@ def wait_for_version(child: subprocess.Popen, root: Path) -> None:
     begun_s = time.monotonic()
     while versions.latest(root) is None:
         if child.poll() is not None or time.monotonic() - begun_s > PATIENCE_S:
-            sys.exit("bench_online: the learner did not publish the starting draft; its log is beside the run")
+            sys.exit(
+                "bench_online: the learner did not publish the starting draft; its log is beside "
+                "the run"
+            )
         time.sleep(0.2)
 
 
 @contextmanager
 def flipping(root: Path) -> Iterator[None]:
-    """Another version is chosen as often as servers look, whatever it is worth: what counts is the pause."""
+    """Another version is chosen as often as servers look, whatever it is worth: what counts is the
+    pause."""
     known, stop = versions.versions(root), threading.Event()
 
     def flip() -> None:
@@ -109,18 +130,26 @@ def send(url: str, prompts: list[list[int]]) -> list[dict[str, Any] | None]:
 
     def one(index: int) -> dict[str, Any] | None:
         body = {
-            "model": "online", "prompt": prompts[index], "max_tokens": SAMPLING.max_tokens, "temperature": SAMPLING.temperature,
+            "model": "online", "prompt": prompts[index], "max_tokens": SAMPLING.max_tokens,
+            "temperature": SAMPLING.temperature,
             "ignore_eos": True, "speculation": {"report": True},
         }  # fmt: skip
         try:
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300).raise_for_status().json()
+            answer = (
+                httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+                .raise_for_status()
+                .json()
+            )
         except (httpx.HTTPError, json.JSONDecodeError):
             return None
         if answer["usage"]["completion_tokens"] != SAMPLING.max_tokens:
             return None
         report = answer["metrics"]["speculative_decoding"]
         accepted, drafted = report["per_step_accepted"], report["per_step_drafted"]
-        return {"accepted": sum(accepted), "tried": sum(a + (a < d) for a, d in zip(accepted, drafted, strict=True))}
+        return {
+            "accepted": sum(accepted),
+            "tried": sum(a + (a < d) for a, d in zip(accepted, drafted, strict=True)),
+        }
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         return list(pool.map(one, range(len(prompts))))
@@ -140,8 +169,10 @@ def run_capture(setting: Setting, cell: Cell) -> dict[str, Any]:
     """What recording costs, by scripts/bench_records."""
     out = setting.work / "capture.json"
     words = [
-        sys.executable, Path(__file__).with_name("bench_records.py"), "--target", setting.target.name,
-        "--draft", setting.draft(cell.seed), "--data", setting.data(cell.seed), "--k", K, "--turns", cell.arguments["turns"],
+        sys.executable, Path(__file__).with_name("bench_records.py"), "--target",
+        setting.target.name,
+        "--draft", setting.draft(cell.seed), "--data", setting.data(cell.seed), "--k", K, "--turns",
+        cell.arguments["turns"],
         "--tokens", SAMPLING.max_tokens, "--temperature", SAMPLING.temperature, "--out", out,
     ]  # fmt: skip
     subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL)

@@ -1,5 +1,5 @@
-"""The target of scripts/bench_online: half of the quickstart's layers, so that thousands of requests fit an hour, trained until
-it speaks again, and of the third domain too."""
+"""The target of scripts/bench_online: half of the quickstart's layers, so that thousands of
+requests fit an hour, trained until it speaks again, and of the third domain too."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ def make_target(out: Path, *, minutes: float, seed: int = 0) -> None:
     tokenizer, model = shipped.tokenizer(), pruned_target(shipped, LAYERS)
     model.set_attn_implementation("sdpa")
     documents = {name: make() for name, make in DOMAINS.items()}
-    streams = {name: pack(tokenizer, [one.text for one in some if not held_out(one)]) for name, some in documents.items()}
-    unseen = {name: pack(tokenizer, [one.text for one in some if held_out(one)]) for name, some in documents.items()}
+    streams = {
+        name: pack(tokenizer, [one.text for one in some if not held_out(one)])
+        for name, some in documents.items()
+    }
+    unseen = {
+        name: pack(tokenizer, [one.text for one in some if held_out(one)])
+        for name, some in documents.items()
+    }
     begun_s = time.monotonic()
     model.train()
     generator = torch.Generator().manual_seed(seed)
@@ -36,7 +42,8 @@ def make_target(out: Path, *, minutes: float, seed: int = 0) -> None:
     seconds = time.monotonic() - begun_s
     model.eval()
     record = {
-        "parameters": sum(p.numel() for p in model.parameters()), "layers_of_quickstart_target": LAYERS, "steps": steps,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers_of_quickstart_target": LAYERS, "steps": steps,
         "tokens": steps * LENGTH * sum(ROWS.values()), "seconds": round(seconds),
         "held_out_loss": {name: round(mean_loss(model, stream, LENGTH), 3) for name, stream in unseen.items()},
     }  # fmt: skip

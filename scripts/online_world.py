@@ -1,6 +1,8 @@
-"""Server and learner of scripts/bench_online in one process: the real engine and the real daemon, taking turns.
+"""Server and learner of scripts/bench_online in one process: the real engine and the real daemon,
+taking turns.
 
-No thread, no file and no clock stands between them, so a stream of requests gives the same curve again.
+No thread, no file and no clock stands between them, so a stream of requests gives the same curve
+again.
 """
 
 from __future__ import annotations
@@ -95,12 +97,24 @@ class Texts:
 class Server:
     """An engine that is kept full; `between` is called after every `CYCLE` finished requests."""
 
-    def __init__(self, target: Target, drafter: ServingDrafter, *, seed: int, sink: Any = None, version: int = 0):
-        config = EngineConfig(k=K, max_batch=BATCH, max_queue=4 * BATCH, seed=seed, max_length=128, prefix_cache=False)
+    def __init__(
+        self,
+        target: Target,
+        drafter: ServingDrafter,
+        *,
+        seed: int,
+        sink: Any = None,
+        version: int = 0,
+    ):
+        config = EngineConfig(
+            k=K, max_batch=BATCH, max_queue=4 * BATCH, seed=seed, max_length=128, prefix_cache=False
+        )
         self.engine = Engine(target, drafter, config, sink=sink, draft_version=str(version))
         self.serve_s = self.learn_s = 0.0
 
-    def serve(self, asks: Iterable[Ask], between: Callable[[], None] = lambda: None) -> Iterator[Answer]:
+    def serve(
+        self, asks: Iterable[Ask], between: Callable[[], None] = lambda: None
+    ) -> Iterator[Answer]:
         """Answers in the order in which they end."""
         source, running, since = iter(asks), {}, 0
         while True:
@@ -125,15 +139,20 @@ class Server:
 
     def _answer(self, request: Request, ask: Ask) -> Answer:
         stats = request.speculation
-        tried = sum(min(accepted + 1, offered) for accepted, offered in zip(stats.accepted, stats.offered, strict=True))
+        tried = sum(
+            min(accepted + 1, offered)
+            for accepted, offered in zip(stats.accepted, stats.offered, strict=True)
+        )
         return Answer(
-            ask.number, ask.domain, int(self.engine.stats.draft_version), sum(stats.accepted), tried,
+            ask.number, ask.domain, int(self.engine.stats.draft_version), sum(stats.accepted),
+            tried,
             stats.num_committed, stats.num_passes, self.serve_s, self.learn_s,
         )  # fmt: skip
 
 
 class World:
-    """A server that learns: the daemon has its turn between rounds, what it publishes is swapped in before the next one."""
+    """A server that learns: the daemon has its turn between rounds, what it publishes is swapped in
+    before the next one."""
 
     def __init__(
         self,
@@ -147,12 +166,15 @@ class World:
         pipe: type[Pipe] = Pipe,
     ):
         config = DistillConfig(
-            target=target.name, draft=str(draft), buffer=str(folder / "buffer"), versions=str(folder / "versions"),
+            target=target.name, draft=str(draft), buffer=str(folder / "buffer"),
+            versions=str(folder / "versions"),
             learn=learn, gate=gate, seed=seed, save_s=1e9, dtype="float32",
         )  # fmt: skip
         self.target, self.root = target, folder / "versions"
         self.log = io.StringIO()
-        self.daemon = Daemon(config, Status(self.root, self.log), Throttle(1.0, NoGuard(), threading.Event()))
+        self.daemon = Daemon(
+            config, Status(self.root, self.log), Throttle(1.0, NoGuard(), threading.Event())
+        )
         live = self.daemon.publisher.load(versions.folder_of(self.root, self.live))
         self.pipe = self.daemon.reader = pipe(folder / "buffer")
         self.server = Server(target, live, seed=seed, sink=self.pipe, version=self.live)
@@ -165,7 +187,8 @@ class World:
         return self.server.serve(asks, self.learn)
 
     def learn(self) -> None:
-        """Until it has caught up: the server waits, so that the curve does not depend on how fast the machine learns."""
+        """Until it has caught up: the server waits, so that the curve does not depend on how fast
+        the machine learns."""
         self.daemon.cycle()
         self.follow()
 

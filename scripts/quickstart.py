@@ -1,4 +1,5 @@
-"""The quickstart's stages, each one a command that a user would type. Started by scripts/quickstart."""
+"""The quickstart's stages, each one a command that a user would type. Started by
+scripts/quickstart."""
 
 from __future__ import annotations
 
@@ -44,26 +45,40 @@ class Stage(NamedTuple):
 
 @dataclass
 class Clock:
-    """Says which stage runs and how long is left; remembers finished stages so that a second start skips them."""
+    """Says which stage runs and how long is left; remembers finished stages so that a second start
+    skips them."""
 
     stages: list[Stage]
-    begun_s: float = field(default_factory=lambda: float(os.environ.get("QUICKSTART_BEGUN", time.time())))
+    begun_s: float = field(
+        default_factory=lambda: float(os.environ.get("QUICKSTART_BEGUN", time.time()))
+    )
 
     def run(self) -> None:
-        expected_s = sum(stage.seconds for stage in self.stages if not self.marker(stage.name).exists())
-        print(f"quickstart: about {duration(expected_s)} of work, everything under runs/quickstart", flush=True)
+        expected_s = sum(
+            stage.seconds for stage in self.stages if not self.marker(stage.name).exists()
+        )
+        print(
+            f"quickstart: about {duration(expected_s)} of work, everything under runs/quickstart",
+            flush=True,
+        )
         for number, (name, summary, stage_s, work) in enumerate(self.stages, start=1):
             label = f"[{number}/{len(self.stages)}] {summary}"
             if self.marker(name).exists():
                 print(f"{label}: kept from an earlier run", flush=True)
                 continue
             left = f"about {duration(stage_s)}; the whole about {duration(expected_s)} more"
-            print(f"\n{label} ({left}; {duration(time.time() - self.begun_s)} since the start)", flush=True)
+            print(
+                f"\n{label} ({left}; {duration(time.time() - self.begun_s)} since the start)",
+                flush=True,
+            )
             stage_begun_s = time.time()
             work()
             expected_s -= stage_s
             self.marker(name).parent.mkdir(parents=True, exist_ok=True)
-            self.marker(name).write_text(json.dumps({"seconds": round(time.time() - stage_begun_s, 1)}) + "\n", encoding="utf-8")
+            self.marker(name).write_text(
+                json.dumps({"seconds": round(time.time() - stage_begun_s, 1)}) + "\n",
+                encoding="utf-8",
+            )
         print(f"\nquickstart: {duration(time.time() - self.begun_s)} since the start", flush=True)
 
     def marker(self, name: str) -> Path:
@@ -74,7 +89,14 @@ def make_target(train: bool) -> None:
     source = SHIPPED_TARGET
     if train:
         source = RUN / "trained-target"
-        script = [sys.executable, ROOT / "scripts" / "train_target.py", "--out", source, "--minutes", str(TRAIN_MINUTES)]
+        script = [
+            sys.executable,
+            ROOT / "scripts" / "train_target.py",
+            "--out",
+            source,
+            "--minutes",
+            str(TRAIN_MINUTES),
+        ]
         subprocess.run(script, check=True)
     unpack(source, RUN / "target")
     record = json.loads((RUN / "target" / "training.json").read_text(encoding="utf-8"))
@@ -82,18 +104,27 @@ def make_target(train: bool) -> None:
 
 
 def unpack(source: Path, target: Path) -> None:
-    """Shipped in bfloat16 to be small; served in float32, which CPUs are faster at and greedy comparisons are exact in."""
+    """Shipped in bfloat16 to be small; served in float32, which CPUs are faster at and greedy
+    comparisons are exact in."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     weights = load_file(target / "model.safetensors")
-    save_file({name: tensor.float() for name, tensor in weights.items()}, target / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.float() for name, tensor in weights.items()},
+        target / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+    (target / "config.json").write_text(
+        json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def generate() -> None:
     draftsmith(
-        "generate", "--target", RUN / "target", "--prompts", "stdlib:code", "--split", "all", "--count", "1080",
-        "--prompt-tokens", "48", "--max-tokens", "112", "--temperature", "1", "--batch", "48", "--seed", "1",
+        "generate", "--target", RUN / "target", "--prompts", "stdlib:code", "--split", "all",
+        "--count", "1080",
+        "--prompt-tokens", "48", "--max-tokens", "112", "--temperature", "1", "--batch", "48",
+        "--seed", "1",
         "--out", RUN / "data",
     )  # fmt: skip
 
@@ -107,15 +138,19 @@ def train(family: str, minutes: float) -> None:
 
 def evaluate(family: str) -> None:
     draftsmith(
-        "eval", "--target", RUN / "target", "--draft", RUN / family, "--data", RUN / "data", "--held-out", "0.05",
-        "--prompts", "40", "--max-tokens", "96", "--k", str(K), "--store", "--out", RUN / f"eval-{family}.json",
+        "eval", "--target", RUN / "target", "--draft", RUN / family, "--data", RUN / "data",
+        "--held-out", "0.05",
+        "--prompts", "40", "--max-tokens", "96", "--k", str(K), "--store", "--out",
+        RUN / f"eval-{family}.json",
     )  # fmt: skip
 
 
 def bench(name: str, *drafter: str | Path) -> None:
     draftsmith(
-        "bench", "--target", RUN / "target", *drafter, "--prompts", RUN / "bench-prompts.jsonl", "--num-prompts", "6",
-        "--max-tokens", "96", "--temperature", "0", "1", "--k", str(K), "--repeats", "2", "--out", RUN / f"bench-{name}.json",
+        "bench", "--target", RUN / "target", *drafter, "--prompts", RUN / "bench-prompts.jsonl",
+        "--num-prompts", "6",
+        "--max-tokens", "96", "--temperature", "0", "1", "--k", str(K), "--repeats", "2", "--out",
+        RUN / f"bench-{name}.json",
     )  # fmt: skip
 
 
@@ -127,8 +162,26 @@ def learn() -> None:
 
 
 def export() -> None:
-    draftsmith("export", RUN / "eagle3", "--to", "vllm", "--target", RUN / "target", "--out", RUN / "export" / "eagle3")
-    draftsmith("export", RUN / "draft-lm", "--to", "hf", "--target", RUN / "target", "--out", RUN / "export" / "draft-lm")
+    draftsmith(
+        "export",
+        RUN / "eagle3",
+        "--to",
+        "vllm",
+        "--target",
+        RUN / "target",
+        "--out",
+        RUN / "export" / "eagle3",
+    )
+    draftsmith(
+        "export",
+        RUN / "draft-lm",
+        "--to",
+        "hf",
+        "--target",
+        RUN / "target",
+        "--out",
+        RUN / "export" / "draft-lm",
+    )
 
 
 def evaluate_all() -> None:
@@ -146,12 +199,19 @@ def bench_all() -> None:
 def stages(train_target: bool) -> list[Stage]:
     make = Stage("target", "take the shipped target", 5, lambda: make_target(train=False))
     if train_target:
-        make = Stage("target", "train the tokenizer and the target", 280, lambda: make_target(train=True))
+        make = Stage(
+            "target", "train the tokenizer and the target", 280, lambda: make_target(train=True)
+        )
     return [
         make,
         Stage("generate", "the target answers 1080 code prompts", 60, generate),
         Stage("eagle3", "train an EAGLE-3 draft on the answers", 130, lambda: train("eagle3", 1.9)),
-        Stage("draft-lm", "train a small draft model on the same answers", 70, lambda: train("draft-lm", 1.0)),
+        Stage(
+            "draft-lm",
+            "train a small draft model on the same answers",
+            70,
+            lambda: train("draft-lm", 1.0),
+        ),
         Stage("eval", "predict alpha and tau of both drafts, offline", 40, evaluate_all),
         Stage("bench", "tok/s with speculation off and on", 60, bench_all),
         Stage("learn", "serve code, then prose: a static draft and a learning one", 240, learn),
@@ -173,13 +233,19 @@ The same on a GPU, for a model from the Hub:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/quickstart", description="The whole loop on this machine, on real text.")
+    parser = argparse.ArgumentParser(
+        prog="scripts/quickstart", description="The whole loop on this machine, on real text."
+    )
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs and start over")
     parser.add_argument(
-        "--train-target", action="store_true", help="train the tokenizer and the target instead of taking the shipped ones"
+        "--train-target",
+        action="store_true",
+        help="train the tokenizer and the target instead of taking the shipped ones",
     )
     arguments = parser.parse_args()
-    if arguments.fresh or (arguments.train_target and not (RUN / "finished" / "trained-target").exists()):
+    if arguments.fresh or (
+        arguments.train_target and not (RUN / "finished" / "trained-target").exists()
+    ):
         shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir(parents=True, exist_ok=True)
     if arguments.train_target:
@@ -189,7 +255,10 @@ def main() -> None:
         Clock(stages(arguments.train_target)).run()
     except subprocess.CalledProcessError as error:
         command = " ".join(str(word) for word in error.cmd)
-        sys.exit(f"quickstart: this command failed with status {error.returncode}: {command}; mend it and start again")
+        sys.exit(
+            f"quickstart: this command failed with status {error.returncode}: {command}; mend it "
+            "and start again"
+        )
     print((RUN / "report.txt").read_text(encoding="utf-8"))
     print(REAL_COMMANDS)
 

@@ -18,21 +18,32 @@ def write_report(run: Path) -> None:
     benches = {name: read_json(run / f"bench-{name}.json") for name in DRAFTERS}
     evaluations = {name: read_json(run / f"eval-{name}.json") for name in ("draft-lm", "eagle3")}
     shift, decisions = read_shift(run), versions.read_decisions(run / "versions")
-    published = {number: versions.read_manifest(run / "versions", number) for number in versions.versions(run / "versions")}
+    published = {
+        number: versions.read_manifest(run / "versions", number)
+        for number in versions.versions(run / "versions")
+    }
     parts = [
         speed_table(benches, evaluations),
         shift_table(shift),
         decision_table(decisions),
-        "exported: " + ", ".join(str(path.relative_to(run.parent.parent)) for path in sorted((run / "export").iterdir())),
+        "exported: "
+        + ", ".join(
+            str(path.relative_to(run.parent.parent)) for path in sorted((run / "export").iterdir())
+        ),
         f"picture: {(run / 'quickstart.png').relative_to(run.parent.parent)}",
     ]
     draw(run / "quickstart.png", benches, evaluations, shift, published, decisions)
     write_text(run / "report.txt", "\n\n".join(parts) + "\n")
-    write_json(run / "report.json", {"bench": benches, "eval": evaluations, "decisions": decisions, "shift": segments(shift)})
+    write_json(
+        run / "report.json",
+        {"bench": benches, "eval": evaluations, "decisions": decisions, "shift": segments(shift)},
+    )
 
 
 def speed_table(benches: dict[str, Any], evaluations: dict[str, Any]) -> str:
-    lines = [f"{'drafter':<10}{'T':>3}{'tok/s off':>11}{'tok/s on':>10}{'on/off':>8}{'tau served':>22}{'tau predicted':>22}"]
+    lines = [
+        f"{'drafter':<10}{'T':>3}{'tok/s off':>11}{'tok/s on':>10}{'on/off':>8}{'tau served':>22}{'tau predicted':>22}"
+    ]
     for name, bench in benches.items():
         for ratio in bench["ratios"]:
             temperature = ratio["temperature"]
@@ -47,7 +58,11 @@ def speed_table(benches: dict[str, Any], evaluations: dict[str, Any]) -> str:
 
 
 def case(bench: dict[str, Any], temperature: float, mode: str) -> dict[str, Any]:
-    return next(found for found in bench["cases"] if found["temperature"] == temperature and found["mode"] == mode)
+    return next(
+        found
+        for found in bench["cases"]
+        if found["temperature"] == temperature and found["mode"] == mode
+    )
 
 
 def predicted(evaluation: dict[str, Any] | None, temperature: float) -> str:
@@ -56,7 +71,11 @@ def predicted(evaluation: dict[str, Any] | None, temperature: float) -> str:
 
 
 def predicted_tau(evaluation: dict[str, Any] | None, temperature: float) -> dict[str, float] | None:
-    found = [] if evaluation is None else [e for e in evaluation["evaluation"] if e["temperature"] == temperature]
+    found = (
+        []
+        if evaluation is None
+        else [e for e in evaluation["evaluation"] if e["temperature"] == temperature]
+    )
     return found[0]["tau"] if found else None
 
 
@@ -69,39 +88,50 @@ def segments(shift: dict[str, Any]) -> dict[str, dict[str, Any]]:
     code = shift["code"]
     total = max(record["index"] for record in shift["learning"]) + 1
     third = (total - code) // 3
-    bounds = {"code": (0, code), "prose, first third": (code, code + third), "prose, last third": (total - third, total)}
+    bounds = {
+        "code": (0, code),
+        "prose, first third": (code, code + third),
+        "prose, last third": (total - third, total),
+    }
     found: dict[str, dict[str, Any]] = {}
     for name, (begin, end) in bounds.items():
         for side in ("static", "learning"):
             records = [record for record in shift[side] if begin <= record["index"] < end]
             found.setdefault(name, {})[side] = {
                 "alpha": pooled_alpha(records),
-                "tau": sum(r["tokens"] for r in records) / max(1, sum(r["rounds"] for r in records)),
+                "tau": sum(r["tokens"] for r in records)
+                / max(1, sum(r["rounds"] for r in records)),
                 "requests": len(records),
             }
     return found
 
 
 def shift_table(shift: dict[str, Any]) -> str:
-    lines = [f"{'traffic at T = 1':<22}{'static alpha':>14}{'learning alpha':>16}{'static tau':>12}{'learning tau':>14}"]
+    lines = [
+        f"{'traffic at T = 1':<22}{'static alpha':>14}{'learning alpha':>16}{'static tau':>12}{'learning tau':>14}"
+    ]
     for name, sides in segments(shift).items():
         static, learning = sides["static"], sides["learning"]
         lines.append(
             f"{name:<22}{static['alpha']:>14.3f}{learning['alpha']:>16.3f}{static['tau']:>12.2f}{learning['tau']:>14.2f}"
         )
     lines.append(
-        f"requests answered: {len(shift['learning'])} learning, {len(shift['static'])} static; dropped: {shift['dropped']}"
+        f"requests answered: {len(shift['learning'])} learning, {len(shift['static'])} static; "
+        f"dropped: {shift['dropped']}"
     )
     return "\n".join(lines)
 
 
 def decision_table(decisions: list[dict[str, Any]]) -> str:
-    lines = [f"{'gate':<12}{'version':>8}{'alpha live':>12}{'candidate':>11}{'requests':>10}  reason"]
+    lines = [
+        f"{'gate':<12}{'version':>8}{'alpha live':>12}{'candidate':>11}{'requests':>10}  reason"
+    ]
     for decision in decisions:
         version = decision.get("version")
         lines.append(
             f"{decision['decision']:<12}{'-' if version is None else version:>8}{number(decision.get('alpha_live')):>12}"
-            f"{number(decision.get('alpha_candidate')):>11}{decision.get('requests', '-'):>10}  {decision.get('reason', '')}"
+            f"{number(decision.get('alpha_candidate')):>11}{decision.get('requests', '-'):>10}  "
+            f"{decision.get('reason', '')}"
         )
     return "\n".join(lines)
 
@@ -156,7 +186,14 @@ def draw_tau(axes: Any, benches: dict[str, Any], evaluations: dict[str, Any]) ->
             mark(axes, place - 0.1, served["tau"], served["tau_95"], "tab:green", "served")
         expected = predicted_tau(evaluations.get(name), temperature)
         if expected:
-            mark(axes, place + 0.1, expected["value"], (expected["low"], expected["high"]), "tab:purple", "predicted offline")
+            mark(
+                axes,
+                place + 0.1,
+                expected["value"],
+                (expected["low"], expected["high"]),
+                "tab:purple",
+                "predicted offline",
+            )
     axes.set(title="acceptance length tau, 95 % intervals", ylabel="tokens a target pass")
     axes.set_xticks(range(len(ticks)), ticks, fontsize=7)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
@@ -171,19 +208,41 @@ def mark(axes: Any, place: float, value: float, bounds: Any, colour: str, label:
 def draw_shift(axes: Any, shift: dict[str, Any], published: dict[int, dict[str, Any]]) -> None:
     for side, colour in (("static", "tab:grey"), ("learning", "tab:blue")):
         records = shift[side]
-        width = WINDOW if side == "learning" else max(5, WINDOW * len(shift["static"]) // len(shift["learning"]))
+        width = (
+            WINDOW
+            if side == "learning"
+            else max(5, WINDOW * len(shift["static"]) // len(shift["learning"]))
+        )
         groups = [records[max(0, end - width) : end] for end in range(width // 2, len(records) + 1)]
         axes.plot(
-            [group[-1]["index"] for group in groups], [pooled_alpha(g) for g in groups], color=colour, label=f"{side} draft"
+            [group[-1]["index"] for group in groups],
+            [pooled_alpha(g) for g in groups],
+            color=colour,
+            label=f"{side} draft",
         )
     axes.axvline(shift["code"], color="black", linestyle="--", linewidth=0.8)
     axes.text(shift["code"], axes.get_ylim()[1], " code | prose", fontsize=8, va="top")
     for version, manifest in published.items():
-        before = [record["index"] for record in shift["learning"] if record["ended_s"] < manifest["created_s"]]
+        before = [
+            record["index"]
+            for record in shift["learning"]
+            if record["ended_s"] < manifest["created_s"]
+        ]
         if version > 1 and before:
             axes.axvline(max(before), color="tab:green", linewidth=0.7, alpha=0.6)
-            axes.text(max(before), axes.get_ylim()[0], f"v{version}", fontsize=7, color="tab:green", va="bottom")
-    axes.set(title=f"alpha over live requests, T = 1 (pooled over {WINDOW})", xlabel="request", ylabel="alpha")
+            axes.text(
+                max(before),
+                axes.get_ylim()[0],
+                f"v{version}",
+                fontsize=7,
+                color="tab:green",
+                va="bottom",
+            )
+    axes.set(
+        title=f"alpha over live requests, T = 1 (pooled over {WINDOW})",
+        xlabel="request",
+        ylabel="alpha",
+    )
     axes.legend(fontsize=8, loc="lower left")
 
 
@@ -197,6 +256,8 @@ def draw_decisions(axes: Any, decisions: list[dict[str, Any]]) -> None:
         axes.bar([0], [0], color=colour, label=name)
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set(
-        title="gate: alpha of the candidate - alpha of the live draft", xlabel="decision", ylabel="difference on held-out traffic"
+        title="gate: alpha of the candidate - alpha of the live draft",
+        xlabel="decision",
+        ylabel="difference on held-out traffic",
     )
     axes.legend(fontsize=8)

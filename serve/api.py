@@ -32,17 +32,21 @@ class Engine:
     """A target and at most one draft, ready to answer; losslessly, whatever the draft.
 
         with Engine("path/to/target", draft="path/to/draft") as engine:
-            for completion in engine.generate(["Once upon a time", "def main("], SamplingParams(max_tokens=64)):
+            for completion in engine.generate(["Once upon a time", "def main("],
+            SamplingParams(max_tokens=64)):
                 print(completion.text)
 
     Calls may come from any thread, and requests of all of them share one batch.
 
     Args:
         target: a local folder or Hub id.
-        draft: a draft checkpoint, a drafter made elsewhere (`Ngram()`, say), or None for no speculation.
-        draft_revision, draft_dtype, heterogeneous_vocab: of a draft checkpoint, as the flags of `draftsmith serve`.
+        draft: a draft checkpoint, a drafter made elsewhere (`Ngram()`, say), or None for no
+        speculation.
+        draft_revision, draft_dtype, heterogeneous_vocab: of a draft checkpoint, as the flags of
+        `draftsmith serve`.
         config: what `draftsmith serve` takes as flags.
-        trust_remote_code: run Python code that a model's folder brings (`auto_map`); off, a model that needs it is refused.
+        trust_remote_code: run Python code that a model's folder brings (`auto_map`); off, a model
+        that needs it is refused.
         dtype: the weights' type; "auto" is the checkpoint's own, float32 on a CPU.
         device: torch's name of it; by default the first CUDA device, else the CPU.
     """
@@ -70,14 +74,19 @@ class Engine:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if dtype == "auto" and device == "cpu":
             dtype = "float32"
-        loaded = Target.load(target, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        loaded = Target.load(
+            target, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
         drafter = load_draft(pair, loaded) if isinstance(draft, (str, Path)) else draft
         self._tokenizer = loaded.tokenizer()
         version = "" if drafter is None else "0"
-        self._loop = EngineLoop(RoundEngine(loaded, drafter, config or EngineConfig(), draft_version=version)).start()
+        self._loop = EngineLoop(
+            RoundEngine(loaded, drafter, config or EngineConfig(), draft_version=version)
+        ).start()
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
-        """One completion a prompt, in order. A prompt is text or token ids; `params` are for all or one a prompt.
+        """One completion a prompt, in order. A prompt is text or token ids; `params` are for all or
+        one a prompt.
 
         Raises `UserError` for what cannot be honoured exactly.
         """
@@ -104,15 +113,27 @@ class Engine:
         return completions
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Its updates as they come, by `for` or `async for`; closing it or leaving the loop early cancels the request."""
-        (parsed,) = completion_prompts(prompt if isinstance(prompt, str) else list(prompt), self._tokenizer)
+        """Its updates as they come, by `for` or `async for`; closing it or leaving the loop early
+        cancels the request."""
+        (parsed,) = completion_prompts(
+            prompt if isinstance(prompt, str) else list(prompt), self._tokenizer
+        )
         return Stream(self._loop, parsed.tokens, params or SamplingParams())
 
-    def _inputs(self, prompts: Prompts, params: Params) -> list[tuple[Sequence[int], SamplingParams]]:
+    def _inputs(
+        self, prompts: Prompts, params: Params
+    ) -> list[tuple[Sequence[int], SamplingParams]]:
         parsed = completion_prompts(prompts, self._tokenizer)
-        own = [params or SamplingParams()] * len(parsed) if not isinstance(params, Sequence) else list(params)
+        own = (
+            [params or SamplingParams()] * len(parsed)
+            if not isinstance(params, Sequence)
+            else list(params)
+        )
         if len(own) != len(parsed):
-            raise UserError(f"{len(parsed)} prompts are given with {len(own)} params; give one for all or one for each")
+            raise UserError(
+                f"{len(parsed)} prompts are given with {len(own)} params; give one for all or one "
+                "for each"
+            )
         return [(prompt.tokens, each) for prompt, each in zip(parsed, own, strict=True)]
 
     @property
@@ -126,7 +147,12 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -195,6 +221,11 @@ class _Window(deque[Stream]):
     def __enter__(self) -> _Window:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for stream in self:
             stream.close()

@@ -1,4 +1,5 @@
-"""`draftsmith serve`: loads target and draft, binds the port, serves until told to stop, then drains and flushes."""
+"""`draftsmith serve`: loads target and draft, binds the port, serves until told to stop, then
+drains and flushes."""
 
 from __future__ import annotations
 
@@ -48,25 +49,34 @@ MakeSink = Callable[[ServeConfig, Target], Sink]
 
 
 def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
-    """`make_sink` is called when the config asks to learn; this package does not know what records are stored in."""
+    """`make_sink` is called when the config asks to learn; this package does not know what records
+    are stored in."""
     logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
     for chatty in ("httpx", "uvicorn.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     check(config)
     if config.learn is not None and make_sink is None:
-        raise UserError("learn is given but nothing stores records here; start the server as `draftsmith serve`")
+        raise UserError(
+            "learn is given but nothing stores records here; start the server as `draftsmith serve`"
+        )
     torch.set_num_threads(config.threads or default_threads())
     if config.tensor_parallel > 1:
         return run_sharded(config, make_sink)
     listener = bind(config.host, config.port)
     device = device_of(config)
-    target = Target.load(config.target, dtype=dtype_of(config, device), device=device, trust_remote_code=config.trust_remote_code)
+    target = Target.load(
+        config.target,
+        dtype=dtype_of(config, device),
+        device=device,
+        trust_remote_code=config.trust_remote_code,
+    )
     lead(config, target, listener, make_sink)
     return 0
 
 
 def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
-    """One of the processes that share the target: rank 0 serves, the others run its passes with it."""
+    """One of the processes that share the target: rank 0 serves, the others run its
+    passes with it."""
     device = device_of(config)
     place = join(config.tensor_parallel, device)
     kind = LeadingTarget if place.rank == LEADER else Target
@@ -90,11 +100,18 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
     return 0
 
 
-def lead(config: ServeConfig, target: Target, listener: socket.socket, make_sink: MakeSink | None) -> None:
+def lead(
+    config: ServeConfig, target: Target, listener: socket.socket, make_sink: MakeSink | None
+) -> None:
     draft = load_drafter(config, target)
     sink = make_sink(config, target) if config.learn is not None and make_sink is not None else None
     engine = Engine(
-        target, draft.drafter, config.engine(), sink=sink, draft_version=draft.version, fallback=load_fallback(config)
+        target,
+        draft.drafter,
+        config.engine(),
+        sink=sink,
+        draft_version=draft.version,
+        fallback=load_fallback(config),
     )
     serve(config, engine, listener, serving=draft.number, sink=sink)
 
@@ -112,21 +129,27 @@ def device_of(config: ServeConfig) -> str:
         try:
             kind = torch.device(config.device).type
         except RuntimeError as error:
-            raise UserError(f"device is {config.device!r}, which torch does not know; give cpu or cuda") from error
+            raise UserError(
+                f"device is {config.device!r}, which torch does not know; give cpu or cuda"
+            ) from error
         if kind == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"device is {config.device!r} but torch sees no CUDA device here; give cpu or leave it out")
+            raise UserError(
+                f"device is {config.device!r} but torch sees no CUDA device here; give cpu or "
+                "leave it out"
+            )
         return config.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dtype_of(config: ServeConfig, device: str) -> str:
-    """On a CPU float32 is faster for few rows, and greedy choices depend less on who else is in the batch."""
+    """On a CPU float32 is faster for few rows, and greedy choices depend less on who else is in the
+    batch."""
     return "float32" if config.dtype == "auto" and device == "cpu" else config.dtype
 
 
 def default_threads() -> int:
-    """All cores but one. HTTP and clients need it, and OpenMP threads that wait for a core they share are ruinous:
-    ten times slower was measured with 2 threads on 2 busy cores."""
+    """All cores but one. HTTP and clients need it, and OpenMP threads that wait for a core they
+    share are ruinous: ten times slower was measured with 2 threads on 2 busy cores."""
     return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) - 1))
 
 
@@ -137,9 +160,12 @@ class LoadedDraft(NamedTuple):
 
 
 def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
-    """n-grams if they were chosen, else the trained draft if there is one, suffix decoding beside it or alone, or nothing."""
+    """n-grams if they were chosen, else the trained draft if there is one, suffix decoding beside
+    it or alone, or nothing."""
     if config.ngram:
-        return LoadedDraft(Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max), "0", None)
+        return LoadedDraft(
+            Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max), "0", None
+        )
     loaded = load_trained(config, target)
     if not config.suffix:
         return loaded
@@ -165,7 +191,9 @@ def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
     if draft is not None:
         return LoadedDraft(draft, "0", None)
     if config.versions is not None:
-        raise UserError(f"versions folder {config.versions!r} has no version yet; give the draft to start with")
+        raise UserError(
+            f"versions folder {config.versions!r} has no version yet; give the draft to start with"
+        )
     return LoadedDraft(None, "", None)
 
 
@@ -173,15 +201,19 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # asyncio does this for the sockets it opens itself. Without it the last part of every answer, written after its header, waits
-    # 40 ms for the client's delayed acknowledgement. Accepted connections inherit it.
+    # asyncio does this for the sockets it opens itself. Without it the last part of every answer,
+    # written after its header, waits 40 ms for the client's delayed acknowledgement. Accepted
+    # connections inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port or stop what uses it") from error
+        raise UserError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another port or stop what "
+            "uses it"
+        ) from error
     return listener
 
 
@@ -194,7 +226,14 @@ def limits_of(config: ServeConfig) -> Limits:
     )
 
 
-def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, serving: int | None, sink: Sink | None) -> None:
+def serve(
+    config: ServeConfig,
+    engine: Engine,
+    listener: socket.socket,
+    *,
+    serving: int | None,
+    sink: Sink | None,
+) -> None:
     """Blocks until SIGTERM or SIGINT, then lets running requests finish and flushes the sink."""
     loop = EngineLoop(engine).start()
     name = config.name or engine.target.name
@@ -216,7 +255,9 @@ def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, servi
     if config.versions is not None:
         # A swap is one line of the log: no bar for every version that is read.
         transformers_logging.disable_progress_bar()
-        watcher = VersionWatcher(loop, config.versions, poll_s=config.poll_s, serving=serving).start()
+        watcher = VersionWatcher(
+            loop, config.versions, poll_s=config.poll_s, serving=serving
+        ).start()
     app = create_app(server)
     host, port = listener.getsockname()[:2]
 
@@ -226,7 +267,9 @@ def serve(config: ServeConfig, engine: Engine, listener: socket.socket, *, servi
         yield
 
     app.router.lifespan_context = lifespan
-    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=max(1, round(config.drain_s)))
+    options = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=max(1, round(config.drain_s))
+    )
     # uvicorn raises the signal again once it has shut down; the sink still has to be flushed then.
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:

@@ -13,22 +13,33 @@ from draftsmith.serve.control.control import MAX_AUTO_K, parse_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPair(Pair):
-    ngram: bool = option(False, "draft by looking up the longest matching n-gram in the request's own text")
+    ngram: bool = option(
+        False, "draft by looking up the longest matching n-gram in the request's own text"
+    )
     prompt_lookup_min: int = option(2, "shortest n-gram looked up")
     prompt_lookup_max: int = option(4, "longest n-gram looked up")
     suffix: bool = option(
         False,
-        "draft the most frequent continuation in the request's own text and in finished requests; beside a draft, where sure",
+        "draft the most frequent continuation in the request's own text and in finished requests; "
+        "beside a draft, where sure",
     )
     suffix_share: float = option(0.8, "beside a draft: be sure of this share of k tokens")
     suffix_max_tree_depth: int = option(24, "longest context matched")
-    suffix_max_cached_requests: int = option(10000, "finished requests searched, the oldest forgotten first; 0 shares nothing")
-    suffix_max_cached_tokens: int = option(2**21, "tokens of finished requests held at most, about 70 bytes each")
+    suffix_max_cached_requests: int = option(
+        10000, "finished requests searched, the oldest forgotten first; 0 shares nothing"
+    )
+    suffix_max_cached_tokens: int = option(
+        2**21, "tokens of finished requests held at most, about 70 bytes each"
+    )
     suffix_max_spec_factor: float = option(1.0, "drafted tokens a token of matching context")
     suffix_max_spec_offset: float = option(0.0, "drafted tokens added to that")
-    suffix_min_token_prob: float = option(0.1, "a draft ends before the chance of having come so far falls below this")
+    suffix_min_token_prob: float = option(
+        0.1, "a draft ends before the chance of having come so far falls below this"
+    )
     fallback: str = option(
-        "none", "who drafts while the trained draft rests after a failure", choices=("none", "ngram", "suffix")
+        "none",
+        "who drafts while the trained draft rests after a failure",
+        choices=("none", "ngram", "suffix"),
     )
 
     def suffix_options(self) -> SuffixOptions:
@@ -43,96 +54,174 @@ class ServedPair(Pair):
 
 
 TREE_HELP = (
-    "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4], sampled[:3x2x1x1], or auto: the first for "
+    "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4], "
+    "sampled[:3x2x1x1], or auto: the first for "
     "greedy requests, the second for others"
 )
 VERIFICATIONS = ("chain", "block", "typical")
-VERIFICATION_HELP = "how a chain's drafts are judged: one by one, together (keeps more), or by typical acceptance (LOSSY)"
-SYNTHETIC_HELP = "keep drafts at these rates by position whatever they are: for sizing only, the text is meaningless (LOSSY)"
+VERIFICATION_HELP = (
+    "how a chain's drafts are judged: one by one, together (keeps more), or by typical acceptance "
+    "(LOSSY)"
+)
+SYNTHETIC_HELP = (
+    "keep drafts at these rates by position whatever they are: for sizing only, the text is "
+    "meaningless (LOSSY)"
+)
 SAMPLINGS = ("sampled", "greedy")
-SEED_HELP = "makes the answers to requests without a seed repeat after a restart, for tests; default: a new one at each start"
+SEED_HELP = (
+    "makes the answers to requests without a seed repeat after a restart, for tests; default: a "
+    "new one at each start"
+)
 DEFAULT_K = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     k: int = option(DEFAULT_K, "draft tokens a round; a request may ask for fewer or more")
-    adaptive: bool = option(False, "draft as many tokens as pay, by measured round times and survival; k is then the most")
-    k_schedule: str | None = option(None, "draft tokens a round by batch size, for example 1:5,8:3,32:0")
+    adaptive: bool = option(
+        False,
+        "draft as many tokens as pay, by measured round times and survival; k is then the most",
+    )
+    k_schedule: str | None = option(
+        None, "draft tokens a round by batch size, for example 1:5,8:3,32:0"
+    )
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
-    draft_sampling: str = option("sampled", "drafts are drawn from the draft's law, or its likeliest tokens", choices=SAMPLINGS)
-    tune_draft_temperature: bool = option(False, "find the draft temperature that is accepted best while serving")
+    draft_sampling: str = option(
+        "sampled",
+        "drafts are drawn from the draft's distribution, or its likeliest tokens",
+        choices=SAMPLINGS,
+    )
+    tune_draft_temperature: bool = option(
+        False, "find the draft temperature that is accepted best while serving"
+    )
     tree: str | None = option(None, TREE_HELP)
     max_batch: int = option(8, "requests that run at the same time")
-    max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
+    max_round_tokens: int = option(
+        512, "tokens of one target pass; longer prompts are fed in pieces"
+    )
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
     block_size: int = option(16, "positions of a block of keys and values")
-    num_blocks: int | None = option(None, "blocks of the paged pool; default: what `memory_gib` or the batch needs")
-    memory_gib: float | None = option(
-        None, "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has free, 2 GiB on a CPU"
+    num_blocks: int | None = option(
+        None, "blocks of the paged pool; default: what `memory_gib` or the batch needs"
     )
-    max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
+    memory_gib: float | None = option(
+        None,
+        "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has "
+        "free, 2 GiB on a CPU",
+    )
+    max_length: int | None = option(
+        None, "most tokens of prompt and answer together; default: what the target allows"
+    )
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
-    compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
+    compile: str = option(
+        "auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
+    )
     seed: int | None = option(None, SEED_HELP)
     test_misreport: str | None = option(
-        None, "for tests, LOSSY: DEPTH:FACTOR gives verification a q that is FACTOR times too sharp from drafted token DEPTH on"
+        None,
+        "for tests, LOSSY: DEPTH:FACTOR gives verification a q that is FACTOR times too sharp "
+        "from drafted token DEPTH on",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ServedPair):
     target: str = option(help="the target: a local folder or Hub id")
-    versions: str | None = option(None, "a folder of draft versions to follow; new ones are swapped in between rounds")
+    versions: str | None = option(
+        None, "a folder of draft versions to follow; new ones are swapped in between rounds"
+    )
     poll_s: float = option(1.0, "seconds between two looks into the versions folder")
     learn: str | None = option(None, "a buffer folder or URL that records rounds for learning")
-    learn_share: float = option(1.0, "the part of requests that is recorded, whole ones; what recording costs goes with it")
-    learn_laws: bool = option(True, "record the laws of target and draft too; without them a buffer holds tokens alone")
+    learn_share: float = option(
+        1.0, "the part of requests that is recorded, whole ones; what recording costs goes with it"
+    )
+    learn_distributions: bool = option(
+        True,
+        "record the distributions of target and draft too; without them a buffer holds tokens "
+        "alone",
+    )
     redact: str | None = option(
-        None, "module:function that gives (begin, end) of what to mask in a request's text before it is recorded"
+        None,
+        "module:function that gives (begin, end) of what to mask in a request's text before it is "
+        "recorded",
     )
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on")
-    api_key: tuple[str, ...] | None = option(None, "if given, requests must carry one of these as a bearer token")
-    max_body_bytes: int = option(16 * 2**20, "largest request body; a larger one is answered with 413")
+    api_key: tuple[str, ...] | None = option(
+        None, "if given, requests must carry one of these as a bearer token"
+    )
+    max_body_bytes: int = option(
+        16 * 2**20, "largest request body; a larger one is answered with 413"
+    )
     max_concurrency: int | None = option(
         None, "answers made at the same time, waiting ones included; one more is answered with 429"
     )
-    request_timeout_s: float | None = option(None, "seconds that a request may take; then it is ended and answered with 408")
-    per_request_spec_decode_metrics: str = option(
-        "none", "what every response tells of its drafts, as vLLM does", choices=("none", "summary", "detailed")
+    request_timeout_s: float | None = option(
+        None, "seconds that a request may take; then it is ended and answered with 408"
     )
-    log_stats_s: float = option(10.0, "seconds between two log lines of throughput and acceptance; 0: none")
-    dashboard_text: bool = option(False, "show text being written at /dashboard, but of no request that keeps out of learning")
+    per_request_spec_decode_metrics: str = option(
+        "none",
+        "what every response tells of its drafts, as vLLM does",
+        choices=("none", "summary", "detailed"),
+    )
+    log_stats_s: float = option(
+        10.0, "seconds between two log lines of throughput and acceptance; 0: none"
+    )
+    dashboard_text: bool = option(
+        False, "show text being written at /dashboard, but of no request that keeps out of learning"
+    )
     name: str | None = option(None, "model name in the API; default: the target's")
     k: str | None = option(
         None,
-        "draft tokens a round [default: 4], or auto: as many as pay, as measured; a request may ask for its own number",
+        "draft tokens a round [default: 4], or auto: as many as pay, as measured; a request may "
+        "ask for its own number",
     )
-    k_schedule: str | None = option(None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0")
+    k_schedule: str | None = option(
+        None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0"
+    )
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
-    draft_sampling: str = option("sampled", "drafts are drawn from the draft's law, or its likeliest tokens", choices=SAMPLINGS)
-    tune_draft_temperature: bool = option(False, "find the draft temperature that is accepted best while serving")
+    draft_sampling: str = option(
+        "sampled",
+        "drafts are drawn from the draft's distribution, or its likeliest tokens",
+        choices=SAMPLINGS,
+    )
+    tune_draft_temperature: bool = option(
+        False, "find the draft temperature that is accepted best while serving"
+    )
     tree: str | None = option(None, TREE_HELP)
     max_batch: int = option(8, "requests that run at the same time")
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
-    max_round_tokens: int = option(512, "tokens of one target pass; longer prompts are fed in pieces")
-    max_length: int | None = option(None, "most tokens of prompt and answer together; default: what the target allows")
+    max_round_tokens: int = option(
+        512, "tokens of one target pass; longer prompts are fed in pieces"
+    )
+    max_length: int | None = option(
+        None, "most tokens of prompt and answer together; default: what the target allows"
+    )
     block_size: int = option(16, "positions of a block of keys and values")
-    num_blocks: int | None = option(None, "blocks of the paged pool; default: what memory_gib or the batch needs")
+    num_blocks: int | None = option(
+        None, "blocks of the paged pool; default: what memory_gib or the batch needs"
+    )
     memory_gib: float | None = option(
-        None, "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has free, 2 GiB on a CPU"
+        None,
+        "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has "
+        "free, 2 GiB on a CPU",
     )
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     dtype: str = option(
-        "auto", "weights' type; auto: the checkpoint's own, float32 on a CPU", choices=("auto", "float32", "bfloat16", "float16")
+        "auto",
+        "weights' type; auto: the checkpoint's own, float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
-    compile: str = option("auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off"))
-    tensor_parallel: int = option(1, "processes that share the target's weights, started by this command or by torchrun")
+    compile: str = option(
+        "auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
+    )
+    tensor_parallel: int = option(
+        1, "processes that share the target's weights, started by this command or by torchrun"
+    )
     seed: int | None = option(None, SEED_HELP)
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
 
@@ -165,6 +254,7 @@ class ServeConfig(ServedPair):
             memory_gib=self.memory_gib,
             max_length=self.max_length,
             prefix_cache=self.prefix_cache,
-            compile=self.compile if self.tensor_parallel == 1 else "off",  # a recording knows no collectives
+            # a recording knows no collectives
+            compile=self.compile if self.tensor_parallel == 1 else "off",
             seed=self.seed,
         )

@@ -1,4 +1,5 @@
-"""What no server can be started with, and flags that something else given makes void. Torch-free."""
+"""What no server can be started with, and flags that something else given makes void.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -25,18 +26,27 @@ def check_engine(config: EngineConfig) -> None:
     if config.memory_gib is not None and not math.isfinite(config.memory_gib):
         raise UserError(f"memory_gib is {config.memory_gib}; give a number")
     if config.adaptive and config.k_schedule is not None:
-        raise UserError(f"k is auto together with k_schedule {config.k_schedule!r}; choose one of them")
+        raise UserError(
+            f"k is auto together with k_schedule {config.k_schedule!r}; choose one of them"
+        )
     if config.tune_draft_temperature and config.draft_sampling == "greedy":
         raise UserError(
-            "tune_draft_temperature is given with draft_sampling 'greedy', which has no temperature; choose one of them"
+            "tune_draft_temperature is given with draft_sampling 'greedy', which has no "
+            "temperature; choose one of them"
         )
     if config.synthetic_acceptance is None:
         return
-    if not config.synthetic_acceptance or not all(0 <= rate <= 1 for rate in config.synthetic_acceptance):
-        raise UserError(f"synthetic_acceptance is {config.synthetic_acceptance}; give rates from 0 to 1, one a position")
+    if not config.synthetic_acceptance or not all(
+        0 <= rate <= 1 for rate in config.synthetic_acceptance
+    ):
+        raise UserError(
+            f"synthetic_acceptance is {config.synthetic_acceptance}; give rates from 0 to 1, one "
+            "a position"
+        )
     if config.verification != "chain":
         raise UserError(
-            f"verification is {config.verification!r} together with synthetic_acceptance, which judges no draft; leave one of "
+            f"verification is {config.verification!r} together with synthetic_acceptance, which "
+            "judges no draft; leave one of "
             "them out"
         )
 
@@ -64,41 +74,62 @@ def _check_numbers(config: ServeConfig) -> None:
         if not 0 <= value < math.inf:
             raise UserError(f"{name} is {value}; it must be at least 0")
     if not 0 < config.learn_share <= 1:
-        raise UserError(f"learn_share is {config.learn_share}; it must be above 0 and at most 1, for example 0.25")
+        raise UserError(
+            f"learn_share is {config.learn_share}; it must be above 0 and at most 1, for example "
+            "0.25"
+        )
     if not 0 <= config.port < 2**16:
         raise UserError(f"port is {config.port}; give one from 0 to {2**16 - 1}")
     if config.api_key is not None and not all(key.strip() for key in config.api_key):
         # An unset variable in a command line would let everybody in who sends no key at all.
-        raise UserError("api_key is empty; give a key, or leave it out for a server that asks for none")
+        raise UserError(
+            "api_key is empty; give a key, or leave it out for a server that asks for none"
+        )
 
 
 def _check_drafts(config: ServeConfig) -> None:
     trained = config.draft is not None or config.versions is not None
     if config.ngram and (config.suffix or trained):
-        raise UserError(f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; choose one of them")
+        raise UserError(
+            f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; "
+            "choose one of them"
+        )
     check_draft_options(config, other_draft=config.versions is not None)
     if config.tree is not None and (config.suffix or not trained):
-        beside = "suffix, which copies chains" if config.suffix else "no trained draft, which alone grows one"
-        raise UserError(f"tree is given with {beside}; leave it out or draft with eagle3, eagle1 or mtp")
+        beside = (
+            "suffix, which copies chains"
+            if config.suffix
+            else "no trained draft, which alone grows one"
+        )
+        raise UserError(
+            f"tree is given with {beside}; leave it out or draft with eagle3, eagle1 or mtp"
+        )
     if not trained and config.fallback != "none":
-        raise UserError("fallback is given without a trained draft; name the draft too or leave it out")
+        raise UserError(
+            "fallback is given without a trained draft; name the draft too or leave it out"
+        )
     if config.heterogeneous_vocab and (config.versions is not None or config.learn is not None):
         raise UserError(
-            "heterogeneous_vocab is given with versions or learn, which train a draft over the target's ids; choose one"
+            "heterogeneous_vocab is given with versions or learn, which train a draft over the "
+            "target's ids; choose one"
         )
     if config.suffix and config.learn is not None and trained:
         # The watch over a version compares what was accepted with what that draft foresees.
         raise UserError(
-            "learn is given with suffix beside a draft, whose rounds it could not tell apart; leave suffix or learn out"
+            "learn is given with suffix beside a draft, whose rounds it could not tell apart; "
+            "leave suffix or learn out"
         )
 
 
 def _check_seed(config: ServeConfig) -> None:
     """A draft must not learn from answers whose draws are made again after a restart."""
-    learning = "learn" if config.learn is not None else "versions" if config.versions is not None else ""
+    learning = (
+        "learn" if config.learn is not None else "versions" if config.versions is not None else ""
+    )
     if config.seed is not None and learning:
         raise UserError(
-            f"seed is {config.seed} together with {learning}, and a draft that learned from answers which "
+            f"seed is {config.seed} together with {learning}, and a draft that learned from "
+            "answers which "
             "a restart repeats would bias them; leave seed out"
         )
 
@@ -108,10 +139,26 @@ def _check_void(config: ServeConfig) -> None:
     values, defaults = vars(config), {field.name: field.default for field in fields(config)}
     for drafter, prefix in (("suffix", "suffix_"), ("ngram", "prompt_lookup_")):
         for name in values:
-            if name.startswith(prefix) and values[name] != defaults[name] and not values[drafter] and config.fallback != drafter:
-                raise UserError(f"{name} is {values[name]} but nothing drafts by {drafter}; give {drafter} too or leave it out")
-    if config.suffix_share != defaults["suffix_share"] and not (config.suffix and (config.draft or config.versions)):
-        raise UserError(f"suffix_share is {config.suffix_share}, which is for suffix beside a draft; give both or leave it out")
+            if (
+                name.startswith(prefix)
+                and values[name] != defaults[name]
+                and not values[drafter]
+                and config.fallback != drafter
+            ):
+                raise UserError(
+                    f"{name} is {values[name]} but nothing drafts by {drafter}; give {drafter} "
+                    "too or leave it out"
+                )
+    if config.suffix_share != defaults["suffix_share"] and not (
+        config.suffix and (config.draft or config.versions)
+    ):
+        raise UserError(
+            f"suffix_share is {config.suffix_share}, which is for suffix beside a draft; give "
+            "both or leave it out"
+        )
     for name in ("k_schedule", "tree"):
         if config.k not in (None, "auto") and values[name] is not None:
-            raise UserError(f"k is {config.k} together with {name} {values[name]!r}, which says how much is drafted; leave k out")
+            raise UserError(
+                f"k is {config.k} together with {name} {values[name]!r}, which says how much is "
+                "drafted; leave k out"
+            )

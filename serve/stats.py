@@ -1,4 +1,5 @@
-"""What the engine counts: plain numbers, written by its thread, read by the metrics endpoint at any time."""
+"""What the engine counts: plain numbers, written by its thread, read by the metrics endpoint at any
+time."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from time import perf_counter
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.requests.route import LIVE
 
-MAX_VERSIONS = 16  # counted apart, those that draft now in any case; a server that learns for months sees thousands
+# counted apart, those that draft now in any case; a server that learns for months sees thousands
+MAX_VERSIONS = 16
 MAX_PAUSES = 256  # of swaps, kept to tell what is usual
 TEXT = "text"  # the version of what text drafted in place of a trained draft
 PHASES = ("draft", "verify", "sample", "host")
@@ -19,14 +21,17 @@ PHASES = ("draft", "verify", "sample", "host")
 
 @dataclass
 class EngineStats:
-    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)  # of rounds that offered at least one token
+    # of rounds that offered at least one token
+    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     num_rounds: int = 0  # engine rounds, whatever their batch
-    rounds_by_k: Counter[int] = field(default_factory=Counter)  # engine rounds that decided, by the deepest draft planned
+    # engine rounds that decided, by the deepest draft planned
+    rounds_by_k: Counter[int] = field(default_factory=Counter)
     num_drafts: int = 0  # rounds of a request that offered tokens
     num_draft_tokens: int = 0  # of a tree its depth: what a round could have kept
     num_tree_nodes: int = 0  # of trees put before the target
     num_accepted_tokens: int = 0  # kept and still there after stop and EOS trimming
-    offered: Counter[int] = field(default_factory=Counter)  # by position, whether or not it was reached
+    # by position, whether or not it was reached
+    offered: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)  # by position, after trimming
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -36,13 +41,16 @@ class EngineStats:
     prefix_cache_queries: int = 0  # tokens of requests when they are admitted
     prefix_cache_hits: int = 0  # of these, tokens found in cached blocks
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
-    fallbacks: Counter[str] = field(default_factory=Counter)  # rounds that fell back to k = 0, by cause
+    # rounds that fell back to k = 0, by cause
+    fallbacks: Counter[str] = field(default_factory=Counter)
     num_swaps: int = 0
     swap_pauses_s: list[float] = field(default_factory=list)  # of the latest swaps, oldest first
     longest_swap_pause_s: float = 0.0  # of all swaps
     num_swaps_refused: int = 0
-    draft_versions: dict[str, str] = field(default_factory=dict)  # by name of the draft; replaced, not changed
-    routed: Counter[str] = field(default_factory=Counter)  # requests by name of the draft they were given
+    # by name of the draft; replaced, not changed
+    draft_versions: dict[str, str] = field(default_factory=dict)
+    # requests by name of the draft they were given
+    routed: Counter[str] = field(default_factory=Counter)
     # `acceptance` of the served and the latest versions, oldest first, and of `TEXT`.
     by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -50,7 +58,11 @@ class EngineStats:
     @property
     def seeded_share(self) -> float | None:
         """Of the generated tokens."""
-        return self.num_seeded_tokens / self.num_generation_tokens if self.num_generation_tokens else None
+        return (
+            self.num_seeded_tokens / self.num_generation_tokens
+            if self.num_generation_tokens
+            else None
+        )
 
     @property
     def draft_version(self) -> str:
@@ -65,9 +77,11 @@ class EngineStats:
         finally:
             self.time_s[name] += perf_counter() - begun_s
 
-    def count_round(self, offered: int, accepted: int, committed: int, *, version: str | None) -> None:
-        """One request's share of a round that put `offered` >= 1 draft tokens before the target; `version` of the draft that
-        drafted them, None where text did in its place."""
+    def count_round(
+        self, offered: int, accepted: int, committed: int, *, version: str | None
+    ) -> None:
+        """One request's share of a round that put `offered` >= 1 draft tokens before the target;
+        `version` of the draft that drafted them, None where text did in its place."""
         kept = min(accepted, committed)
         self.num_drafts += 1
         self.num_draft_tokens += offered
@@ -77,7 +91,9 @@ class EngineStats:
         for position in range(kept):
             self.accepted[position] += 1
         self.acceptance.add([offered], [accepted], [committed])
-        self._of_version(TEXT if version is None else version).add([offered], [accepted], [committed])
+        self._of_version(TEXT if version is None else version).add(
+            [offered], [accepted], [committed]
+        )
 
     def count_swap(self, draft: str, version: str, pause_s: float) -> None:
         self.draft_versions = {**self.draft_versions, draft: version}
@@ -87,12 +103,18 @@ class EngineStats:
         self.longest_swap_pause_s = max(self.longest_swap_pause_s, pause_s)
 
     def forget(self, draft: str) -> None:
-        self.draft_versions = {name: version for name, version in self.draft_versions.items() if name != draft}
+        self.draft_versions = {
+            name: version for name, version in self.draft_versions.items() if name != draft
+        }
 
     def _of_version(self, version: str) -> AcceptanceCounts:
         if version not in self.by_version:
             # One that still drafts must not begin at 0 again.
-            idle = [name for name in self.by_version if name not in (TEXT, *self.draft_versions.values())]
+            idle = [
+                name
+                for name in self.by_version
+                if name not in (TEXT, *self.draft_versions.values())
+            ]
             gone = idle[: max(0, len(self.by_version) + 1 - MAX_VERSIONS)]
             kept = {name: counts for name, counts in self.by_version.items() if name not in gone}
             # Replaced, not changed: a scrape may be walking through it.

@@ -1,6 +1,8 @@
-"""Follows a folder of draft versions: whatever `current` names there, newer or rolled back, is what the server drafts with.
+"""Follows a folder of draft versions: whatever `current` names there, newer or rolled back, is what
+the server drafts with.
 
-So are the version on trial that `canary.json` names and the versions of each class in `pool/`: drafts beside the live one.
+So are the version on trial that `canary.json` names and the versions of each class in `pool/`:
+drafts beside the live one.
 """
 
 from __future__ import annotations
@@ -23,18 +25,36 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """One draft of the server and the folder its versions come from. `label` is what stands before a version's number in
-    metrics and records."""
+    """One draft of the server and the folder its versions come from. `label` is what stands before
+    a version's number in metrics and records."""
 
-    def __init__(self, loop: EngineLoop, root: Path, draft: str, *, label: str = "", serving: int | None = None):
-        self.loop, self.root, self.draft, self.label, self.serving = loop, root, draft, label, serving
+    def __init__(
+        self,
+        loop: EngineLoop,
+        root: Path,
+        draft: str,
+        *,
+        label: str = "",
+        serving: int | None = None,
+    ):
+        self.loop, self.root, self.draft, self.label, self.serving = (
+            loop,
+            root,
+            draft,
+            label,
+            serving,
+        )
         self._refused: tuple[int, Signature] | None = None  # with the files that it had then
         self._last_error = ""
 
     def misfit(self, version: int) -> str:
         own = self.loop.engine.target.revision
         made_for = stranger(self.root, version, own)
-        return f"it was made for target revision {made_for}, this server runs {own}" if made_for else ""
+        return (
+            f"it was made for target revision {made_for}, this server runs {own}"
+            if made_for
+            else ""
+        )
 
     def current(self) -> bool:
         """Serves what `current` names."""
@@ -55,14 +75,21 @@ class Follower:
         try:
             folder = open_version(self.root, wanted)
             if reason := self.misfit(wanted):
-                raise UserError(f"version {named} stays out: {reason}; let distill learn for this target")
+                raise UserError(
+                    f"version {named} stays out: {reason}; let distill learn for this target"
+                )
             swap = self.loop.swap(str(folder), named, draft=self.draft)
         except SwapLate as error:
             return self._say(error)  # the next look tries it again
         except UserError as error:
             self._refused = seen
             return self._say(error)
-        log.info("draft version %s swapped in (%s), pause %.1f ms", named, shown(self.draft), 1000 * swap.pause_s)
+        log.info(
+            "draft version %s swapped in (%s), pause %.1f ms",
+            named,
+            shown(self.draft),
+            1000 * swap.pause_s,
+        )
         self.serving, self._refused = wanted, None
         return True
 
@@ -83,11 +110,14 @@ class Follower:
 class VersionWatcher:
     """`serving` is the version the engine starts with, None when its draft is not from the folder.
 
-    A version made for other weights of the target is no better than a guess: started with one, the server drafts with it seldom
-    until a version for its own target is live, and it never swaps one in.
+    A version made for other weights of the target is no better than a guess: started with one, the
+    server drafts with it seldom until a version for its own target is live, and it never swaps one
+    in.
     """
 
-    def __init__(self, loop: EngineLoop, root: str | Path, *, poll_s: float = 1.0, serving: int | None = None):
+    def __init__(
+        self, loop: EngineLoop, root: str | Path, *, poll_s: float = 1.0, serving: int | None = None
+    ):
         self.loop, self.root, self.poll_s = loop, Path(root), poll_s
         self._live = Follower(loop, self.root, LIVE, serving=serving)
         self._canary = Follower(loop, self.root, CANARY)
@@ -98,7 +128,12 @@ class VersionWatcher:
         self._thread = threading.Thread(target=self._run, name="draftsmith-versions", daemon=True)
         if serving is not None and (reason := self._live.misfit(serving)):
             loop.engine.drafting.live.quarantined = True
-            log.warning("draft version %d is in quarantine and drafts in one round of %d: %s", serving, PROBE, reason)
+            log.warning(
+                "draft version %d is in quarantine and drafts in one round of %d: %s",
+                serving,
+                PROBE,
+                reason,
+            )
 
     def start(self) -> VersionWatcher:
         self._thread.start()
@@ -122,7 +157,8 @@ class VersionWatcher:
         return changed
 
     def _read_canary(self) -> Canary | None:
-        """The learner takes a file that cannot be read for the end of the trial, so that servers must as well."""
+        """The learner takes a file that cannot be read for the end of the trial, so that servers
+        must as well."""
         try:
             return read_canary(self.root)
         except UserError as error:
@@ -152,7 +188,9 @@ class VersionWatcher:
         for name, folder in pool.classes.items():
             if (name, folder) not in self._classes:
                 root = pool_root(self.root) / folder
-                self._classes[name, folder] = Follower(self.loop, root, class_draft(name), label=f"{name}/")
+                self._classes[name, folder] = Follower(
+                    self.loop, root, class_draft(name), label=f"{name}/"
+                )
             self._classes[name, folder].current()
 
     def _run(self) -> None:
@@ -164,6 +202,7 @@ class VersionWatcher:
                 if self._is_new(str(error)):
                     log.warning("the versions folder cannot be read: %s", error)
             except Exception as error:
-                # Nobody else follows the folder: whatever is wrong with this version, the next one has to be seen.
+                # Nobody else follows the folder: whatever is wrong with this version, the next one
+                # has to be seen.
                 if self._is_new(repr(error)):
                     log.exception("the versions folder cannot be followed; the served drafts stay")

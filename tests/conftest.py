@@ -1,4 +1,5 @@
-"""Tiny targets for all tests: random weights, real model classes, a byte-level tokenizer. Made once a session."""
+"""Tiny targets for all tests: random weights, real model classes, a byte-level tokenizer. Made once
+a session."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ import pytest
 import torch
 
 # Triton reads it when it is imported, as transformers does with torch 2.11, and any test may.
-os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "0") if torch.cuda.is_available() else "1"
+os.environ["TRITON_INTERPRET"] = (
+    os.environ.get("TRITON_INTERPRET", "0") if torch.cuda.is_available() else "1"
+)
 
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,7 +31,8 @@ VOCAB_SIZE = 288
 SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|mask|>"]
 TEXT = [
     "def draft(self, tokens):\n    return [token for token in tokens if token is not None]\n",
-    "The target verifies what the draft proposes, and the draft learns from what the target accepts.\n",
+    "The target verifies what the draft proposes, and the draft learns from what the target "
+    "accepts.\n",
     "import os\nfor name in sorted(os.listdir(path)):\n    print(name, len(name))\n",
 ]
 CHAT_TEMPLATE = (
@@ -47,7 +51,12 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 1,
 }
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+}
 # What each architecture changes of SHAPE. Windows are small enough to bite within a short text.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -64,8 +73,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(model_type="qwen3_moe", head_dim=16, **MOE),
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "gpt2": {
-        "model_type": "gpt2", "n_embd": 32, "n_inner": 64, "n_layer": 4, "n_head": 4, "n_positions": 256,
-        "hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None, "num_key_value_heads": None,
+        "model_type": "gpt2", "n_embd": 32, "n_inner": 64, "n_layer": 4, "n_head": 4,
+        "n_positions": 256,
+        "hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None,
+        "num_key_value_heads": None,
         "intermediate_size": None, "max_position_embeddings": None,
     },
     # Shares nothing it should not: another vocabulary, another tokenizer.
@@ -79,17 +90,25 @@ def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0], pad_token=SPECIAL_TOKENS[1])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0], pad_token=SPECIAL_TOKENS[1]
+    )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 
 
 def make_model(arch: str, seed: int = 0) -> Any:
-    """Weights far larger than an untrained model's: its laws must differ from token to token for a test to be able to fail."""
-    shape = {key: value for key, value in {**SHAPE, **ARCHITECTURES[arch]}.items() if value is not None}
+    """Weights far larger than an untrained model's: its distributions must differ from token to
+    token for a test to be able to fail."""
+    shape = {
+        key: value for key, value in {**SHAPE, **ARCHITECTURES[arch]}.items() if value is not None
+    }
     config = AutoConfig.for_model(**copy.deepcopy(shape), bos_token_id=None)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
@@ -104,15 +123,19 @@ def make_model(arch: str, seed: int = 0) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def server_seed() -> Iterator[None]:
-    """Requests without a seed draw the same in every run of the tests, as under `serve --seed 0`."""
+    """Requests without a seed draw the same in every run of the tests, as under `serve
+    --seed 0`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.serve.requests.intake.secrets", SimpleNamespace(randbits=lambda bits: 0))
+        patch.setattr(
+            "draftsmith.serve.requests.intake.secrets", SimpleNamespace(randbits=lambda bits: 0)
+        )
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """`tiny_target("llama")` is the folder of a tiny random model with its tokenizer (vocabulary 288, 4 layers, hidden 32).
+    """`tiny_target("llama")` is the folder of a tiny random model with its tokenizer (vocabulary
+    288, 4 layers, hidden 32).
 
     Architectures are the keys of `ARCHITECTURES`; another `seed` gives other weights.
     """
@@ -135,15 +158,18 @@ NO_CONNECTION = "after connection broken by"  # pip, of an index that it cannot 
 
 @pytest.fixture(scope="session")
 def install_tools() -> Callable[..., None]:
-    """`install_tools(folder, environment, "uv", ...)` installs packages into a folder; where no connection to a registry is
-    made, the test is skipped, and any other failure of pip is the test's."""
+    """`install_tools(folder, environment, "uv", ...)` installs packages into a folder; where no
+    connection to a registry is made, the test is skipped, and any other failure of pip is the
+    test's."""
 
     def install(folder: Path, environment: Mapping[str, str], *packages: str) -> None:
         patience = ("--retries", "1", "--timeout", "30")
         command = [sys.executable, "-m", "pip", "install", "--quiet", *patience]
         whole = [*command, "--target", str(folder), *packages]
         try:
-            done = subprocess.run(whole, env=environment, text=True, capture_output=True, timeout=280)
+            done = subprocess.run(
+                whole, env=environment, text=True, capture_output=True, timeout=280
+            )
         except subprocess.TimeoutExpired:
             pytest.skip("no registry answers within 280 s")
         if done.returncode != 0:
@@ -156,17 +182,22 @@ def install_tools() -> Callable[..., None]:
 
 
 EXPERTS = {
-    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_group": 2,
     "topk_group": 1, "routed_scaling_factor": 1.5,
 }  # fmt: skip
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }  # fmt: skip
 # Targets whose checkpoints hold an MTP module as one more layer.
 NATIVE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
-        **EXPERTS, **LATENT, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        **EXPERTS, **LATENT, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
+        "scoring_func": (
+            "sigmoid"
+        ),
     },
     "glm4_moe": {**EXPERTS, "first_k_dense_replace": 1, "head_dim": 16, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe_lite": {**EXPERTS, **LATENT},
@@ -175,10 +206,12 @@ NATIVE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def native_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`native_target("glm4_moe")` is the folder of a tiny random target of 2 layers with an MTP module, as published ones are;
-    keywords change its shape, whose `num_hidden_layers` counts the module's.
+    """`native_target("glm4_moe")` is the folder of a tiny random target of 2 layers with an MTP
+    module, as published ones are; keywords change its shape, whose `num_hidden_layers` counts the
+    module's.
 
-    transformers itself has named and stored the module's layer: `whole` in it is the model of 3 layers whose last it was.
+    transformers itself has named and stored the module's layer: `whole` in it is the model of 3
+    layers whose last it was.
     """
     made: dict[str, Path] = {}
 
@@ -186,7 +219,9 @@ def native_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
         key = f"{kind} {changes}"
         if key not in made:
             made[key] = tmp_path_factory.mktemp(kind)
-            save_native_target(made[key], kind, {**SHAPE, **NATIVE[kind], "num_hidden_layers": 3, **changes})
+            save_native_target(
+                made[key], kind, {**SHAPE, **NATIVE[kind], "num_hidden_layers": 3, **changes}
+            )
         return made[key]
 
     return folder
@@ -198,13 +233,18 @@ def save_native_target(folder: Path, kind: str, shape: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **copy.deepcopy(shape)))
     for tensor in (*model.parameters(), *model.buffers()):
         noise = torch.randn(tensor.shape)
-        tensor.data = 1.5 * tensor.shape[-1] ** -0.5 * noise if tensor.ndim > 1 else tensor.data + 0.1 * noise
+        tensor.data = (
+            1.5 * tensor.shape[-1] ** -0.5 * noise if tensor.ndim > 1 else tensor.data + 0.1 * noise
+        )
     model.save_pretrained(folder / "whole")
     for saved in (folder, folder / "whole"):
         make_tokenizer().save_pretrained(saved)
     tensors = load_file(folder / "whole" / "model.safetensors")
     layers, size = shape["num_hidden_layers"] - 1, shape["hidden_size"]
-    module = {f"{name}.weight": 1 + 0.3 * torch.randn(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    module = {
+        f"{name}.weight": 1 + 0.3 * torch.randn(size)
+        for name in ("enorm", "hnorm", "shared_head.norm")
+    }
     module["eh_proj.weight"] = torch.randn(size, 2 * size) / size**0.5
     module["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     module["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
@@ -255,7 +295,8 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 class OwnCode:
-    """Model folders with Python code of their own, and a terminal with `y` typed ahead for a question about it."""
+    """Model folders with Python code of their own, and a terminal with `y` typed ahead for a
+    question about it."""
 
     def __init__(self, folder: Path, like: str):
         self.folder, self.like, self.terminal = folder, like, io.StringIO("y\n" * 8)
@@ -270,17 +311,23 @@ class OwnCode:
         return (self.folder / "ran").exists()
 
     def make(self, model_type: str = "own_lm", *, then: str = "") -> Path:
-        """A copy of a Llama's folder whose model and tokenizer have classes of their own; `model_type` "llama", which
-        transformers knows, makes them needless. `then` is what the code goes on with when it is run."""
+        """A copy of a Llama's folder whose model and tokenizer have classes of their own;
+        `model_type` "llama", which transformers knows, makes them needless. `then` is what the code
+        goes on with when it is run."""
         path = self.folder / "own"
         shutil.copytree(self.like, path)
         code = OWN_CLASSES.format(ran=str(self.folder / "ran"), then=then, model_type=model_type)
         (path / "own_code.py").write_text(code)
-        models = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+        models = {
+            "AutoConfig": "own_code.OwnConfig",
+            "AutoModelForCausalLM": "own_code.OwnForCausalLM",
+        }
         merge_json(path / "config.json", {"model_type": model_type, "auto_map": models})
         known = "PreTrainedTokenizerFast" if model_type == "llama" else "OwnTokenizer"
         tokenizers = {"AutoTokenizer": [None, "own_code.OwnTokenizer"]}
-        merge_json(path / "tokenizer_config.json", {"tokenizer_class": known, "auto_map": tokenizers})
+        merge_json(
+            path / "tokenizer_config.json", {"tokenizer_class": known, "auto_map": tokenizers}
+        )
         return path
 
 
@@ -289,10 +336,14 @@ def merge_json(file: Path, values: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def own_code(tmp_path: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> OwnCode:
+def own_code(
+    tmp_path: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> OwnCode:
     made = OwnCode(tmp_path, tiny_target("llama"))
     monkeypatch.setattr(sys, "stdin", made.terminal)
     # Code that is let in is copied into a cache of the test's own.
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "path", list(sys.path))
     return made

@@ -20,17 +20,26 @@ LATEST = "latest_universal"
 
 
 def join_parts(checkpoint: Path) -> None:
-    """Takes as long as reading and writing the optimizer once; does nothing where it was done before."""
+    """Takes as long as reading and writing the optimizer once; does nothing where it was done
+    before."""
     if (checkpoint / LATEST).is_file():
         return
     parts = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--inject_missing_state",
+    ]
     command += ["--input_folder", str(parts), "--output_folder", f"{parts}_universal"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode:
         said = done.stdout.strip().splitlines() or ["no word"]
         raise UserError(
-            f"checkpoint {str(checkpoint)!r} cannot be joined for another number of processes ({said[-1]}); start as many as "
+            f"checkpoint {str(checkpoint)!r} cannot be joined for another number of processes "
+            f"({said[-1]}); start as many as "
             "wrote it"
         )
 
@@ -78,8 +87,9 @@ def training_arguments(
         remove_unused_columns=False,
         log_level="error",
     )
-    # With several devices and no launcher the Trainer would reach for nn.DataParallel, which splits batches of tensors only and
-    # knows nothing of the target; one device it is. `device` first: reading it sets the count.
+    # With several devices and no launcher the Trainer would reach for nn.DataParallel, which splits
+    # batches of tensors only and knows nothing of the target; one device it is. `device` first:
+    # reading it sets the count.
     if arguments.device.type == "cuda":
         arguments._n_gpu = 1
     return arguments
@@ -90,5 +100,6 @@ def check_trackers(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in installed:
             raise UserError(
-                f"option 'report_to' names {name!r}, which is no tracker installed here ({', '.join(installed) or 'none'})"
+                f"option 'report_to' names {name!r}, which is no tracker installed here "
+                f"({', '.join(installed) or 'none'})"
             )

@@ -23,7 +23,9 @@ class Checkpoint(NamedTuple):
     step: int
     elapsed_s: float  # of training until then
     processes: int  # that wrote it
-    passes: int  # forward passes of an optimizer step, over all of them: what the position in the data is counted in
+    # forward passes of an optimizer step, over all of them: what the position in the data is
+    # counted in
+    passes: int
 
 
 class RunFolder:
@@ -36,15 +38,19 @@ class RunFolder:
         self.curves = self.out / "curves.png"
 
     def check(self, config: TrainConfig) -> None:
-        """A `UserError` when `out` is no folder or holds another run that `config` would go on with."""
+        """A `UserError` when `out` is no folder or holds another run that `config` would go on
+        with."""
         if self.out.is_file():
             raise UserError(f"out {str(self.out)!r} is a file; give a folder")
         newest = self.newest()
         if not config.resume or newest is None:
             return
-        if change := different_from(config, read_json(self.training / "run.json", "record of the run")):
+        if change := different_from(
+            config, read_json(self.training / "run.json", "record of the run")
+        ):
             raise UserError(
-                f"out {str(self.out)!r} holds another run ({change}); give the same options, another --out, or --no-resume"
+                f"out {str(self.out)!r} holds another run ({change}); give the same options, "
+                "another --out, or --no-resume"
             )
         self._check_processes(config, newest, int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -57,7 +63,8 @@ class RunFolder:
                 else f"start a number of processes that divides {newest.passes}"
             )
             raise UserError(
-                f"out {str(self.out)!r} holds a run of {newest.passes} batches an optimizer step, and {processes} x accumulate "
+                f"out {str(self.out)!r} holds a run of {newest.passes} batches an optimizer step, "
+                f"and {processes} x accumulate "
                 f"{config.accumulate} are {processes * config.accumulate}; {mend}"
             )
 
@@ -65,7 +72,9 @@ class RunFolder:
         try:
             self.training.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"out {str(self.out)!r} cannot be written to ({error.strerror}); give another --out") from error
+            raise UserError(
+                f"out {str(self.out)!r} cannot be written to ({error.strerror}); give another --out"
+            ) from error
 
     def open(self, config: TrainConfig) -> None:
         """Prepares the folder: everything after the checkpoint to go on from is dropped."""
@@ -79,9 +88,12 @@ class RunFolder:
         write_json(self.training / "run.json", to_dict(config))
 
     def _drop_unfinished(self) -> None:
-        """What a kill cut short. Left there, the Trainer would count it among its newest and delete a whole one for it."""
+        """What a kill cut short. Left there, the Trainer would count it among its newest and delete
+        a whole one for it."""
         whole = {marker.parent for marker in self.training.glob(f"checkpoint-*/{MARKER}")}
-        for path in {*self.training.glob("checkpoint-*")} - whole | {*self.training.glob(".best-*")}:
+        for path in {*self.training.glob("checkpoint-*")} - whole | {
+            *self.training.glob(".best-*")
+        }:
             shutil.rmtree(path)
 
     def newest(self) -> Checkpoint | None:
@@ -101,7 +113,9 @@ def keep_until(metrics: Path, step: int) -> None:
     """Drops the lines that the resumed run will write again, and a line cut short by a kill."""
     if not metrics.is_file():
         return
-    kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    kept = [
+        line for line in metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step
+    ]
     write_text(metrics, "".join(line + "\n" for line in kept))
 
 
@@ -142,15 +156,24 @@ class BestDraft:
         self.training = training
         self.record = training / "best.json"
 
-    def offer(self, drafter: Saveable, *, step: int, tau: float, evaluation: list[dict[str, Any]]) -> None:
-        """Keeps the draft if none before it was better; of equals the later one, which has seen more."""
+    def offer(
+        self, drafter: Saveable, *, step: int, tau: float, evaluation: list[dict[str, Any]]
+    ) -> None:
+        """Keeps the draft if none before it was better; of equals the later one, which has seen
+        more."""
         old = self.read()
         if old is not None and (old.tau > tau or old.step == step):
             return
         path = self.training / f"best-{step}"
         with atomic_folder(path) as temporary:
             drafter.save(temporary)
-        values = {"family": drafter.family, "folder": path.name, "step": step, "tau": tau, "evaluation": evaluation}
+        values = {
+            "family": drafter.family,
+            "folder": path.name,
+            "step": step,
+            "tau": tau,
+            "evaluation": evaluation,
+        }
         write_json(self.record, values)
         for other in self.training.glob("best-*"):
             if other != path:
@@ -161,4 +184,8 @@ class BestDraft:
             return None
         found = read_json(self.record, "record of the best draft")
         path = self.training / found["folder"]
-        return Kept(found["family"], path, found["step"], found["tau"], found["evaluation"]) if os.path.isdir(path) else None
+        return (
+            Kept(found["family"], path, found["step"], found["tau"], found["evaluation"])
+            if os.path.isdir(path)
+            else None
+        )

@@ -21,8 +21,9 @@ def run(config: TrainConfig) -> int:
 
 
 def leave_group() -> None:
-    """Ends the process group while every rank is there. Left to the interpreter's exit, its threads abort now and then a rank
-    that had finished ("terminate called without an active exception"), and torchrun calls the run failed."""
+    """Ends the process group while every rank is there. Left to the interpreter's exit, its threads
+    abort now and then a rank that had finished ("terminate called without an active exception"),
+    and torchrun calls the run failed."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():

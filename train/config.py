@@ -30,15 +30,21 @@ class OptimConfig:
     """The schedule follows whichever of steps, epochs and minutes runs out first."""
 
     optimizer: str = option(
-        "adamw", "muon trains the matrices inside the draft by Muon and all else by AdamW", choices=("adamw", "muon")
+        "adamw",
+        "muon trains the matrices inside the draft by Muon and all else by AdamW",
+        choices=("adamw", "muon"),
     )
     lr: float = option(5e-4, "peak learning rate")
     warmup: float = option(0.04, "share of the run spent warming up")
-    schedule: str = option("cosine", "shape after the warm-up", choices=("cosine", "linear", "constant"))
+    schedule: str = option(
+        "cosine", "shape after the warm-up", choices=("cosine", "linear", "constant")
+    )
     final: float = option(0.1, "last learning rate as a share of the peak (cosine and linear)")
     weight_decay: float = option(0.0, "decoupled weight decay of matrices")
     beta2: float = option(0.95, "decay of AdamW's second moment")
-    max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0 switches clipping off")
+    max_grad_norm: float = option(
+        1.0, "gradients are clipped to this norm; 0 switches clipping off"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +54,42 @@ class UnrollConfig:
     steps: int = option(4, "draft positions unrolled in training")
     weights: str = option(
         "exponential",
-        "what a step counts: alike; by `decay`; d-pace or expected-prefix by what the draft would do with the text now, at the "
+        "what a step counts: alike; by `decay`; d-pace or expected-prefix by what the draft would "
+        "do with the text now, at the "
         "price of one more pass through both heads",
         choices=WEIGHTS,
     )
     decay: float = option(0.8, "weight of a step relative to the one before it (exponential)")
-    flex: bool = option(False, "eagle and mtp heads on CUDA: torch's flex attention, compiled, which stores no scores")
-    noise: float = option(0.0, "uniform noise up to this on the target's states that the draft trains on; EAGLE has 0.1")
+    flex: bool = option(
+        False,
+        "eagle and mtp heads on CUDA: torch's flex attention, compiled, which stores no scores",
+    )
+    noise: float = option(
+        0.0,
+        "uniform noise up to this on the target's states that the draft trains on; EAGLE has 0.1",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyConfig:
-    """Text that the draft of the moment and the target write together. The target must be at hand, whatever teaches the rest."""
+    """Text that the draft of the moment and the target write together. The target must be at hand,
+    whatever teaches the rest."""
 
     share: float = option(0.0, "share of each batch that is on-policy; 0 is off")
-    refresh: int = option(16, "steps between two writings; few follow the draft closely, many decode more texts at once")
+    refresh: int = option(
+        16,
+        "steps between two writings; few follow the draft closely, many decode more texts at once",
+    )
     k: int = option(5, "tokens drafted a round")
     tokens: int = option(64, "tokens written after each prefix of a training text")
     temperature: float = option(1.0, "of target and draft")
-    accepted: float = option(1.0, "weight of positions whose drafted token stood, and of bonus tokens")
+    accepted: float = option(
+        1.0, "weight of positions whose drafted token stood, and of bonus tokens"
+    )
     first_rejected: float = option(1.0, "weight of positions whose drafted token fell first")
-    later_rejected: float = option(0.5, "weight of what was drafted behind a token that fell; 0 leaves those rows out")
+    later_rejected: float = option(
+        0.5, "weight of what was drafted behind a token that fell; 0 leaves those rows out"
+    )
     branches: int = option(2, "rejected continuations trained on a text, at most")
 
 
@@ -98,63 +119,111 @@ class TrainConfig(FamilyShapes):
     data: str = option(help="folder written by `draftsmith generate`")
     teacher: str = option(
         "live",
-        "where taps and laws come from: the running target, or what generate stored of it (--store-taps, --top-logprobs)",
+        "where taps and distributions come from: the running target, or what generate stored of "
+        "it (--store-taps, --top-logprobs)",
         choices=("live", "stored"),
     )
-    out: str = option(help="folder of the draft; holds its metrics and, under training/, its checkpoints")
+    out: str = option(
+        help="folder of the draft; holds its metrics and, under training/, its checkpoints"
+    )
     init: str | None = option(
-        None, "folder or Hub id of a draft of this family, ours or another trainer's, to train further [default: a new one]"
+        None,
+        "folder or Hub id of a draft of this family, ours or another trainer's, to train further "
+        "[default: a new one]",
     )
 
     steps: int | None = option(None, "optimizer steps to run at most")
-    epochs: float | None = option(None, "passes over the data at most (1 when neither steps nor minutes is given)")
+    epochs: float | None = option(
+        None, "passes over the data at most (1 when neither steps nor minutes is given)"
+    )
     minutes: float | None = option(None, "wall-clock minutes to train at most")
-    batch_size: int = option(8, "rows in one forward pass of one process, a sequence each unless packed")
+    batch_size: int = option(
+        8, "rows in one forward pass of one process, a sequence each unless packed"
+    )
     accumulate: int = option(1, "forward passes summed into one optimizer step")
     max_length: int = option(2048, "most tokens of a sequence; with packing, of a row")
     long: str = option(
         "cut",
-        "longer texts are cut, or split into pieces, each after the first begun by a quarter of context that trains nothing",
+        "longer texts are cut, or split into pieces, each after the first begun by a quarter of "
+        "context that trains nothing",
         choices=("cut", "split"),
     )
-    packing: bool = option(False, "fill each row with whole sequences that do not see each other, up to max_length tokens")
-    held_out: float = option(0.05, "share of the data kept for evaluation, decided by a hash of the prompt")
-    seed: int = option(0, "seed of the new draft and of the order of the data")
-    dtype: str = option("auto", "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it", choices=DTYPES)
-    deepspeed: str | None = option(None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun")
-    gradient_checkpointing: bool = option(False, "run the draft's MLPs again in the backward pass: less memory, more time")
-    target_shares: int = option(
-        1, "processes that hold one copy of the frozen target between them; more than 1 when it is too large"
+    packing: bool = option(
+        False,
+        "fill each row with whole sequences that do not see each other, up to max_length tokens",
     )
-    resume: bool = option(True, "go on from the newest checkpoint of --out; --no-resume starts over")
+    held_out: float = option(
+        0.05, "share of the data kept for evaluation, decided by a hash of the prompt"
+    )
+    seed: int = option(0, "seed of the new draft and of the order of the data")
+    dtype: str = option(
+        "auto",
+        "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it",
+        choices=DTYPES,
+    )
+    deepspeed: str | None = option(
+        None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun"
+    )
+    gradient_checkpointing: bool = option(
+        False, "run the draft's MLPs again in the backward pass: less memory, more time"
+    )
+    target_shares: int = option(
+        1,
+        "processes that hold one copy of the frozen target between them; more than 1 when it is "
+        "too large",
+    )
+    resume: bool = option(
+        True, "go on from the newest checkpoint of --out; --no-resume starts over"
+    )
     log_every: int = option(10, "steps between two lines of metrics.jsonl")
-    save_every: int = option(200, "steps between two checkpoints, rounded up to a multiple of log_every")
-    eval_every: int = option(0, "steps between two evaluations on held-out prompts; 0 evaluates at the end only")
-    eval_prompts: int = option(32, "held-out prompts decoded by an evaluation; with 0 none is made and the last draft is kept")
+    save_every: int = option(
+        200, "steps between two checkpoints, rounded up to a multiple of log_every"
+    )
+    eval_every: int = option(
+        0, "steps between two evaluations on held-out prompts; 0 evaluates at the end only"
+    )
+    eval_prompts: int = option(
+        32,
+        "held-out prompts decoded by an evaluation; with 0 none is made and the last draft is kept",
+    )
     eval_tokens: int = option(64, "tokens written to each of them, at T=0 and at T=1")
-    report_to: tuple[str, ...] = option((), "trackers beside metrics.jsonl, as transformers names them: tensorboard, wandb, ...")
+    report_to: tuple[str, ...] = option(
+        (), "trackers beside metrics.jsonl, as transformers names them: tensorboard, wandb, ..."
+    )
     trust_remote_code: bool = option(False, TRUST_HELP)
 
     optim: OptimConfig = option(help="optimizer and schedule", factory=OptimConfig)
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
-    mean: str = option("token", "what counts alike in the loss: every token, or every sample (text)", choices=("token", "sample"))
+    mean: str = option(
+        "token",
+        "what counts alike in the loss: every token, or every sample (text)",
+        choices=("token", "sample"),
+    )
     unroll: UnrollConfig = option(help="training-time unrolling", factory=UnrollConfig)
-    on_policy: OnPolicyConfig = option(help="training on what the draft itself proposes", factory=OnPolicyConfig)
+    on_policy: OnPolicyConfig = option(
+        help="training on what the draft itself proposes", factory=OnPolicyConfig
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     target: str = option(help="the target: a folder or Hub id of a causal LM")
     draft: str = option(help="folder or Hub id of a trained draft")
-    data: str = option(help="folder written by `draftsmith generate`; its held-out prompts are used")
+    data: str = option(
+        help="folder written by `draftsmith generate`; its held-out prompts are used"
+    )
     temperature: tuple[float, ...] = option((0.0, 1.0), "temperatures to evaluate at")
     prompts: int = option(64, "prompts read at most")
     k: int = option(5, "draft positions to evaluate")
-    max_tokens: int = option(128, "tokens the target writes per prompt where fresh answers are needed")
+    max_tokens: int = option(
+        128, "tokens the target writes per prompt where fresh answers are needed"
+    )
     held_out: float = option(0.05, "share of the data that training kept back; 1 reads all of it")
     seed: int = option(0, "seed of sampled answers and of the bootstrap")
     batch_size: int = option(8, "sequences in one forward pass")
     max_length: int = option(2048, "longer sequences are cut to this many tokens")
     out: str | None = option(None, "write the figures to this JSON file")
-    store: bool = option(False, "write the figures into the draft's draftsmith.json, from where `export` takes them")
+    store: bool = option(
+        False, "write the figures into the draft's draftsmith.json, from where `export` takes them"
+    )
     trust_remote_code: bool = option(False, TRUST_HELP)

@@ -1,4 +1,5 @@
-"""A run's metrics.jsonl as one picture: loss, alpha, tau as predicted in training and measured on held-out prompts."""
+"""A run's metrics.jsonl as one picture: loss, alpha, tau as predicted in training and measured on
+held-out prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ TEMPERATURES = {"t0": "tab:blue", "t1": "tab:orange"}
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Writes `picture`, a PNG; the library is imported here, because a run that is not drawn need not wait for it."""
+    """Writes `picture`, a PNG; the library is imported here, because a run that is not drawn need
+    not wait for it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,7 +28,14 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     curve(tau, lines, "tau", "training text, predicted")
     for end, colour in TEMPERATURES.items():
         measured(tau, lines, f"eval_tau_{end}", colour, f"held out, measured, T={end[1:]}")
-        curve(tau, lines, f"eval_predicted_tau_{end}", f"held out, predicted, T={end[1:]}", color=colour, linestyle=":")
+        curve(
+            tau,
+            lines,
+            f"eval_predicted_tau_{end}",
+            f"held out, predicted, T={end[1:]}",
+            color=colour,
+            linestyle=":",
+        )
     tau.set(title="acceptance length tau, 95 % intervals", xlabel="step", ylabel="tokens a round")
     for axes in (alpha, tau):
         if axes.get_legend_handles_labels()[0]:
@@ -43,7 +52,9 @@ def names(lines: list[dict[str, Any]], begin: str) -> list[str]:
 def curve(axes: Any, lines: list[dict[str, Any]], name: str, label: str, **style: str) -> None:
     told = [line for line in lines if name in line]
     if told:
-        axes.plot([line["step"] for line in told], [line[name] for line in told], label=label, **style)
+        axes.plot(
+            [line["step"] for line in told], [line[name] for line in told], label=label, **style
+        )
 
 
 def measured(axes: Any, lines: list[dict[str, Any]], name: str, colour: str, label: str) -> None:
@@ -54,4 +65,13 @@ def measured(axes: Any, lines: list[dict[str, Any]], name: str, colour: str, lab
     below = [max(0.0, line[name] - line[f"{name}_low"]) for line in told]
     above = [max(0.0, line[f"{name}_high"] - line[name]) for line in told]
     steps = [line["step"] for line in told]
-    axes.errorbar(steps, values, yerr=[below, above], fmt="o-", color=colour, label=label, capsize=3, markersize=3)
+    axes.errorbar(
+        steps,
+        values,
+        yerr=[below, above],
+        fmt="o-",
+        color=colour,
+        label=label,
+        capsize=3,
+        markersize=3,
+    )

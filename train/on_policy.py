@@ -1,9 +1,11 @@
-"""Training on what the draft of the moment does: it proposes after prefixes of the training texts, the target verifies, and each
-position that verification looked at counts by what happened there (`roles.py`). Online learning trains on the same rows.
+"""Training on what the draft of the moment does: it proposes after prefixes of the training texts,
+the target verifies, and each position that verification looked at counts by what happened there
+(`roles.py`). Online learning trains on the same rows.
 
-With few drafted tokens a round this is Draft-OPD (arXiv:2605.29343): errors are where the text says they are, and the rest of a
-rejected draft is replayed. With k as long as the answer every drafted token is trained, kept or not, which is what DistillSpec
-(arXiv:2310.08461) does with the draft's own samples.
+With few drafted tokens a round this is Draft-OPD (arXiv:2605.29343): errors are where the text says
+they are, and the rest of a rejected draft is replayed. With k as long as the answer every drafted
+token is trained, kept or not, which is what DistillSpec (arXiv:2310.08461) does with the draft's
+own samples.
 """
 
 from __future__ import annotations
@@ -23,18 +25,35 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import OnPolicyConfig
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.data.roles import Role, RoleWeights, Row, branch_of, branch_row, padded_rows, roles_of, text_row
+from draftsmith.train.data.roles import (
+    Role,
+    RoleWeights,
+    Row,
+    branch_of,
+    branch_row,
+    padded_rows,
+    roles_of,
+    text_row,
+)
 
 # Texts decoded at once.
 DECODED = 32
 # What stands behind the end of a row, by the name of the input.
-PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100, "weights": 0.0, "segments": -1, "places": -1}
+PADDING = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "labels": -100,
+    "weights": 0.0,
+    "segments": -1,
+    "places": -1,
+}
 
 Inputs = dict[str, torch.Tensor]
 
 
 class OnPolicy:
-    """Owns the texts that are waiting to be trained on; all else depends on seed, rank, step and the draft's weights alone."""
+    """Owns the texts that are waiting to be trained on; all else depends on seed, rank, step and
+    the draft's weights alone."""
 
     def __init__(
         self,
@@ -60,11 +79,16 @@ class OnPolicy:
         )
         self.waiting: list[SpeculatedText] | None = None  # None until the first are written
 
-    def mix(self, passes: list[Inputs], *, step: int, drafter: Callable[[], torch.nn.Module]) -> list[Inputs]:
-        """The passes of an optimizer step with their share of on-policy rows. New texts are due by the step alone, so that all
-        ranks write theirs together; `drafter` gives the whole draft in evaluation mode."""
+    def mix(
+        self, passes: list[Inputs], *, step: int, drafter: Callable[[], torch.nn.Module]
+    ) -> list[Inputs]:
+        """The passes of an optimizer step with their share of on-policy rows. New texts are due by
+        the step alone, so that all ranks write theirs together; `drafter` gives the whole draft in
+        evaluation mode."""
         if self.waiting is None or step % self.config.refresh == 0:
-            self.waiting = self._write(drafter(), random.Random(f"{self.seed} texts {step} {self.rank}"))
+            self.waiting = self._write(
+                drafter(), random.Random(f"{self.seed} texts {step} {self.rank}")
+            )
         chance = random.Random(f"{self.seed} rows {step} {self.rank}")
         return [self._mixed(inputs, chance) for inputs in passes]
 
@@ -98,7 +122,11 @@ class OnPolicy:
         count = self._share(num_rows)
         texts, self.waiting = self.waiting[:count], self.waiting[count:]
         kept = sorted(chance.sample(range(num_rows), num_rows - count))
-        rows = [row.cut(self.max_length) for text in texts for row in rows_of(text, self.weights, self.config.branches, chance)]
+        rows = [
+            row.cut(self.max_length)
+            for text in texts
+            for row in rows_of(text, self.weights, self.config.branches, chance)
+        ]
         ours = padded_rows(rows, inputs["input_ids"].device)
         added = {
             "input_ids": ours.input_ids,
@@ -110,33 +138,47 @@ class OnPolicy:
             "places": torch.full_like(ours.input_ids, -1),
         }
         theirs = inputs | {"weights": (inputs["labels"] != -100).float()}
-        return {name: stacked(values[kept], added[name], PADDING[name]) for name, values in theirs.items()}
+        return {
+            name: stacked(values[kept], added[name], PADDING[name])
+            for name, values in theirs.items()
+        }
 
 
 def prefix(sequence: TokenSequence, num_new: int, chance: random.Random) -> list[int]:
-    """The prompt, and as much of the answer as leaves about `num_new` tokens of it to be written anew."""
+    """The prompt, and as much of the answer as leaves about `num_new` tokens of it to be written
+    anew."""
     written = [at for at in sequence.loss_mask.nonzero()[:, 0].tolist() if at > 0]
     latest = max(written[0], len(sequence.input_ids) - num_new)
     return sequence.input_ids[: chance.choice([at for at in written if at <= latest])].tolist()
 
 
-def rows_of(text: SpeculatedText, weights: RoleWeights, num_branches: int, chance: random.Random) -> list[Row]:
+def rows_of(
+    text: SpeculatedText, weights: RoleWeights, num_branches: int, chance: random.Random
+) -> list[Row]:
     """The text itself, then some of its branches."""
     roles: list[Role] = [Role.CONTEXT] * text.num_prompt
     for done in text.rounds:
         roles += roles_of(len(done.drafted), done.accepted, done.committed)
     rows = [text_row(text.tokens, np.array(roles, dtype=np.int8), weights)]
     if weights.later_rejected:
-        found = [branch_of(text.tokens[: done.start], done.drafted, done.accepted) for done in text.rounds]
+        found = [
+            branch_of(text.tokens[: done.start], done.drafted, done.accepted)
+            for done in text.rounds
+        ]
         branches = [branch for branch in found if branch is not None]
-        rows += [branch_row(branch, weights) for branch in chance.sample(branches, min(num_branches, len(branches)))]
+        rows += [
+            branch_row(branch, weights)
+            for branch in chance.sample(branches, min(num_branches, len(branches)))
+        ]
     return rows
 
 
 def stacked(above: torch.Tensor, below: torch.Tensor, padding: float) -> torch.Tensor:
     """[a, L] and [b, M] -> [a + b, max(L, M)], padded on the right."""
     width = max(above.shape[1], below.shape[1])
-    return torch.cat([pad(part, (0, width - part.shape[1]), value=padding) for part in (above, below)])
+    return torch.cat(
+        [pad(part, (0, width - part.shape[1]), value=padding) for part in (above, below)]
+    )
 
 
 class KeepTexts(TrainerCallback):
@@ -145,24 +187,31 @@ class KeepTexts(TrainerCallback):
     def __init__(self, on_policy: OnPolicy):
         self.on_policy = on_policy
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
+    ) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         save_texts(self.on_policy, folder, world_size=args.world_size)
 
 
 def save_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> None:
     texts = None if on_policy.waiting is None else [text._asdict() for text in on_policy.waiting]
-    write_json(_path(checkpoint, on_policy.rank), {"version": 1, "world_size": world_size, "texts": texts})
+    write_json(
+        _path(checkpoint, on_policy.rank), {"version": 1, "world_size": world_size, "texts": texts}
+    )
 
 
 def load_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> None:
-    """With another number of processes the texts are not theirs, and new ones are written at the next step."""
+    """With another number of processes the texts are not theirs, and new ones are written at the
+    next step."""
     path = _path(checkpoint, on_policy.rank)
     record = read_json(path, "on-policy texts") if path.is_file() else {"texts": None}
     if record["texts"] is None or record["world_size"] != world_size:
         return
     on_policy.waiting = [
-        SpeculatedText(text["tokens"], text["num_prompt"], [Round(*values) for values in text["rounds"]])
+        SpeculatedText(
+            text["tokens"], text["num_prompt"], [Round(*values) for values in text["rounds"]]
+        )
         for text in record["texts"]
     ]
 

@@ -1,7 +1,9 @@
-"""Muon (torch.optim.Muon) for the matrices inside a draft, AdamW for all else, as the one optimizer that the Trainer wants.
+"""Muon (torch.optim.Muon) for the matrices inside a draft, AdamW for all else, as the one optimizer
+that the Trainer wants.
 
-Muon makes every direction of a matrix's update equally long, which suits layers; tables, whose rows are tokens, and vectors stay
-with AdamW, as its authors have it. Its updates are scaled to those of AdamW: one learning rate and schedule fit both.
+Muon makes every direction of a matrix's update equally long, which suits layers; tables, whose rows
+are tokens, and vectors stay with AdamW, as its authors have it. Its updates are scaled to those of
+AdamW: one learning rate and schedule fit both.
 """
 
 from __future__ import annotations
@@ -18,15 +20,27 @@ from draftsmith.train.config import OptimConfig
 
 
 def muon_with_adamw(
-    drafter: torch.nn.Module, *, num_tokens: int, lr: float, betas: tuple[float, float], weight_decay: float
+    drafter: torch.nn.Module,
+    *,
+    num_tokens: int,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
 ) -> MuonWithAdamW:
     """`num_tokens`: rows of the draft's head, which tell a table from a matrix."""
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    matrices = [one for one in trained if one.ndim == 2 and num_tokens not in one.shape and min(one.shape) > 1]
+    matrices = [
+        one
+        for one in trained
+        if one.ndim == 2 and num_tokens not in one.shape and min(one.shape) > 1
+    ]
     tables = [one for one in trained if one.ndim == 2 and num_tokens in one.shape]
     known = {id(one) for one in (*matrices, *tables)}
     vectors = [one for one in trained if id(one) not in known]
-    groups = [{"params": tables, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": tables, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     muon = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     return MuonWithAdamW(muon, AdamW(groups, lr=lr, betas=betas))
 
@@ -60,7 +74,8 @@ class MuonWithAdamW(Optimizer):
 
 
 class Clock:
-    """Progress of a run bounded by steps and, optionally, by wall-clock time. `elapsed_s` survives a resume."""
+    """Progress of a run bounded by steps and, optionally, by wall-clock time. `elapsed_s` survives
+    a resume."""
 
     def __init__(self, *, total_steps: int, budget_s: float | None):
         self.total_steps = total_steps
@@ -80,7 +95,8 @@ class Clock:
         return self.elapsed_s
 
     def share_done(self, step: int) -> float:
-        """0 at the beginning, 1 when steps or time run out. Time counts in whole ticks, so a step sees one value."""
+        """0 at the beginning, 1 when steps or time run out. Time counts in whole ticks, so a step
+        sees one value."""
         by_steps = step / self.total_steps
         by_time = self.elapsed_s / self.budget_s if self.budget_s else 0.0
         return min(1.0, max(by_steps, by_time))
@@ -90,7 +106,8 @@ class Clock:
 
 
 def lr_factor(config: OptimConfig, share_done: float) -> float:
-    """Learning rate as a share of the peak: linear warm-up, then cosine or linear to `final`, or constant."""
+    """Learning rate as a share of the peak: linear warm-up, then cosine or linear to `final`, or
+    constant."""
     if share_done < config.warmup:
         # A step taken at share 0 must still learn something.
         return max(share_done / config.warmup, 0.01)

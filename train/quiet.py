@@ -30,7 +30,15 @@ def quiet_deepspeed() -> None:
     if not torch.cuda.is_available():
         # What it would find out by itself, and say so.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    for name in ("DeepSpeed", "accelerate", "torch.distributed", "datasets", "peft", "matplotlib", "matplotlib.font_manager"):
+    for name in (
+        "DeepSpeed",
+        "accelerate",
+        "torch.distributed",
+        "datasets",
+        "peft",
+        "matplotlib",
+        "matplotlib.font_manager",
+    ):
         logging.getLogger(name).addFilter(_errors_only)
     # DeepSpeed calls collectives by the names they had before.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

@@ -1,4 +1,5 @@
-"""What a run tells while it goes: metrics.jsonl, one progress line, and a stop when the time is up or the loss is lost."""
+"""What a run tells while it goes: metrics.jsonl, one progress line, and a stop when the time is up
+or the loss is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from draftsmith.train.objective.unrolled_loss import UnrolledLoss
 from draftsmith.train.optim import Clock
 
 # Of the Trainer's summary, and of no use on a line of metrics.
-DROPPED = {"total_flos", "train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second", "epoch"}
+DROPPED = {
+    "total_flos",
+    "train_loss",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "epoch",
+}
 
 
 class MetricsFile:
@@ -47,23 +55,35 @@ class Reporter(TrainerCallback):
         self.progress: Progress | None = None
         self.note = ""
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
+    ) -> None:
         self.clock.start(self.clock.elapsed_s)
         if not state.is_world_process_zero:
             return
         if self.clock.budget_s is None:
-            self.progress = Progress(self.label, state.max_steps, unit="steps", start=state.global_step)
+            self.progress = Progress(
+                self.label, state.max_steps, unit="steps", start=state.global_step
+            )
         else:
-            self.progress = Progress(self.label, round(self.clock.budget_s), unit="s", start=round(self.clock.elapsed_s))
+            self.progress = Progress(
+                self.label, round(self.clock.budget_s), unit="s", start=round(self.clock.elapsed_s)
+            )
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
+    ) -> None:
         self.clock.tick()
         if self.clock.budget_s is not None:
             self.clock.elapsed_s = agreed(self.clock.elapsed_s, args)
         if self.clock.out_of_time():
             control.should_training_stop = control.should_save = control.should_log = True
         if self.progress is not None:
-            done = state.global_step if self.clock.budget_s is None else min(self.progress.total, int(self.clock.elapsed_s))
+            done = (
+                state.global_step
+                if self.clock.budget_s is None
+                else min(self.progress.total, int(self.clock.elapsed_s))
+            )
             self.progress.update(done, self.note)
 
     def on_log(
@@ -81,10 +101,19 @@ class Reporter(TrainerCallback):
         self._stop_when_lost(logs, state, model if control.should_save else None)
         if state.is_world_process_zero:
             epoch = round(state.global_step / self.steps_per_epoch, 4)
-            self.file.write({"step": state.global_step, "epoch": epoch, "elapsed_s": round(self.clock.elapsed_s, 2), **logs})
+            self.file.write(
+                {
+                    "step": state.global_step,
+                    "epoch": epoch,
+                    "elapsed_s": round(self.clock.elapsed_s, 2),
+                    **logs,
+                }
+            )
             self.note = note_of(logs) or self.note
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
+    ) -> None:
         if args.world_size > 1:
             # Every rank has written its part.
             torch.distributed.barrier()
@@ -96,19 +125,33 @@ class Reporter(TrainerCallback):
                 passes=args.world_size * args.gradient_accumulation_steps,
             )
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
+    ) -> None:
         if self.progress is not None:
-            self.progress.close(f"{state.global_step} steps, {self.note or 'all of them done before'}")
+            self.progress.close(
+                f"{state.global_step} steps, {self.note or 'all of them done before'}"
+            )
 
-    def _stop_when_lost(self, logs: dict[str, float], state: TrainerState, model: torch.nn.Module | None) -> None:
-        """Runs before the checkpoint of the same step is written, so that no lost weights are ever saved."""
+    def _stop_when_lost(
+        self, logs: dict[str, float], state: TrainerState, model: torch.nn.Module | None
+    ) -> None:
+        """Runs before the checkpoint of the same step is written, so that no lost weights are ever
+        saved."""
         lost = not math.isfinite(logs.get("loss", 0.0))
         if not lost and model is not None:
             lost = not all(bool(parameter.isfinite().all()) for parameter in model.parameters())
         if lost:
             newest = self.folder.newest()
-            kept = f"the last good checkpoint is {newest.path}" if newest else "no checkpoint had been written"
-            raise UserError(f"training diverged by step {state.global_step} (loss is not a number), {kept}; lower optim.lr")
+            kept = (
+                f"the last good checkpoint is {newest.path}"
+                if newest
+                else "no checkpoint had been written"
+            )
+            raise UserError(
+                f"training diverged by step {state.global_step} (loss is not a number), {kept}; "
+                "lower optim.lr"
+            )
 
 
 def note_of(logs: dict[str, float]) -> str:
@@ -132,7 +175,8 @@ def agreed(elapsed_s: float, args: TrainingArguments) -> float:
 class MetricWindow:
     """Adds up every batch since the last log line."""
 
-    # Batches whose text is walked for the predicted tau; the walk runs on the host, so a few recent ones must do.
+    # Batches whose text is walked for the predicted tau; the walk runs on the host, so a few recent
+    # ones must do.
     WALKED = 4
 
     def __init__(self, depths: int, kind: Kind) -> None:
@@ -148,8 +192,8 @@ class MetricWindow:
             self.walked = [*self.walked, (unrolled.keep.detach(), loss_mask)][-self.WALKED :]
 
     def drain(self, reduce: Callable[..., torch.Tensor]) -> dict[str, float]:
-        """forward_kl_s (or what is trained by), alpha_s (s from 1) and outside of the window over all ranks, tau of this rank's
-        last batches; the window is empty afterwards."""
+        """forward_kl_s (or what is trained by), alpha_s (s from 1) and outside of the window over
+        all ranks, tau of this rank's last batches; the window is empty afterwards."""
         if self.sums is None:
             return {}
         sums = reduce(self.sums, reduction="sum")
@@ -167,6 +211,8 @@ class MetricWindow:
 
     def _tau(self) -> float | None:
         """Of this rank's recent batches."""
-        taus = [predicted_tau(deepen(keep, self.depths), loss_mask) for keep, loss_mask in self.walked]
+        taus = [
+            predicted_tau(deepen(keep, self.depths), loss_mask) for keep, loss_mask in self.walked
+        ]
         known = [tau for tau in taus if tau is not None]
         return sum(known) / len(known) if known else None

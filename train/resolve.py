@@ -13,9 +13,11 @@ from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.config import TrainConfig
 
-# Options that may differ between a run and its continuation: they change how long or how loudly it trains, not what.
+# Options that may differ between a run and its continuation: they change how long or how loudly it
+# trains, not what.
 CONTINUABLE = {
-    "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts", "eval_tokens", "report_to",
+    "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts",
+    "eval_tokens", "report_to",
     "target_shares", "gradient_checkpointing", "unroll.flex", "out",
     # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
     "accumulate",
@@ -33,12 +35,14 @@ def drafter_options(config: TrainConfig) -> DrafterOptions:
         if options is not None and family != config.family:
             section = family.replace("-", "_")
             raise UserError(
-                f"options under {section!r} are given but the family is {config.family!r}; remove them or train {family}"
+                f"options under {section!r} are given but the family is {config.family!r}; remove "
+                f"them or train {family}"
             )
     options = given[config.family] or OPTIONS[config.family]()
     if isinstance(options, MedusaOptions) and options.num_heads > config.unroll.steps:
         raise UserError(
-            f"option 'medusa.num_heads' is {options.num_heads} but 'unroll.steps' is {config.unroll.steps}, so the last heads "
+            f"option 'medusa.num_heads' is {options.num_heads} but 'unroll.steps' is "
+            f"{config.unroll.steps}, so the last heads "
             "would never be trained; make them equal"
         )
     return options
@@ -53,7 +57,8 @@ def check(config: TrainConfig) -> None:
         deepspeed_config(config.deepspeed)
         if config.optim.optimizer != "adamw":
             raise UserError(
-                f"option 'optim.optimizer' is {config.optim.optimizer!r} but with DeepSpeed the optimizer is that of "
+                f"option 'optim.optimizer' is {config.optim.optimizer!r} but with DeepSpeed the "
+                "optimizer is that of "
                 f"{config.deepspeed!r}; leave one of the two out"
             )
         if "RANK" not in os.environ:
@@ -63,12 +68,15 @@ def check(config: TrainConfig) -> None:
             )
     if config.target_shares > 1 and int(os.environ.get("WORLD_SIZE", "1")) % config.target_shares:
         raise UserError(
-            f"option 'target_shares' is {config.target_shares} but {os.environ.get('WORLD_SIZE', '1')} processes run; start a "
-            f"multiple of {config.target_shares} with torchrun --nproc_per_node N -m draftsmith.cli train ..."
+            f"option 'target_shares' is {config.target_shares} but "
+            f"{os.environ.get('WORLD_SIZE', '1')} processes run; start a "
+            f"multiple of {config.target_shares} with torchrun --nproc_per_node N -m "
+            "draftsmith.cli train ..."
         )
     if config.target_shares > 1 and config.on_policy.share:
         raise UserError(
-            f"option 'target_shares' is {config.target_shares} and 'on_policy.share' {config.on_policy.share}, but a target held "
+            f"option 'target_shares' is {config.target_shares} and 'on_policy.share' "
+            f"{config.on_policy.share}, but a target held "
             "by several processes cannot decode for each of them apart; leave one of the two out"
         )
     check_numbers(config)
@@ -79,7 +87,8 @@ def check(config: TrainConfig) -> None:
 def check_numbers(config: TrainConfig) -> None:
     values = flat(to_dict(config))
     positive = (
-        "steps", "epochs", "minutes", "batch_size", "accumulate", "max_length", "log_every", "save_every", "eval_tokens",
+        "steps", "epochs", "minutes", "batch_size", "accumulate", "max_length", "log_every",
+        "save_every", "eval_tokens",
         "target_shares", "unroll.steps", "unroll.decay", "optim.lr",
     )  # fmt: skip
     for name in positive:
@@ -94,38 +103,56 @@ def check_numbers(config: TrainConfig) -> None:
     # Of these 1 leaves nothing to train on, and nothing of a step.
     for name in ("held_out", "optim.beta2"):
         if not 0.0 <= values[name] < 1.0:
-            raise UserError(f"option {name!r} is {values[name]}; it must be 0 or more and less than 1")
+            raise UserError(
+                f"option {name!r} is {values[name]}; it must be 0 or more and less than 1"
+            )
 
 
 def check_init(init: str, config: TrainConfig) -> None:
     if config.family == "draft-lm":
-        raise UserError(f"option 'init' is {init!r} but any language model can begin a draft-lm; give it as draft_lm.init")
+        raise UserError(
+            f"option 'init' is {init!r} but any language model can begin a draft-lm; give it as "
+            "draft_lm.init"
+        )
     if config.by_family()[config.family] is not None:
         section = config.family.replace("-", "_")
-        raise UserError(f"options under {section!r} are of a new draft but option 'init' is {init!r}; leave one of the two out")
+        raise UserError(
+            f"options under {section!r} are of a new draft but option 'init' is {init!r}; leave "
+            "one of the two out"
+        )
 
 
 def check_objective(config: TrainConfig) -> None:
     """Of the noise and of on-policy training."""
     noise, own = config.unroll.noise, config.on_policy
     if not 0 <= noise < float("inf"):
-        raise UserError(f"option 'unroll.noise' is {noise}; it must be 0 or a small number such as 0.1")
+        raise UserError(
+            f"option 'unroll.noise' is {noise}; it must be 0 or a small number such as 0.1"
+        )
     if noise and config.family == "draft-lm":
-        raise UserError(f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; remove it")
+        raise UserError(
+            f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; "
+            "remove it"
+        )
     if config.unroll.flex and config.family not in UNROLLED:
-        raise UserError(f"option 'unroll.flex' is for {', '.join(UNROLLED)} and the family is {config.family!r}; remove it")
+        raise UserError(
+            f"option 'unroll.flex' is for {', '.join(UNROLLED)} and the family is "
+            f"{config.family!r}; remove it"
+        )
     for name, count in (("refresh", own.refresh), ("k", own.k), ("tokens", own.tokens)):
         if count < 1:
             raise UserError(f"option 'on_policy.{name}' is {count}; it must be 1 or more")
     weights = (own.accepted, own.first_rejected, own.later_rejected)
     if min(weights) < 0 or own.accepted + own.first_rejected == 0:
         raise UserError(
-            f"options 'on_policy.accepted', 'first_rejected' and 'later_rejected' are {weights}; none may be negative and one of "
+            f"options 'on_policy.accepted', 'first_rejected' and 'later_rejected' are {weights}; "
+            "none may be negative and one of "
             "the first two must be more than 0"
         )
     if own.temperature < 0 or own.branches < 0:
         raise UserError(
-            f"options 'on_policy.temperature' and 'branches' are {own.temperature} and {own.branches}; give 0 or more"
+            f"options 'on_policy.temperature' and 'branches' are {own.temperature} and "
+            f"{own.branches}; give 0 or more"
         )
 
 
@@ -139,13 +166,15 @@ def check_sparse(config: TrainConfig) -> None:
     for name, is_wrong in refused.items():
         if is_wrong:
             raise UserError(
-                f"option {name!r} needs whole laws and {config.data!r} stores the likeliest tokens; store its taps too "
+                f"option {name!r} needs whole distributions and {config.data!r} stores the "
+                "likeliest tokens; store its taps too "
                 "(draftsmith generate --store-taps), or use --teacher live"
             )
 
 
 def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) -> int:
-    """Optimizer steps until steps or epochs run out; a run bounded by minutes alone gets a bound it will not reach."""
+    """Optimizer steps until steps or epochs run out; a run bounded by minutes alone gets a bound it
+    will not reach."""
     per_epoch = batches_per_epoch / (config.accumulate * world_size)
     bounds = []
     if config.steps is not None:
@@ -158,12 +187,14 @@ def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) ->
 
 
 def save_interval(config: TrainConfig) -> int:
-    """A multiple of `log_every`, so that a resumed run logs over the same windows as an uninterrupted one."""
+    """A multiple of `log_every`, so that a resumed run logs over the same windows as an
+    uninterrupted one."""
     return -(-config.save_every // config.log_every) * config.log_every
 
 
 def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
-    """The first option, with its old and new value, that makes a continuation another run; None when there is none."""
+    """The first option, with its old and new value, that makes a continuation another run; None
+    when there is none."""
     now, then = flat(to_dict(config)), flat(completed(recorded, config))
     for name in sorted(now.keys() | then.keys()):
         if name in CONTINUABLE or now.get(name) == then.get(name):
@@ -175,7 +206,8 @@ def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
 
 
 def completed(recorded: dict[str, Any], config: Any) -> dict[str, Any]:
-    """`recorded` with the defaults of options that are younger than it: a new option's default is what was done before."""
+    """`recorded` with the defaults of options that are younger than it: a new option's default is
+    what was done before."""
     whole = dict(recorded)
     for field in fields(config):
         name, now = field.name, vars(config)[field.name]
@@ -216,7 +248,10 @@ def deepspeed_config(path: str | None) -> dict | None:
         return None
     config = read_json(path, "DeepSpeed config")
     if not isinstance(config, dict) or "zero_optimization" not in config:
-        raise UserError(f"DeepSpeed config {path!r} has no 'zero_optimization' section; start from recipes/zero1.json")
+        raise UserError(
+            f"DeepSpeed config {path!r} has no 'zero_optimization' section; start from "
+            "recipes/zero1.json"
+        )
     return config
 
 

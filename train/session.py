@@ -27,7 +27,7 @@ from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.dataset import Corpus, check_tokenizer, read_corpus
 from draftsmith.train.evaluate.measured import Figures, measure
-from draftsmith.train.objective.stored_teacher import LawTeacher, stored_teacher
+from draftsmith.train.objective.stored_teacher import DistributionTeacher, stored_teacher
 from draftsmith.train.objective.teacher import LiveTeacher, Teacher
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
 from draftsmith.train.optim import Clock
@@ -39,7 +39,10 @@ from draftsmith.version import __version__
 def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
     mlps = [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]
     if not mlps:
-        raise UserError(f"option 'gradient_checkpointing' has nothing to recompute in a draft of family {family!r}; leave it out")
+        raise UserError(
+            "option 'gradient_checkpointing' has nothing to recompute in a draft of family "
+            f"{family!r}; leave it out"
+        )
     for mlp in mlps:
         mlp.forward = partial(recompute.checkpoint, mlp.forward, use_reentrant=False)
 
@@ -52,14 +55,23 @@ def train(config: TrainConfig) -> None:
     if place.rank == 0:
         tell_what_is_missing(config, corpus)
     if config.unroll.flex and place.device.type != "cuda":
-        raise UserError("option 'unroll.flex' needs CUDA: on a CPU torch's flex attention has no backward pass; remove it")
+        raise UserError(
+            "option 'unroll.flex' needs CUDA: on a CPU torch's flex attention has no backward "
+            "pass; remove it"
+        )
     drafter = new_drafter(config, place, target, corpus)
-    spare = new_drafter(config, place, target, corpus) if resolve.zero_stage(config.deepspeed) == 3 else None
+    spare = (
+        new_drafter(config, place, target, corpus)
+        if resolve.zero_stage(config.deepspeed) == 3
+        else None
+    )
     if config.gradient_checkpointing:
         recompute_mlps(drafter, config.family)
     kind = kind_of(config.divergence)
     teacher = new_teacher(config, target, corpus, drafter)
-    trainee = Trainee(drafter, teacher, config.unroll, kind=kind, mean=config.mean, seed=config.seed)
+    trainee = Trainee(
+        drafter, teacher, config.unroll, kind=kind, mean=config.mean, seed=config.seed
+    )
     trainer = make_trainer(config, place, trainee, target, corpus, spare)
     trainer.train(resume_from_checkpoint=open_folder(config, place, trainer))
     finish(config, trainer, corpus, target)
@@ -68,7 +80,9 @@ def train(config: TrainConfig) -> None:
 def load_target(config: TrainConfig, place: Place) -> Target:
     trust = config.trust_remote_code
     if config.target_shares == 1:
-        return Target.load(config.target, dtype=place.target_dtype, device=place.device, trust_remote_code=trust)
+        return Target.load(
+            config.target, dtype=place.target_dtype, device=place.device, trust_remote_code=trust
+        )
     model = load_spread(
         config.target,
         dtype=place.target_dtype,
@@ -79,28 +93,37 @@ def load_target(config: TrainConfig, place: Place) -> Target:
     return Target(model, config.target, trust_remote_code=trust)
 
 
-def new_teacher(config: TrainConfig, target: Target, corpus: Corpus, drafter: TrainedDrafter) -> Teacher:
+def new_teacher(
+    config: TrainConfig, target: Target, corpus: Corpus, drafter: TrainedDrafter
+) -> Teacher:
     if config.teacher == "live":
         return LiveTeacher(target)
     teacher = stored_teacher(target, config.data, corpus.provenance, drafter.taps)
-    if isinstance(teacher, LawTeacher):
+    if isinstance(teacher, DistributionTeacher):
         resolve.check_sparse(config)
     return teacher
 
 
-def new_drafter(config: TrainConfig, place: Place, target: Target, corpus: Corpus) -> torch.nn.Module:
+def new_drafter(
+    config: TrainConfig, place: Place, target: Target, corpus: Corpus
+) -> torch.nn.Module:
     # Adam needs more digits than bfloat16 has, whatever the target is kept in.
     if config.init is not None:
         return older_drafter(config.init, config.family, target)
     counts = corpus.token_counts(target.vocab_size)
-    drafter = FAMILIES[config.family].create(resolve.drafter_options(config), target, seed=config.seed, token_counts=counts)
+    drafter = FAMILIES[config.family].create(
+        resolve.drafter_options(config), target, seed=config.seed, token_counts=counts
+    )
     return drafter.to(device=place.device, dtype=torch.float32)
 
 
 def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
     drafter = checkpoint.load(init, target, dtype=torch.float32)
     if drafter.family != family:
-        raise UserError(f"option 'init' is {init!r}, a draft of family {drafter.family!r}; train {drafter.family} with it")
+        raise UserError(
+            f"option 'init' is {init!r}, a draft of family {drafter.family!r}; train "
+            f"{drafter.family} with it"
+        )
     return drafter
 
 
@@ -119,7 +142,12 @@ def load_corpus(config: TrainConfig, target: Target) -> Corpus:
 
 def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
     for count, what in (
-        (corpus.long, f"cut to {config.max_length} tokens" if config.long == "cut" else f"split at {config.max_length} tokens"),
+        (
+            corpus.long,
+            f"cut to {config.max_length} tokens"
+            if config.long == "cut"
+            else f"split at {config.max_length} tokens",
+        ),
         (corpus.empty, "left out, nothing in them is the target's"),
     ):
         if count:
@@ -127,18 +155,27 @@ def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
 
 
 def make_trainer(
-    config: TrainConfig, place: Place, trainee: Trainee, target: Target, corpus: Corpus, spare: torch.nn.Module | None
+    config: TrainConfig,
+    place: Place,
+    trainee: Trainee,
+    target: Target,
+    corpus: Corpus,
+    spare: torch.nn.Module | None,
 ) -> DraftTrainer:
     folder = RunFolder(config.out)
     folder.make()
     row_length = config.max_length if config.packing else None
-    per_epoch = batches_per_epoch(corpus.train.lengths, batch_size=config.batch_size, seed=config.seed, row_length=row_length)
+    per_epoch = batches_per_epoch(
+        corpus.train.lengths, batch_size=config.batch_size, seed=config.seed, row_length=row_length
+    )
     steps = resolve.total_steps(config, per_epoch, place.world_size)
     clock = Clock(total_steps=steps, budget_s=config.minutes and config.minutes * 60)
     on_policy = new_on_policy(config, place, target, corpus) if config.on_policy.share else None
     trainer = DraftTrainer(
         trainee,
-        arguments.training_arguments(config, place, folder=folder.training, max_steps=steps, moved=is_moved(config, place)),
+        arguments.training_arguments(
+            config, place, folder=folder.training, max_steps=steps, moved=is_moved(config, place)
+        ),
         sequences=corpus.train,
         row_length=row_length,
         optim=config.optim,
@@ -194,14 +231,23 @@ def open_folder(config: TrainConfig, place: Place, trainer: DraftTrainer) -> str
 
 def is_moved(config: TrainConfig, place: Place) -> bool:
     """DeepSpeed's parts are of another number of processes."""
-    newest = RunFolder(config.out).newest() if config.resume and config.deepspeed is not None else None
+    newest = (
+        RunFolder(config.out).newest() if config.resume and config.deepspeed is not None else None
+    )
     return newest is not None and newest.processes != place.world_size
 
 
 def evaluate_held_out(
-    config: TrainConfig, target: Target, corpus: Corpus, drafter: torch.nn.Module, step: int, *, rank: int
+    config: TrainConfig,
+    target: Target,
+    corpus: Corpus,
+    drafter: torch.nn.Module,
+    step: int,
+    *,
+    rank: int,
 ) -> Figures | None:
-    """Of the draft as it is at `step`, which is kept if it is the best so far; None without held-out prompts.
+    """Of the draft as it is at `step`, which is kept if it is the best so far; None without
+    held-out prompts.
 
     Every rank does the same, because a target that is spread over them answers to all of them only.
     """
@@ -218,12 +264,15 @@ def evaluate_held_out(
     )
     if rank == 0:
         evaluation = [measurement.to_dict() for measurement in figures.measurements]
-        BestDraft(RunFolder(config.out).training).offer(drafter, step=step, tau=figures.tau.value, evaluation=evaluation)
+        BestDraft(RunFolder(config.out).training).offer(
+            drafter, step=step, tau=figures.tau.value, evaluation=evaluation
+        )
     return figures
 
 
 def finish(config: TrainConfig, trainer: DraftTrainer, corpus: Corpus, target: Target) -> None:
-    """Saves the best draft of the run, which is the last where none was measured, with the record of its making."""
+    """Saves the best draft of the run, which is the last where none was measured, with the record
+    of its making."""
     drafter, steps = trainer.whole_drafter(), trainer.state.global_step
     figures = trainer.evaluate_held_out(drafter, steps)
     if not trainer.is_world_process_zero():
@@ -255,6 +304,10 @@ def finish(config: TrainConfig, trainer: DraftTrainer, corpus: Corpus, target: T
 
 
 def summary(config: TrainConfig, steps: int, best: Kept | None, figures: Figures | None) -> str:
-    kept = f", of step {best.step}, the best measured," if best is not None and best.step != steps else ""
+    kept = (
+        f", of step {best.step}, the best measured,"
+        if best is not None and best.step != steps
+        else ""
+    )
     told = "" if figures is None else f"; held out after the last step: {figures.summary()}"
     return f"{config.family} draft{kept} in {config.out} after {steps} steps{told}"

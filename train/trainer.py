@@ -1,6 +1,8 @@
-"""transformers' Trainer around the unrolled objective. Ours are the batches, the loss and the metrics; the rest is the Trainer's.
+"""transformers' Trainer around the unrolled objective. Ours are the batches, the loss and the
+metrics; the rest is the Trainer's.
 
-The frozen target is no submodule of what is trained, so neither optimizer nor DeepSpeed ever sees it.
+The frozen target is no submodule of what is trained, so neither optimizer nor DeepSpeed ever sees
+it.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ def token_mean(weights: torch.Tensor) -> torch.Tensor:
 
 
 def sample_mean(weights: torch.Tensor) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1/n in each of the n texts with any weight: every text counts alike."""
+    """[B, L] -> weights that sum to 1/n in each of the n texts with any weight: every text counts
+    alike."""
     shares = per_sample(weights)
     return shares / (shares.sum(dim=-1) > 0).sum().clamp(min=1)
 
 
 def per_sample(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1 in each text that has any: `sample_mean` where the texts are counted elsewhere."""
+    """[B, L] -> weights that sum to 1 in each text that has any: `sample_mean` where the texts are
+    counted elsewhere."""
     sums = text_sums(weights, segments)
     totals = sums if segments is None else sums.gather(-1, segments.clamp(min=0))
     return weights / totals.clamp(min=torch.finfo(weights.dtype).tiny)
@@ -59,8 +63,8 @@ LEAST_ITEMS = 1e-6
 class Trainee(torch.nn.Module):
     """The trained parameters, with a forward that returns the summed loss of a batch."""
 
-    # The Trainer hands over the number of trained tokens (or texts) of the whole optimizer step, so the loss is a mean over
-    # accumulated passes and ranks alike.
+    # The Trainer hands over the number of trained tokens (or texts) of the whole optimizer step, so
+    # the loss is a mean over accumulated passes and ranks alike.
     accepts_loss_kwargs = True
     # The Trainer asks for it when a checkpoint holds tied weights once.
     _keys_to_ignore_on_save = None
@@ -96,12 +100,18 @@ class Trainee(torch.nn.Module):
         weights: torch.Tensor | None = None,
         step: int = 0,
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
-        """`labels` [B, L] are the tokens where the target wrote them and -100 elsewhere; they count alike where no `weights`
-        [B, L] are given. `step` is the number of optimizer steps done."""
+        """`labels` [B, L] are the tokens where the target wrote them and -100 elsewhere; they count
+        alike where no `weights` [B, L] are given. `step` is the number of optimizer steps done."""
         weights = weights_of(labels) if weights is None else weights
         if self.mean == "sample":
             weights = per_sample(weights, segments)
-        text = WeightedText(input_ids=input_ids, attention_mask=attention_mask, weights=weights, segments=segments, places=places)
+        text = WeightedText(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            weights=weights,
+            segments=segments,
+            places=places,
+        )
         drafter: Unrollable = self.drafter
         unrolled = unrolled_loss(
             drafter,
@@ -113,12 +123,15 @@ class Trainee(torch.nn.Module):
             noise=FeatureNoise(self.unroll.noise, self.seed, step) if self.unroll.noise else None,
             flex=self.unroll.flex,
         )
-        return {"loss": unrolled.total / (unrolled.scale * num_items_in_batch), "unrolled": unrolled}
+        return {
+            "loss": unrolled.total / (unrolled.scale * num_items_in_batch),
+            "unrolled": unrolled,
+        }
 
 
 class DraftTrainer(Trainer):
-    """`evaluate_held_out` gives the figures of a draft at a step; `spare` is a second draft, needed under ZeRO-3 only. Rows are
-    packed up to `row_length` tokens where it is given."""
+    """`evaluate_held_out` gives the figures of a draft at a step; `spare` is a second draft, needed
+    under ZeRO-3 only. Rows are packed up to `row_length` tokens where it is given."""
 
     def __init__(
         self,
@@ -141,12 +154,20 @@ class DraftTrainer(Trainer):
         self.spare = spare
         self.on_policy = on_policy
         self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
-        # The Trainer wants some evaluation data set to schedule evaluations; `evaluate` has its own.
-        super().__init__(model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences, eval_dataset=sequences)
+        # The Trainer wants some evaluation data set to schedule evaluations; `evaluate` has its
+        # own.
+        super().__init__(
+            model=trainee,
+            args=arguments,
+            data_collator=as_inputs,
+            train_dataset=sequences,
+            eval_dataset=sequences,
+        )
         self.remove_callback(PrinterCallback)
 
     def get_train_dataloader(self) -> DataLoader:
-        """One plan for the whole run, already this rank's share: accelerate must not shard or shuffle it again."""
+        """One plan for the whole run, already this rank's share: accelerate must not shard or
+        shuffle it again."""
         plan = BatchPlan(
             self.sequences.lengths,
             batch_size=self.args.per_device_train_batch_size,
@@ -156,15 +177,23 @@ class DraftTrainer(Trainer):
             world_size=self.args.world_size,
             row_length=self.row_length,
         )
-        return DataLoader(self.sequences, batch_sampler=plan, collate_fn=as_inputs, pin_memory=self.args.dataloader_pin_memory)
+        return DataLoader(
+            self.sequences,
+            batch_sampler=plan,
+            collate_fn=as_inputs,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
-        """The passes of an optimizer step, and what its loss is divided by: its trained tokens, or its texts that have any."""
+        """The passes of an optimizer step, and what its loss is divided by: its trained tokens, or
+        its texts that have any."""
         passes, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.on_policy is not None:
-            passes = self.on_policy.mix(passes, step=self.state.global_step, drafter=self.whole_drafter)
+            passes = self.on_policy.mix(
+                passes, step=self.state.global_step, drafter=self.whole_drafter
+            )
             self.model.train()
         num_items = torch.stack([num_items_of(inputs, self.mean) for inputs in passes]).sum()
         # On-policy rows may all be of positions that do not count: such a step trains nothing.
@@ -182,7 +211,9 @@ class DraftTrainer(Trainer):
             )
         return super().create_optimizer(model)
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> LambdaLR:
         if self.lr_scheduler is None:
             self.lr_scheduler = LambdaLR(
                 self.optimizer if optimizer is None else optimizer,
@@ -198,9 +229,12 @@ class DraftTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor | UnrolledLoss]]:
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch, step=self.state.global_step)
+        outputs = model(
+            **inputs, num_items_in_batch=num_items_in_batch, step=self.state.global_step
+        )
         self.window.add(outputs["unrolled"], inputs["labels"] != -100)
-        # Data-parallel ranks average their gradients, and `num_items_in_batch` already counts the tokens of all.
+        # Data-parallel ranks average their gradients, and `num_items_in_batch` already counts the
+        # tokens of all.
         loss = outputs["loss"] * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
@@ -213,10 +247,16 @@ class DraftTrainer(Trainer):
         """Called by the Trainer at evaluation steps."""
         figures = self.evaluate_held_out(self.whole_drafter(), self.state.global_step)
         self.model.train()
-        metrics = {} if figures is None else {f"eval_{name}": value for name, value in figures.for_metrics().items()}
+        metrics = (
+            {}
+            if figures is None
+            else {f"eval_{name}": value for name, value in figures.for_metrics().items()}
+        )
         self.log(metrics)
         # Also what marks this step as evaluated.
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         return metrics
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
@@ -226,22 +266,30 @@ class DraftTrainer(Trainer):
             # A full disk comes as any of these.
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(
-                f"the checkpoint of step {self.state.global_step} cannot be written ({said[0]}); make room in "
+                f"the checkpoint of step {self.state.global_step} cannot be written ({said[0]}); "
+                "make room in "
                 f"{self.args.output_dir!r} and start again: the run goes on from the one before"
             ) from error
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
         try:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise UserError(
-                f"checkpoint {resume_from_checkpoint!r} cannot be read ({error}); delete this folder and start again: the run "
+                f"checkpoint {resume_from_checkpoint!r} cannot be read ({error}); delete this "
+                "folder and start again: the run "
                 "goes on from the one before"
             ) from error
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None
+    ) -> None:
         """Tied weights once: safetensors refuses tensors that share memory."""
-        super()._save(output_dir, once_each(self.model.state_dict() if state_dict is None else state_dict))
+        super()._save(
+            output_dir, once_each(self.model.state_dict() if state_dict is None else state_dict)
+        )
 
     def whole_drafter(self) -> torch.nn.Module:
         """The draft with all its weights, ready to evaluate or save. Every rank must call it."""
@@ -259,19 +307,32 @@ def weights_of(labels: torch.Tensor) -> torch.Tensor:
 
 
 def num_items_of(inputs: dict[str, torch.Tensor], mean: str) -> torch.Tensor:
-    """What a pass adds to the divisor of the loss: the weights of its tokens, or how many of its texts have any."""
+    """What a pass adds to the divisor of the loss: the weights of its tokens, or how many of its
+    texts have any."""
     weights = inputs["weights"] if "weights" in inputs else weights_of(inputs["labels"])
-    return weights.sum() if mean == "token" else (text_sums(weights, inputs.get("segments")) > 0).float().sum()
+    return (
+        weights.sum()
+        if mean == "token"
+        else (text_sums(weights, inputs.get("segments")) > 0).float().sum()
+    )
 
 
 def once_each(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    by_storage = {(tensor.data_ptr(), tensor.shape, tensor.stride()): name for name, tensor in reversed(state.items())}
+    by_storage = {
+        (tensor.data_ptr(), tensor.shape, tensor.stride()): name
+        for name, tensor in reversed(state.items())
+    }
     # Empty tensors (of other ranks' parts) all have the same address.
-    return {name: tensor for name, tensor in state.items() if tensor.numel() == 0 or name in by_storage.values()}
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if tensor.numel() == 0 or name in by_storage.values()
+    }
 
 
 def gather_into(spare: torch.nn.Module, partitioned: torch.nn.Module) -> None:
-    """Under ZeRO-3 each rank holds a part of every weight, and hooks that let go of gathered ones: a copy is safe to use."""
+    """Under ZeRO-3 each rank holds a part of every weight, and hooks that let go of gathered ones:
+    a copy is safe to use."""
     from deepspeed.runtime.zero import GatheredParameters
 
     parameters = list(partitioned.parameters())
@@ -283,5 +344,10 @@ def gather_into(spare: torch.nn.Module, partitioned: torch.nn.Module) -> None:
 def as_inputs(rows: list[list[TokenSequence]]) -> dict[str, torch.Tensor]:
     batch = pack(rows)
     labels = torch.where(batch.loss_mask, batch.input_ids, -100)
-    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": labels, "places": batch.places}
+    inputs = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "labels": labels,
+        "places": batch.places,
+    }
     return inputs if batch.segments is None else inputs | {"segments": batch.segments}

@@ -1,7 +1,7 @@
 """The traffic buffer, between the servers that write round records and the learner that reads them.
 
-Parquet shards under one folder or fsspec URL, each whole or absent: many writers, and every reader keeps its own cursor.
-`datasets.load_dataset("parquet", data_files=...)` opens the folder as it is.
+Parquet shards under one folder or fsspec URL, each whole or absent: many writers, and every reader
+keeps its own cursor. `datasets.load_dataset("parquet", data_files=...)` opens the folder as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from draftsmith.distill.buffer import marks, record_table
-from draftsmith.distill.buffer.folder import Cursor, Folder, Shard, in_turn, is_unread, parse, retain
+from draftsmith.distill.buffer.folder import (
+    Cursor,
+    Folder,
+    Shard,
+    in_turn,
+    is_unread,
+    parse,
+    retain,
+)
 from draftsmith.distill.buffer.forget import SETTLE_S, forget
 from draftsmith.record import RoundRecord
 
@@ -45,15 +53,17 @@ class Batch(NamedTuple):
 
 
 class BufferWriter:
-    """A `draftsmith.record.Sink`. `put` only appends to a bounded queue; a thread writes a shard a second or every
-    `flush_records`.
+    """A `draftsmith.record.Sink`. `put` only appends to a bounded queue; a thread writes a shard a
+    second or every `flush_records`.
 
-    A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk refuses or hangs, records wait
-    in the queue and the newest beyond its bound are dropped; `dropped` counts them. When readers are more than `backlog_bytes`
-    behind, fewer requests are asked for, so that what is unread stops growing.
+    A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk
+    refuses or hangs, records wait in the queue and the newest beyond its bound are dropped;
+    `dropped` counts them. When readers are more than `backlog_bytes` behind, fewer requests are
+    asked for, so that what is unread stops growing.
 
     Args:
-        screens: applied in order on the writer's thread; each makes of a record those that may be stored now.
+        screens: applied in order on the writer's thread; each makes of a record those that may be
+        stored now.
         share: of new requests that are asked for while readers keep up.
     """
 
@@ -70,7 +80,12 @@ class BufferWriter:
         share: float = 1.0,
     ):
         self.folder = Folder(url)
-        self.flush_s, self.flush_records, self.queue_records, self.max_bytes = flush_s, flush_records, queue_records, max_bytes
+        self.flush_s, self.flush_records, self.queue_records, self.max_bytes = (
+            flush_s,
+            flush_records,
+            queue_records,
+            max_bytes,
+        )
         self.screens, self.backlog_bytes = screens, backlog_bytes
         self.writer = uuid.uuid4().hex[:12]
         self.written = self.dropped = self.deleted = 0
@@ -90,7 +105,8 @@ class BufferWriter:
 
     @property
     def share(self) -> float:
-        # A queue that fills is a disk that does not follow: room is left for the requests that are recorded already.
+        # A queue that fills is a disk that does not follow: room is left for the requests that are
+        # recorded already.
         return 0.0 if len(self._queue) > self.queue_records // 2 else self._share
 
     def put(self, record: RoundRecord) -> None:
@@ -102,12 +118,13 @@ class BufferWriter:
             self._wake.set()
 
     def forget(self, answer: str) -> int:
-        """Of one answer, by the id that its client was given: how many records were deleted. Takes some seconds, so that servers
-        that write into the same buffer have seen the mark."""
+        """Of one answer, by the id that its client was given: how many records were deleted. Takes
+        some seconds, so that servers that write into the same buffer have seen the mark."""
         return forget(self.folder, answer, settle_s=SETTLE_S)
 
     def close(self) -> None:
-        """Flushes what is queued; tries once if the disk refuses, and does not wait long for one that hangs."""
+        """Flushes what is queued; tries once if the disk refuses, and does not wait long for one
+        that hangs."""
         self._closing = True
         self._wake.set()
         self._thread.join(CLOSE_S)
@@ -152,7 +169,9 @@ class BufferWriter:
 
     def _prepare(self, taken: int) -> Batch:
         records = [self._queue[index] for index in range(taken)]
-        records = [record for record in records if not marks.is_forgotten(record.request, self._forgotten)]
+        records = [
+            record for record in records if not marks.is_forgotten(record.request, self._forgotten)
+        ]
         for screen in self.screens:
             records = [ready for record in records for ready in screen(record)]
         table, kept = tabulate(records)
@@ -163,10 +182,17 @@ class BufferWriter:
         data = io.BytesIO()
         record_table.write(table, data)
         try:
-            self.folder.write(f"{int(time.time() * 1000):013d}-{self.writer}-{self._number:08d}.parquet", data.getvalue())
+            self.folder.write(
+                f"{int(time.time() * 1000):013d}-{self.writer}-{self._number:08d}.parquet",
+                data.getvalue(),
+            )
         except OSError as error:
             if not self._failing:
-                logger.error("buffer %s cannot be written (%s); records wait and the newest are dropped", self.folder.url, error)
+                logger.error(
+                    "buffer %s cannot be written (%s); records wait and the newest are dropped",
+                    self.folder.url,
+                    error,
+                )
             self._failing = True
             return False
         if self._failing:
@@ -180,13 +206,16 @@ class BufferWriter:
     def _bound(self) -> None:
         """Without a learner nobody else keeps the buffer from filling the disk."""
         try:
-            self.deleted += len(retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf")).deleted)
+            self.deleted += len(
+                retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf")).deleted
+            )
         except OSError as error:
             logger.warning("buffer %s cannot be cleaned (%s)", self.folder.url, error)
 
 
 def tabulate(records: list[RoundRecord]) -> tuple[pa.Table, int]:
-    """The table and how many records it holds: one that Arrow refuses (an id beyond 32 bits) must not cost its neighbours."""
+    """The table and how many records it holds: one that Arrow refuses (an id beyond 32 bits) must
+    not cost its neighbours."""
     try:
         return record_table.to_table(records), len(records)
     except (ValueError, TypeError, OverflowError) as error:
@@ -203,13 +232,16 @@ class Reading:
     cursor: Cursor  # what to save together with what was made of the records
     more: bool  # whether shards are left
     damaged: int
-    # Answers whose records may be kept nowhere any more; `marks.is_forgotten` tells by a record's request.
+    # Answers whose records may be kept nowhere any more; `marks.is_forgotten` tells by a record's
+    # request.
     forgotten: frozenset[str] = frozenset()
-    seeded: int = 0  # records left out because the draws behind them can be repeated; see `RoundRecord.seeded`
+    # records left out because the draws behind them can be repeated; see `RoundRecord.seeded`
+    seeded: int = 0
 
 
 class BufferReader:
-    """Reads each shard once. The cursor is the caller's to save: with the state that the records led to, by one rename."""
+    """Reads each shard once. The cursor is the caller's to save: with the state that the records
+    led to, by one rename."""
 
     def __init__(self, url: str, cursor: Cursor | None = None):
         self.folder = Folder(url)
@@ -222,13 +254,16 @@ class BufferReader:
     def read(self, *, max_records: int = 4096) -> Reading:
         """New records in the order of their shards, whole shards until `max_records` is passed.
 
-        Those of seeded sampled requests are left out here, so that nothing is learned, scored or decided by them, whichever
-        server wrote them.
+        Those of seeded sampled requests are left out here, so that nothing is learned, scored or
+        decided by them, whichever server wrote them.
         """
-        # First whatever the file system may refuse: behind the cursor nothing is read again. One listing, since stores charge.
+        # First whatever the file system may refuse: behind the cursor nothing is read again. One
+        # listing, since stores charge.
         names = self.folder.names()
         answers = marks.forgotten(names)
-        unread = in_turn([shard for shard in self.folder.shards_among(names) if is_unread(shard, self.cursor)])
+        unread = in_turn(
+            [shard for shard in self.folder.shards_among(names) if is_unread(shard, self.cursor)]
+        )
         records: list[RoundRecord] = []
         done, damaged = 0, self.damaged
         for shard in unread:
@@ -242,11 +277,13 @@ class BufferReader:
         unseeded = [record for record in records if not record.seeded]
         kept = [record for record in unseeded if not marks.is_forgotten(record.request, answers)]
         seeded = len(records) - len(unseeded)
-        return Reading(kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers, seeded)
+        return Reading(
+            kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers, seeded
+        )
 
     def mark(self) -> None:
-        """Tells the writers how far it is, and that it is there. They do not wait for a reader that may not write to the
-        buffer."""
+        """Tells the writers how far it is, and that it is there. They do not wait for a reader that
+        may not write to the buffer."""
         now_s = time.monotonic()
         if now_s - self._marked_s < marks.LOOK_S:
             return
@@ -257,7 +294,8 @@ class BufferReader:
             logger.debug("buffer %s takes no mark (%s)", self.folder.url, error)
 
     def _take(self, shard: Shard) -> list[RoundRecord] | None:
-        """None when the file system fails, which may pass; a shard that it never gives is skipped in the end."""
+        """None when the file system fails, which may pass; a shard that it never gives is skipped
+        in the end."""
         try:
             data = self.folder.fetch(shard)
         except FileNotFoundError:
@@ -265,7 +303,13 @@ class BufferReader:
             return []
         except OSError as error:
             self._failures += 1
-            logger.warning("shard %s cannot be read (%s), attempt %d of %d", shard.path, error, self._failures, MAX_FAILURES)
+            logger.warning(
+                "shard %s cannot be read (%s), attempt %d of %d",
+                shard.path,
+                error,
+                self._failures,
+                MAX_FAILURES,
+            )
             if self._failures < MAX_FAILURES:
                 return None
             data = b""
@@ -273,12 +317,15 @@ class BufferReader:
         try:
             return parse(data)
         except (OSError, ValueError) as error:
-            logger.warning("shard %s is damaged and skipped (%s)", shard.path, str(error).splitlines()[0])
+            logger.warning(
+                "shard %s is damaged and skipped (%s)", shard.path, str(error).splitlines()[0]
+            )
             self.damaged += 1
             return []
 
     def forget_gone_writers(self) -> None:
-        """Every server start is a new writer; those whose shards are deleted never write again under that name."""
+        """Every server start is a new writer; those whose shards are deleted never write again
+        under that name."""
         present = {shard.writer for shard in self.folder.shards()}
         newest = {writer: number for writer, number in self.cursor.items() if writer in present}
         self.cursor = newest

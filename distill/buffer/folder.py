@@ -1,4 +1,5 @@
-"""A buffer's folder: shards of round records named by time, writer and number, on any file system that fsspec knows."""
+"""A buffer's folder: shards of round records named by time, writer and number, on any file system
+that fsspec knows."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Folder:
         try:
             self.fs, self.root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise UserError(f"buffer {url!r} cannot be opened ({error}); give a folder or an fsspec URL") from error
+            raise UserError(
+                f"buffer {url!r} cannot be opened ({error}); give a folder or an fsspec URL"
+            ) from error
         self.url = url
 
     def shards(self) -> list[Shard]:
@@ -55,7 +58,9 @@ class Folder:
         for name, size in names.items():
             if match := NAME.fullmatch(name):
                 path = f"{self.root}/{name}"
-                found.append(Shard(int(match["time_ms"]), match["writer"], int(match["number"]), path, size))
+                found.append(
+                    Shard(int(match["time_ms"]), match["writer"], int(match["number"]), path, size)
+                )
         return sorted(found)
 
     def names(self) -> dict[str, int]:
@@ -112,7 +117,8 @@ class Folder:
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Object stores have errors of their own for a store that is not reached, and each library others."""
+    """Object stores have errors of their own for a store that is not reached, and each library
+    others."""
     try:
         yield
     except OSError:
@@ -135,9 +141,13 @@ def file_system_of(path: Path) -> str:
 
 
 def in_turn(shards: Sequence[Shard]) -> list[Shard]:
-    """By time, and each writer's by number: its clock may be set back, but a cursor has passed all numbers below its own."""
+    """By time, and each writer's by number: its clock may be set back, but a cursor has passed all
+    numbers below its own."""
     by_number = sorted(shards, key=lambda shard: shard.number)
-    own = {writer: iter([one for one in by_number if one.writer == writer]) for writer in {shard.writer for shard in shards}}
+    own = {
+        writer: iter([one for one in by_number if one.writer == writer])
+        for writer in {shard.writer for shard in shards}
+    }
     return [next(own[shard.writer]) for shard in sorted(shards)]
 
 
@@ -161,13 +171,21 @@ class Retained:
 
 
 def retain(folder: Folder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
-    """Deletes read shards that are too old, then the oldest until the size fits: read ones first, unread ones only if it must."""
+    """Deletes read shards that are too old, then the oldest until the size fits: read ones first,
+    unread ones only if it must."""
     folder.sweep()
     present = folder.shards()
     now_ms = time.time() * 1000
-    doomed = [shard for shard in present if not is_unread(shard, cursor) and now_ms - shard.time_ms > max_age_s * 1000]
+    doomed = [
+        shard
+        for shard in present
+        if not is_unread(shard, cursor) and now_ms - shard.time_ms > max_age_s * 1000
+    ]
     size = sum(shard.bytes for shard in present) - sum(shard.bytes for shard in doomed)
-    left = sorted((shard for shard in present if shard not in set(doomed)), key=lambda shard: (is_unread(shard, cursor), shard))
+    left = sorted(
+        (shard for shard in present if shard not in set(doomed)),
+        key=lambda shard: (is_unread(shard, cursor), shard),
+    )
     for shard in left:
         if size <= max_bytes:
             break
@@ -177,5 +195,10 @@ def retain(folder: Folder, cursor: Cursor, *, max_bytes: int, max_age_s: float) 
         folder.delete(shard)
     unread = sum(is_unread(shard, cursor) for shard in doomed)
     if unread and cursor:
-        logger.warning("buffer %s passed %d bytes: %d shards were deleted unread", folder.url, max_bytes, unread)
+        logger.warning(
+            "buffer %s passed %d bytes: %d shards were deleted unread",
+            folder.url,
+            max_bytes,
+            unread,
+        )
     return Retained(doomed, unread)

@@ -1,4 +1,5 @@
-"""`draftsmith forget`: the records of one answer leave the buffer, and with the mark that stays there everything made of it."""
+"""`draftsmith forget`: the records of one answer leave the buffer, and with the mark that stays
+there everything made of it."""
 
 from __future__ import annotations
 
@@ -17,16 +18,23 @@ from draftsmith.record import hashed_answer
 
 logger = logging.getLogger("draftsmith.buffer")
 
-# A server that has seen the mark writes nothing of it any more; what it had in hand before is written by then.
+# A server that has seen the mark writes nothing of it any more; what it had in hand before is
+# written by then.
 SETTLE_S = marks.LOOK_S + 3.0
 
 
 def run(config: ForgetConfig) -> int:
     folder = Folder(config.buffer)
     if not folder.names():
-        raise UserError(f"buffer {config.buffer!r} is empty or not there; give the one that serve --learn writes to")
+        raise UserError(
+            f"buffer {config.buffer!r} is empty or not there; give the one that serve --learn "
+            "writes to"
+        )
     removed = forget(folder, config.request, settle_s=SETTLE_S)
-    print(f"{removed} records of {config.request} were deleted; servers write no more of them, learners drop what they hold")
+    print(
+        f"{removed} records of {config.request} were deleted; servers write no more of them, "
+        "learners drop what they hold"
+    )
     return 0
 
 
@@ -55,7 +63,11 @@ def _without(folder: Folder, shard: Shard, name: str) -> int:
             return 0
         kept = record_table.read(io.BytesIO(data)).filter(pc.invert(of_answer))
     except (ValueError, OSError) as error:
-        logger.warning("shard %s is damaged and deleted, since nobody can tell what is in it (%s)", shard.path, error)
+        logger.warning(
+            "shard %s is damaged and deleted, since nobody can tell what is in it (%s)",
+            shard.path,
+            error,
+        )
         folder.delete(shard)
         return 0
     if kept.num_rows:
@@ -69,4 +81,6 @@ def _without(folder: Folder, shard: Shard, name: str) -> int:
 
 def _of_answer(data: bytes, name: str) -> pa.ChunkedArray:
     """Of each record, whether it is of the answer; records name their requests `ANSWER-NUMBER`."""
-    return pc.starts_with(record_table.read(io.BytesIO(data), columns=["request"])["request"], f"{name}-")
+    return pc.starts_with(
+        record_table.read(io.BytesIO(data), columns=["request"])["request"], f"{name}-"
+    )

@@ -1,4 +1,5 @@
-"""What stands in a buffer beside its shards: how far each reader has come, and which answers' records are to be forgotten."""
+"""What stands in a buffer beside its shards: how far each reader has come, and which answers'
+records are to be forgotten."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ PROGRESS = re.compile(r"reader-[0-9a-z]+\.json")
 FORGOTTEN = re.compile(r"forgotten-(?P<answer>[0-9a-f]{16})")
 # Between two looks of a writer at them, between two that a reader leaves.
 LOOK_S = 2.0
-# A reader that has left no mark for so long is taken as gone; a learner leaves some while it rests, too.
+# A reader that has left no mark for so long is taken as gone; a learner leaves some while it rests,
+# too.
 GONE_S = 600.0
 
 
@@ -23,7 +25,8 @@ def leave_progress(folder: Folder, reader: str, cursor: Cursor) -> None:
 
 
 def unread_bytes(folder: Folder, names: Mapping[str, int]) -> int:
-    """Of the reader that is furthest behind; 0 where nobody reads. `names` is what the folder lists."""
+    """Of the reader that is furthest behind; 0 where nobody reads. `names` is what the folder
+    lists."""
     cursors = []
     for name in names:
         if PROGRESS.fullmatch(name):
@@ -31,7 +34,10 @@ def unread_bytes(folder: Folder, names: Mapping[str, int]) -> int:
             if mark is not None and time.time() - mark["time_s"] < GONE_S:
                 cursors.append(mark["cursor"])
     shards = folder.shards_among(names) if cursors else []
-    return max((sum(shard.bytes for shard in shards if is_unread(shard, cursor)) for cursor in cursors), default=0)
+    return max(
+        (sum(shard.bytes for shard in shards if is_unread(shard, cursor)) for cursor in cursors),
+        default=0,
+    )
 
 
 def sweep(folder: Folder) -> None:
@@ -46,14 +52,17 @@ def sweep(folder: Folder) -> None:
 def _progress(folder: Folder, name: str) -> dict | None:
     try:
         mark = json.loads(folder.read(name))
-        return mark if isinstance(mark["time_s"], float) and isinstance(mark["cursor"], dict) else None
+        return (
+            mark if isinstance(mark["time_s"], float) and isinstance(mark["cursor"], dict) else None
+        )
     except (OSError, ValueError, KeyError, TypeError):
         # Gone, or being replaced on a file system without renames: the next look will do.
         return None
 
 
 def forget(folder: Folder, answer: str) -> None:
-    """Servers write none of its records from then on, readers give none and learners drop what they hold."""
+    """Servers write none of its records from then on, readers give none and learners drop what they
+    hold."""
     folder.write(f"forgotten-{answer}", b"")
 
 

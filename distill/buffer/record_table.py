@@ -1,7 +1,9 @@
-"""Round records as an Arrow table: one row a round, laws as nested lists; the schema's version in every row.
+"""Round records as an Arrow table: one row a round, distributions as nested lists; the schema's
+version in every row.
 
-A logprob is stored as a *surprisal*, -logprob in steps of 1/1024 nat: half a step is an error of at most 0.05 % of the
-probability, so that no alpha between stored laws is off by more than 0.0005, and compressed columns take a third of the room.
+A logprob is stored as a *surprisal*, -logprob in steps of 1/1024 nat: half a step is an error of at
+most 0.05 % of the probability, so that no alpha between stored distributions is off by more than
+0.0005, and compressed columns take a third of the room.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.record import SCHEMA_VERSION, Law, LawArrays, Laws, RoundRecord
+from draftsmith.record import SCHEMA_VERSION, Distribution, Distributions, ProbArrays, RoundRecord
 
 STEPS = 1024  # of a surprisal a nat
 MOST = 2**16 - 1
 
-_LAWS = ("p", "q")
+_DISTRIBUTIONS = ("p", "q")
 _SCALARS = {
     "request": pa.string(),
     "round": pa.int32(),
@@ -46,7 +48,7 @@ _SCALARS = {
     "schema": pa.int32(),
 }
 _SCALARS_OF = operator.attrgetter(*_SCALARS)
-_LAW_FIELDS = {
+_DISTRIBUTION_FIELDS = {
     "ids": pa.list_(pa.list_(pa.int32())),
     "surprisal": pa.list_(pa.list_(pa.uint16())),
     "tail": pa.list_(pa.float32()),
@@ -54,7 +56,11 @@ _LAW_FIELDS = {
 SCHEMA = pa.schema(
     [
         *_SCALARS.items(),
-        *[(f"{law}_{part}", kind) for law in _LAWS for part, kind in _LAW_FIELDS.items()],
+        *[
+            (f"{distribution}_{part}", kind)
+            for distribution in _DISTRIBUTIONS
+            for part, kind in _DISTRIBUTION_FIELDS.items()
+        ],
         ("p_log_norm", pa.list_(pa.float32())),
     ],
     metadata={"draftsmith.round_record": str(SCHEMA_VERSION)},
@@ -62,7 +68,11 @@ SCHEMA = pa.schema(
 # Columns that came with a later schema than the first; a record without one has its default.
 _SINCE = {"share": 2, "last": 2, "seeded": 3}
 # The bytes of numbers that are alike stand together: two of an id's four are nearly always 0.
-_SPLIT = [f"{law}_{part}.list.element.list.element" for law in _LAWS for part in ("ids", "surprisal")]
+_SPLIT = [
+    f"{distribution}_{part}.list.element.list.element"
+    for distribution in _DISTRIBUTIONS
+    for part in ("ids", "surprisal")
+]
 _PLAIN = dict.fromkeys(("time_s", "position", "round"), "PLAIN")
 
 
@@ -74,7 +84,9 @@ def to_bytes(records: Sequence[RoundRecord]) -> bytes:
 
 
 def write(table: pa.Table, where: io.BytesIO | str) -> None:
-    dictionary = [name for name in _SCALARS if name not in _PLAIN and not pa.types.is_list(_SCALARS[name])]
+    dictionary = [
+        name for name in _SCALARS if name not in _PLAIN and not pa.types.is_list(_SCALARS[name])
+    ]
     encoding = dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT") | _PLAIN
     pq.write_table(
         table,
@@ -98,29 +110,37 @@ def read(where: io.BytesIO, columns: list[str] | None = None) -> pa.Table:
 
 def to_table(records: Sequence[RoundRecord]) -> pa.Table:
     columns = list(zip(*map(_SCALARS_OF, records), strict=True)) or [()] * len(_SCALARS)
-    arrays = {name: pa.array(values, kind) for (name, kind), values in zip(_SCALARS.items(), columns, strict=True)}
-    arrays |= _law_arrays("p", [record.p for record in records]) | _law_arrays("q", [record.q for record in records])
+    arrays = {
+        name: pa.array(values, kind)
+        for (name, kind), values in zip(_SCALARS.items(), columns, strict=True)
+    }
+    arrays |= _prob_arrays("p", [record.p for record in records]) | _prob_arrays(
+        "q", [record.q for record in records]
+    )
     return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _law_arrays(law: str, rows: Sequence[Sequence[Law]]) -> dict[str, pa.Array]:
-    """Built from flat arrays of many rows at once: Arrow takes nested Python lists several times slower, and the engine's thread
-    waits while Python works here."""
-    parts = Laws.runs(Laws.of(row) for row in rows if row)
+def _prob_arrays(distribution: str, rows: Sequence[Sequence[Distribution]]) -> dict[str, pa.Array]:
+    """Built from flat arrays of many rows at once: Arrow takes nested Python lists several times
+    slower, and the engine's thread waits while Python works here."""
+    parts = Distributions.runs(Distributions.of(row) for row in rows if row)
     ids = _joined([part.ids.ravel() for part in parts], np.int32)
     logprobs = _joined([part.logprobs.ravel() for part in parts], np.float32)
     kept = np.isfinite(logprobs)
     ends = _bounds([part.ids.shape[1] for part in parts for _ in range(len(part.tail))])
-    per_row, per_law = _bounds([len(row) for row in rows]), _bounds(kept)[ends]
+    per_row, per_distribution = _bounds([len(row) for row in rows]), _bounds(kept)[ends]
     surprisal = np.clip(np.rint(-STEPS * logprobs[kept]), 0, MOST).astype(np.uint16)
     columns = {
-        "ids": pa.ListArray.from_arrays(per_law, pa.array(ids[kept])),
-        "surprisal": pa.ListArray.from_arrays(per_law, pa.array(surprisal)),
+        "ids": pa.ListArray.from_arrays(per_distribution, pa.array(ids[kept])),
+        "surprisal": pa.ListArray.from_arrays(per_distribution, pa.array(surprisal)),
         "tail": pa.array(_joined([part.tail for part in parts], np.float32)),
     }
-    if law == "p":
+    if distribution == "p":
         columns["log_norm"] = pa.array(_joined([part.log_norms for part in parts], np.float32))
-    return {f"{law}_{part}": pa.ListArray.from_arrays(per_row, values) for part, values in columns.items()}
+    return {
+        f"{distribution}_{part}": pa.ListArray.from_arrays(per_row, values)
+        for part, values in columns.items()
+    }
 
 
 def _joined(parts: Sequence[np.ndarray], kind: type[np.generic]) -> np.ndarray:
@@ -135,45 +155,77 @@ def _bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 def from_table(table: pa.Table) -> list[RoundRecord]:
     """Of this schema or an earlier one; a `ValueError` on a table of another."""
     first = "p_logprobs" in table.column_names
-    schema = max(table["schema"].to_pylist(), default=1) if "schema" in table.column_names else SCHEMA_VERSION
-    wanted = [name for name in SCHEMA.names if _SINCE.get(name, 1) <= schema and not (first and name.endswith("surprisal"))]
+    schema = (
+        max(table["schema"].to_pylist(), default=1)
+        if "schema" in table.column_names
+        else SCHEMA_VERSION
+    )
+    wanted = [
+        name
+        for name in SCHEMA.names
+        if _SINCE.get(name, 1) <= schema and not (first and name.endswith("surprisal"))
+    ]
     missing = [name for name in wanted if name not in table.column_names]
     if missing:
         raise ValueError(f"lacks column {missing[0]!r}")
     if schema > SCHEMA_VERSION:
         raise ValueError(f"holds records of a newer schema than {SCHEMA_VERSION}")
     columns = {name: table[name].to_pylist() for name in _SCALARS if name in table.column_names}
-    columns |= {law: _laws(table, law) for law in _LAWS}
+    columns |= {
+        distribution: _distributions(table, distribution) for distribution in _DISTRIBUTIONS
+    }
     if schema < _SINCE["seeded"]:
-        # Not known: a server of that time recorded seeded requests, and repeated its own seeds after a restart.
+        # Not known: a server of that time recorded seeded requests, and repeated its own seeds
+        # after a restart.
         columns["seeded"] = [temperature > 0 for temperature in columns["temperature"]]
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    rows = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
     return [RoundRecord(**row) for row in rows]
 
 
-def _laws(table: pa.Table, law: str) -> list[Laws]:
+def _distributions(table: pa.Table, distribution: str) -> list[Distributions]:
     """One for each row, all parts of the same arrays."""
-    ids, tails = table[f"{law}_ids"].combine_chunks(), table[f"{law}_tail"].combine_chunks()
-    rows, per_law = _offsets(ids), _offsets(ids.flatten())
-    widths = np.diff(per_law)
-    place = np.arange(int(widths.max(initial=0))) < widths[:, None]  # [n, k] where a law has a token
+    ids, tails = (
+        table[f"{distribution}_ids"].combine_chunks(),
+        table[f"{distribution}_tail"].combine_chunks(),
+    )
+    rows, per_distribution = _offsets(ids), _offsets(ids.flatten())
+    widths = np.diff(per_distribution)
+    # [n, k] where a distribution has a token
+    place = np.arange(int(widths.max(initial=0))) < widths[:, None]
     wide_ids = np.zeros(place.shape, dtype=np.int32)
     wide_ids[place] = ids.flatten().flatten().to_numpy(zero_copy_only=False)
     logprobs = np.full(place.shape, -np.inf, dtype=np.float32)
-    logprobs[place] = _logprobs(table, law)
+    logprobs[place] = _logprobs(table, distribution)
     tail = tails.flatten().to_numpy(zero_copy_only=False)
     log_norms = np.zeros(len(tail), dtype=np.float32)
-    if law == "p":
+    if distribution == "p":
         told = table["p_log_norm"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         log_norms = told if len(told) == len(tail) else log_norms
-    arrays = LawArrays(wide_ids, logprobs, tail, log_norms)
-    return [Laws(lambda: arrays, begin, end) for begin, end in itertools.pairwise(rows.tolist())]
+    arrays = ProbArrays(wide_ids, logprobs, tail, log_norms)
+    return [
+        Distributions(lambda: arrays, begin, end)
+        for begin, end in itertools.pairwise(rows.tolist())
+    ]
 
 
-def _logprobs(table: pa.Table, law: str) -> np.ndarray:
-    if f"{law}_surprisal" not in table.column_names:
-        return table[f"{law}_logprobs"].combine_chunks().flatten().flatten().to_numpy(zero_copy_only=False)
-    steps = table[f"{law}_surprisal"].combine_chunks().flatten().flatten().to_numpy(zero_copy_only=False)
+def _logprobs(table: pa.Table, distribution: str) -> np.ndarray:
+    if f"{distribution}_surprisal" not in table.column_names:
+        return (
+            table[f"{distribution}_logprobs"]
+            .combine_chunks()
+            .flatten()
+            .flatten()
+            .to_numpy(zero_copy_only=False)
+        )
+    steps = (
+        table[f"{distribution}_surprisal"]
+        .combine_chunks()
+        .flatten()
+        .flatten()
+        .to_numpy(zero_copy_only=False)
+    )
     return steps.astype(np.float32) / -STEPS
 
 
@@ -183,18 +235,20 @@ def _offsets(lists: pa.ListArray) -> np.ndarray:
     return offsets - offsets[0]
 
 
-def without_laws(record: RoundRecord) -> RoundRecord:
-    """For the reservoir: training recomputes the target's laws, so that only the gate needs the logged ones."""
+def without_distributions(record: RoundRecord) -> RoundRecord:
+    """For the reservoir: training recomputes the target's distributions, so that only the gate
+    needs the logged ones."""
     return dataclasses.replace(record, p=[], q=[])
 
 
 def tokens_only(record: RoundRecord) -> RoundRecord:
-    """Laws of which nothing is told: a position that has one may be scored all the same, with what this target says there."""
+    """Distributions of which nothing is told: a position that has one may be scored all the same,
+    with what this target says there."""
     nothing = np.zeros((len(record.p), 0))
-    untold = LawArrays(
+    untold = ProbArrays(
         nothing.astype(np.int32),
         nothing.astype(np.float32),
         np.ones(len(nothing), dtype=np.float32),
         np.zeros(len(nothing), dtype=np.float32),
     )
-    return dataclasses.replace(record, p=Laws(lambda: untold, 0, len(nothing)), q=[])
+    return dataclasses.replace(record, p=Distributions(lambda: untold, 0, len(nothing)), q=[])

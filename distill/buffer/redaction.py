@@ -1,8 +1,9 @@
 """What must not be stored or learned from is masked before a record leaves the server's process.
 
-A hook sees the text of a whole request and names the parts to mask, so a request's records are held until its last one. Their
-tokens become `mask_id` and are never trained on. Before the first of them everything is kept; behind it the text alone, since a
-law whose context is masked could still tell what stood there.
+A hook sees the text of a whole request and names the parts to mask, so a request's records are held
+until its last one. Their tokens become `mask_id` and are never trained on. Before the first of them
+everything is kept; behind it the text alone, since a distribution whose context is masked could
+still tell what stood there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ logger = logging.getLogger("draftsmith.buffer")
 
 # Requests that are held at once; beyond it the oldest one is dropped.
 MAX_HELD = 4096
-Hook = Callable[[str], Iterable[tuple[int, int]]]  # text -> (begin, end) of what to mask, in characters
+# text -> (begin, end) of what to mask, in characters
+Hook = Callable[[str], Iterable[tuple[int, int]]]
 
 
 def load_hook(reference: str) -> Hook:
@@ -32,7 +34,9 @@ def load_hook(reference: str) -> Hook:
     try:
         hook = vars(importlib.import_module(module))[name]
     except (ImportError, KeyError, ValueError) as error:
-        raise UserError(f"redact is {reference!r}, which cannot be loaded ({error}); give module:function") from error
+        raise UserError(
+            f"redact is {reference!r}, which cannot be loaded ({error}); give module:function"
+        ) from error
     if not callable(hook):
         raise UserError(f"redact is {reference!r}, which is no function; give module:function")
     return hook
@@ -45,7 +49,8 @@ def mask_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 class Redactor:
-    """A screen of `BufferWriter`. A hook that fails costs the records of its request, never the request."""
+    """A screen of `BufferWriter`. A hook that fails costs the records of its request, never the
+    request."""
 
     def __init__(self, hook: Hook, tokenizer: Tokenizer, *, mask_id: int):
         self.hook, self.tokenizer, self.mask_id = hook, tokenizer, mask_id
@@ -67,7 +72,9 @@ class Redactor:
         except Exception:
             # It is somebody else's code, which may raise anything.
             if self.failed == 0:
-                logger.exception("the redaction hook failed; the records of such requests are dropped")
+                logger.exception(
+                    "the redaction hook failed; the records of such requests are dropped"
+                )
             self.failed += 1
             return []
 
@@ -75,7 +82,11 @@ class Redactor:
         tokens = [token for record in records for token in (*record.context, *record.committed)]
         ends = text_ends(tokens, self.tokenizer)
         masked = masked_tokens(ends.ends, self.hook(ends.text))
-        first = masked.index(True) if True in masked else len(tokens) + max(len(record.drafted) for record in records)
+        first = (
+            masked.index(True)
+            if True in masked
+            else len(tokens) + max(len(record.drafted) for record in records)
+        )
         at, kept = 0, []
         for record in records:
             mine = masked[at : at + len(record.context) + len(record.committed)]
@@ -111,7 +122,8 @@ class Redactor:
 
 
 class Ends(NamedTuple):
-    """A text and where in it each token ends; tokens that are part of a character end where it begins."""
+    """A text and where in it each token ends; tokens that are part of a character end where it
+    begins."""
 
     text: str
     ends: list[int]
@@ -126,11 +138,13 @@ def text_ends(tokens: Sequence[int], tokenizer: Tokenizer) -> Ends:
 
 
 def masked_tokens(ends: Sequence[int], spans: Iterable[tuple[int, int]]) -> list[bool]:
-    """Whether each token has a character in one of the spans; a token without any goes with the next that has one."""
+    """Whether each token has a character in one of the spans; a token without any goes with the
+    next that has one."""
     begins = [0, *ends[:-1]]
     chosen = [(int(begin), int(end)) for begin, end in spans]
     masked = [False] * len(ends)
-    hit = any(end > (ends[-1] if ends else 0) for _, end in chosen)  # a broken character at the very end
+    # a broken character at the very end
+    hit = any(end > (ends[-1] if ends else 0) for _, end in chosen)
     for index in range(len(ends) - 1, -1, -1):
         if ends[index] > begins[index]:
             hit = any(begin < ends[index] and end > begins[index] for begin, end in chosen)

@@ -1,4 +1,5 @@
-"""Round records stitched back into the texts that were served, and what is known about each of their positions."""
+"""Round records stitched back into the texts that were served, and what is known about each of
+their positions."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from draftsmith.distill.buffer.marks import is_forgotten
-from draftsmith.distill.buffer.record_table import without_laws
+from draftsmith.distill.buffer.record_table import without_distributions
 from draftsmith.record import RoundRecord
 from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
 
-# A request that ends has a last record, unless its server was killed. Servers write every second, and no record while a request
-# drafts nothing: one that is taken for finished too soon loses the records that come later.
+# A request that ends has a last record, unless its server was killed. Servers write every second,
+# and no record while a request drafts nothing: one that is taken for finished too soon loses the
+# records that come later.
 SILENCE_S = 60.0
 
 
@@ -33,16 +35,18 @@ class ServedText:
 
     @property
     def is_scorable(self) -> bool:
-        """Whether a round of it carries laws: it drafted, and its request asked for nothing that the records do not tell."""
+        """Whether a round of it carries distributions: it drafted, and its request asked for
+        nothing that the records do not tell."""
         return any(record.p for record in self.records)
 
     def slim(self) -> ServedText:
-        """Without the logged laws, which only scoring needs."""
-        return replace(self, records=[without_laws(record) for record in self.records])
+        """Without the logged distributions, which only scoring needs."""
+        return replace(self, records=[without_distributions(record) for record in self.records])
 
 
 def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
-    """None when the beginning is missing. A gap (a dropped or damaged record) ends the text: what follows lacks its context."""
+    """None when the beginning is missing. A gap (a dropped or damaged record) ends the text: what
+    follows lacks its context."""
     ordered = sorted(records, key=lambda record: record.round)
     kept: list[RoundRecord] = []
     tokens: list[int] = []
@@ -59,7 +63,10 @@ def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
 
 def branches(text: ServedText) -> list[Branch]:
     """The later-rejected positions, one branch a round that has any."""
-    found = [branch_of(text.tokens[: record.position], record.drafted, record.accepted) for record in text.records]
+    found = [
+        branch_of(text.tokens[: record.position], record.drafted, record.accepted)
+        for record in text.records
+    ]
     return [branch for branch in found if branch is not None]
 
 
@@ -85,12 +92,14 @@ def remembered(texts: Sequence[ServedText], answers: frozenset[str]) -> list[Ser
 
 
 class OpenRequests:
-    """Requests whose records are still coming. One is over with its last record, or after `idle_s` of silence."""
+    """Requests whose records are still coming. One is over with its last record, or after `idle_s`
+    of silence."""
 
     def __init__(self, records: Sequence[RoundRecord] = (), *, orphans: int = 0):
         self.records: dict[str, list[RoundRecord]] = {}
         self.seen_s: dict[str, float] = {}
-        self.orphans = orphans  # records that came after their request was taken, or without its beginning
+        # records that came after their request was taken, or without its beginning
+        self.orphans = orphans
         self.add(records)
 
     def add(self, records: Iterable[RoundRecord]) -> None:
@@ -106,7 +115,11 @@ class OpenRequests:
     def take(self, *, idle_s: float) -> list[ServedText]:
         """Texts of the requests that are over, in order of arrival."""
         now_s = time.monotonic()
-        over = [request for request, seen_s in self.seen_s.items() if now_s - seen_s >= idle_s or is_whole(self.records[request])]
+        over = [
+            request
+            for request, seen_s in self.seen_s.items()
+            if now_s - seen_s >= idle_s or is_whole(self.records[request])
+        ]
         texts = []
         for request in over:
             del self.seen_s[request]

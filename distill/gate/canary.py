@@ -1,11 +1,13 @@
-"""A version on trial: is it accepted on live requests as the gate foresaw, or less than the version that it would replace?
+"""A version on trial: is it accepted on live requests as the gate foresaw, or less than the version
+that it would replace?
 
-Which requests are its share is decided by their ids (`drafters/published/canary.py`), by nothing that they are or meet. The
-comparison is therefore randomised, and fair while traffic changes and with servers that have not taken the version up. Let x
-in [0, 1] be what part of a request's drafted tokens stood (of those reached), A whether it is of the share s, and m whatever
-was known before it. Then (A - s)(x - m) is on average s (1 - s) times the difference that being of the share makes to x. A
-bet that pays it is fair where there is no difference, and the money won from a stake of 1 passes 1 / error with at most that
-chance, at any request.
+Which requests are its share is decided by their ids (`drafters/published/canary.py`), by nothing
+that they are or meet. The comparison is therefore randomised, and fair while traffic changes and
+with servers that have not taken the version up. Let x in [0, 1] be what part of a request's drafted
+tokens stood (of those reached), A whether it is of the share s, and m whatever was known before it.
+Then (A - s)(x - m) is on average s (1 - s) times the difference that being of the share makes to x.
+A bet that pays it is fair where there is no difference, and the money won from a stake of 1 passes
+1 / error with at most that chance, at any request.
 """
 
 from __future__ import annotations
@@ -24,10 +26,17 @@ from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.gate.sequential import BoundedEvidence, Evidence
 from draftsmith.distill.publisher import Publisher
 from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.canary import Canary, in_canary, read_canary, remove_canary, write_canary
+from draftsmith.drafters.published.canary import (
+    Canary,
+    in_canary,
+    read_canary,
+    remove_canary,
+    write_canary,
+)
 from draftsmith.errors import UserError
 
-# So many times `gate.canary_requests` in vain, while the live version drafts: servers do not draft with this one.
+# So many times `gate.canary_requests` in vain, while the live version drafts: servers do not draft
+# with this one.
 PATIENCE = 10
 # Request classes with a level of their own, however many clients invent.
 MOST_LEVELS = 64
@@ -65,13 +74,15 @@ class Trial:
     elsewhere: int = 0  # requests of the others that were drafted for
     chosen: Mean = field(default_factory=Mean)  # x of the share
     others: Mean = field(default_factory=Mean)
-    worse: BoundedEvidence = field(default_factory=BoundedEvidence)  # it is accepted less than the live version
-    fine: BoundedEvidence = field(default_factory=BoundedEvidence)  # it is not accepted less by `gate.drop`
+    # it is accepted less than the live version
+    worse: BoundedEvidence = field(default_factory=BoundedEvidence)
+    # it is not accepted less by `gate.drop`
+    fine: BoundedEvidence = field(default_factory=BoundedEvidence)
     levels: dict[str, Mean] = field(default_factory=dict)  # x of a request class, whoever drafts
 
     def observe(self, text: ServedText, *, live: str, canary: str, drop: float) -> None:
-        """`live` and `canary` as records name them. What another version, a class's draft or a server without a trained draft
-        drafted takes no part."""
+        """`live` and `canary` as records name them. What another version, a class's draft or a
+        server without a trained draft drafted takes no part."""
         rounds = [record for record in text.records if record.drafted]
         if any(record.draft_version not in (live, canary) for record in rounds):
             return
@@ -81,12 +92,19 @@ class Trial:
         self.missed += is_chosen and not is_drafted
         self.elsewhere += bool(rounds) and not is_chosen
         reached = sum(min(record.accepted + 1, len(record.drafted)) for record in rounds)
-        # Nothing drafted is nothing accepted: that is how a version that fails, or is never sure enough, shows.
+        # Nothing drafted is nothing accepted: that is how a version that fails, or is never sure
+        # enough, shows.
         x = sum(record.accepted for record in rounds) / max(1, reached)
-        self.bet(x, text.records[0].request_class, is_chosen=is_chosen, allowance=drop if is_drafted else 0.0)
+        self.bet(
+            x,
+            text.records[0].request_class,
+            is_chosen=is_chosen,
+            allowance=drop if is_drafted else 0.0,
+        )
 
     def bet(self, x: float, request_class: str, *, is_chosen: bool, allowance: float) -> None:
-        """`allowance` only for those that the version drafted for: the others show nothing of it."""
+        """`allowance` only for those that the version drafted for: the others show
+        nothing of it."""
         is_kept = request_class in self.levels or len(self.levels) < MOST_LEVELS
         level = self.levels.setdefault(request_class if is_kept else "", Mean())
         # At most 1, so that no bet can cost more than there is.
@@ -98,24 +116,40 @@ class Trial:
 
     @property
     def awaited(self) -> float:
-        """For how many requests of the share it should have drafted: as often as servers draft elsewhere. They draft for none
-        where no draft pays, which is no reason to give a version up."""
+        """For how many requests of the share it should have drafted: as often as servers draft
+        elsewhere. They draft for none where no draft pays, which is no reason to give a version up.
+        """
         often = self.elsewhere / self.others.count if self.others.count else 1.0
         return (self.drafted + self.missed) * often
 
     def is_unseen(self, config: GateConfig) -> bool:
         """Servers draft for next to nobody: the trial waits, without evidence."""
-        return self.missed >= config.canary_requests and self.others.count > 0 and self.drafted == 0 and self.awaited < 1
+        return (
+            self.missed >= config.canary_requests
+            and self.others.count > 0
+            and self.drafted == 0
+            and self.awaited < 1
+        )
 
     def verdict(self, config: GateConfig) -> Verdict | None:
         """None while it goes on."""
-        told = f"accepted {self.chosen.value:.3f} in its share, {self.others.value:.3f} elsewhere, in {self.drafted} requests"
+        told = (
+            f"accepted {self.chosen.value:.3f} in its share, {self.others.value:.3f} elsewhere, "
+            f"in {self.drafted} requests"
+        )
         if self.worse.value * config.error >= 1:
             return Verdict("rolled back", told)
         if self.fine.value * config.error >= 1:
             return Verdict("promoted", told)
-        if self.awaited >= PATIENCE * config.canary_requests and self.drafted < config.canary_requests:
-            return Verdict("rolled back", f"servers drafted with it in {self.drafted} of {self.drafted + self.missed} requests")
+        if (
+            self.awaited >= PATIENCE * config.canary_requests
+            and self.drafted < config.canary_requests
+        ):
+            return Verdict(
+                "rolled back",
+                f"servers drafted with it in {self.drafted} of {self.drafted + self.missed} "
+                "requests",
+            )
         if self.drafted < config.canary_requests:
             return None
         if self.chosen.value < self.others.value - config.drop:
@@ -147,7 +181,8 @@ class Trial:
 
 
 class CanaryDesk:
-    """`trial` and the file name the same version, or both none, but for what somebody writes by hand, which `follow` takes up."""
+    """`trial` and the file name the same version, or both none, but for what somebody writes by
+    hand, which `follow` takes up."""
 
     def __init__(self, publisher: Publisher, config: GateConfig):
         self.publisher, self.config = publisher, config
@@ -161,7 +196,9 @@ class CanaryDesk:
     def observe(self, text: ServedText, live: str) -> None:
         """`live` as records name it."""
         if self.trial is not None:
-            self.trial.observe(text, live=live, canary=str(self.trial.version), drop=self.config.drop)
+            self.trial.observe(
+                text, live=live, canary=str(self.trial.version), drop=self.config.drop
+            )
 
     def notices_silence(self) -> bool:
         """True once, when servers turn out to draft for nobody."""
@@ -193,20 +230,31 @@ class CanaryDesk:
             # Servers say what is wrong with it, and draft with no version on trial either.
             return None
 
-    def judge(self, live: Scorer, window: Sequence[ServedText], *, max_depth: int) -> Verdict | None:
-        """None while it goes on. What is live decides; where that does not suffice, held-out traffic as it is by now."""
+    def judge(
+        self, live: Scorer, window: Sequence[ServedText], *, max_depth: int
+    ) -> Verdict | None:
+        """None while it goes on. What is live decides; where that does not suffice, held-out
+        traffic as it is by now."""
         verdict = self.trial.verdict(self.config) if self.trial else None
         if self.trial is None or verdict is None or verdict.decision == "rolled back":
             return verdict
         try:
-            drafter = self.publisher.load(versions.open_version(self.publisher.root, self.trial.version))
+            drafter = self.publisher.load(
+                versions.open_version(self.publisher.root, self.trial.version)
+            )
         except UserError as error:
             return Verdict("rolled back", str(error))
         if verdict.decision == "promoted":
             return verdict
-        held_out = decide(live, drafter, window, self.config, max_depth=max_depth, evidence=Evidence())
+        held_out = decide(
+            live, drafter, window, self.config, max_depth=max_depth, evidence=Evidence()
+        )
         if held_out.comparison is None:
             return Verdict("rolled back", f"{verdict.reason}; {held_out.reason}")
         gain, requests = held_out.comparison.gain, held_out.comparison.requests
         decision = "promoted" if gain > 0 else "rolled back"
-        return Verdict(decision, f"{verdict.reason}, which does not decide it; gain {gain:+.4f} on {requests} held-out requests")
+        return Verdict(
+            decision,
+            f"{verdict.reason}, which does not decide it; gain {gain:+.4f} on {requests} held-out "
+            "requests",
+        )

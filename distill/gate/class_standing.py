@@ -1,4 +1,5 @@
-"""Is the draft of a class still better than the live draft, on the newest held-out requests of the class?"""
+"""Is the draft of a class still better than the live draft, on the newest held-out requests of the
+class?"""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from draftsmith.distill.gate.sequential import TurningEvidence
 
 @dataclass
 class Standing:
-    """Evidence that it is better by less than `gate.gain`, as the gate asks for evidence of more: at any time, `gate.error` for
-    two versions. The question is about now: what being better has cost the evidence is written off."""
+    """Evidence that it is better by less than `gate.gain`, as the gate asks for evidence of more:
+    at any time, `gate.error` for two versions. The question is about now: what being better has
+    cost the evidence is written off."""
 
     config: GateConfig
     no_better: TurningEvidence = field(default_factory=TurningEvidence)
@@ -25,33 +27,61 @@ class Standing:
     latest: Comparison | None = None  # live -> class
 
     def look(
-        self, requests: Sequence[str], live: Sequence[np.ndarray], own: Sequence[np.ndarray], *, versions: tuple[int, int]
+        self,
+        requests: Sequence[str],
+        live: Sequence[np.ndarray],
+        own: Sequence[np.ndarray],
+        *,
+        versions: tuple[int, int],
     ) -> None:
-        """alpha of both drafts at the same positions of each request; none where nothing can be said."""
+        """alpha of both drafts at the same positions of each request; none where nothing can be
+        said."""
         self.window = list(requests)
         if versions != self.versions:
             self.versions, self.no_better = versions, TurningEvidence()
-        gained = {request: difference(a, b) for request, a, b in zip(requests, live, own, strict=True) if len(a)}
+        gained = {
+            request: difference(a, b)
+            for request, a, b in zip(requests, live, own, strict=True)
+            if len(a)
+        }
         self.latest = compare(live, own)
         self.no_better.look({request: self.config.gain - d for request, d in gained.items()})
 
     @property
     def is_no_better(self) -> bool:
         latest = self.latest
-        if latest is None or latest.requests < self.config.requests or latest.gain >= self.config.gain:
+        if (
+            latest is None
+            or latest.requests < self.config.requests
+            or latest.gain >= self.config.gain
+        ):
             return False
         return self.no_better.value * self.config.error >= 1
 
     def describe(self) -> str:
         if self.latest is None:
             return "no held-out requests yet"
-        live, own, gain, requests = self.latest.first, self.latest.second, self.latest.gain, self.latest.requests
-        return f"alpha {live:.4f} -> {own:.4f} with a draft of its own, gain {gain:+.4f} over {requests} requests"
+        live, own, gain, requests = (
+            self.latest.first,
+            self.latest.second,
+            self.latest.gain,
+            self.latest.requests,
+        )
+        return (
+            f"alpha {live:.4f} -> {own:.4f} with a draft of its own, gain {gain:+.4f} over "
+            f"{requests} requests"
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        return {"no_better": asdict(self.no_better), "versions": self.versions, "window": self.window}
+        return {
+            "no_better": asdict(self.no_better),
+            "versions": self.versions,
+            "window": self.window,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], config: GateConfig) -> Standing:
         own, live = values["versions"]
-        return cls(config, TurningEvidence(**values["no_better"]), (own, live), list(values["window"]))
+        return cls(
+            config, TurningEvidence(**values["no_better"]), (own, live), list(values["window"])
+        )

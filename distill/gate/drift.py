@@ -1,10 +1,13 @@
-"""Did the traffic of a class change? A detector on each class's live acceptance, one number a request.
+"""Did the traffic of a class change? A detector on each class's live acceptance, one number a
+request.
 
-Under a version the first requests of a class set its level. From then on a bet is made on each request that it is accepted less,
-c (level - x) to win with x the share of its offered tokens that stood. While the class keeps its level, no bet gains on average;
-new money of 1 is staked at every request and left in the game (Shiryaev and Roberts), so that the sum grows by one a request on
-average and passes a threshold no sooner, on average, than after so many requests. The threshold is thus the requests an hour over
-the false alarms an hour that are allowed, whatever the law of x. Requests, not rounds: rounds of a request resemble each other.
+Under a version the first requests of a class set its level. From then on a bet is made on each
+request that it is accepted less, c (level - x) to win with x the share of its offered tokens that
+stood. While the class keeps its level, no bet gains on average; new money of 1 is staked at every
+request and left in the game (Shiryaev and Roberts), so that the sum grows by one a request on
+average and passes a threshold no sooner, on average, than after so many requests. The threshold is
+thus the requests an hour over the false alarms an hour that are allowed, whatever the distribution
+of x. Requests, not rounds: rounds of a request resemble each other.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ class Alarm:
 
     def describe(self) -> str:
         name = f"class {self.request_class!r}" if self.request_class else "traffic"
-        return f"{name} is accepted {self.now:.3f} in its latest {self.requests} requests, {self.level:.3f} before"
+        return (
+            f"{name} is accepted {self.now:.3f} in its latest {self.requests} requests, "
+            f"{self.level:.3f} before"
+        )
 
 
 @dataclass
@@ -107,7 +113,8 @@ class Drift:
         was_new = math.isnan(detector.level)
         found = detector.observe(x, self.threshold())
         if was_new and not math.isnan(detector.level):
-            self.fruitless = 0  # a class that has only now become frequent may have something to teach
+            # a class that has only now become frequent may have something to teach
+            self.fruitless = 0
         if found is None:
             self._detectors[name] = detector
             while len(self._detectors) > MAX_CLASSES:
@@ -117,7 +124,8 @@ class Drift:
         return Alarm(name, detector.level, *found)
 
     def threshold(self) -> float:
-        """Over all classes together there are as many false alarms as allowed: each adds its requests over this."""
+        """Over all classes together there are as many false alarms as allowed: each adds its
+        requests over this."""
         low, high = THRESHOLDS
         hours = (max(self._times_s) - min(self._times_s)) / 3600 if self._times_s else 0.0
         if hours <= 0:
@@ -137,14 +145,21 @@ class Drift:
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         return {
-            name: {"level": one.level, "now": sum(one.since) / len(one.since), "evidence": sum(one.money) / len(BETS)}
+            name: {
+                "level": one.level,
+                "now": sum(one.since) / len(one.since),
+                "evidence": sum(one.money) / len(BETS),
+            }
             for name, one in self._detectors.items()
             if one.since
         }
 
 
 def acceptance(text: ServedText, version: str) -> float | None:
-    """Of the tokens that `version` offered and whose prefix stood, the share that stood; None where it offered none."""
-    rounds = [record for record in text.records if record.drafted and record.draft_version == version]
+    """Of the tokens that `version` offered and whose prefix stood, the share that stood; None where
+    it offered none."""
+    rounds = [
+        record for record in text.records if record.drafted and record.draft_version == version
+    ]
     reached = sum(min(record.accepted + 1, len(record.drafted)) for record in rounds)
     return sum(record.accepted for record in rounds) / reached if reached else None

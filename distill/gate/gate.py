@@ -1,6 +1,8 @@
-"""Whether a candidate may replace the live draft, decided on recent held-out traffic without serving a token.
+"""Whether a candidate may replace the live draft, decided on recent held-out traffic without
+serving a token.
 
-Both drafts are scored at the same positions of the same served texts; the differences are paired by request.
+Both drafts are scored at the same positions of the same served texts; the differences are paired by
+request.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from draftsmith.distill.gate.sequential import Evidence
 
 
 class Comparison(NamedTuple):
-    """Paired by request: `gain` is the mean over requests of the mean difference over their positions."""
+    """Paired by request: `gain` is the mean over requests of the mean difference over their
+    positions."""
 
     gain: float
-    p_value: float  # bound on the chance of so much gain, or loss if it is one, if there were no difference
+    # bound on the chance of so much gain, or loss if it is one, if there were no difference
+    p_value: float
     requests: int
     positions: int
     first: float  # mean over positions
@@ -32,7 +36,8 @@ class Comparison(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """alpha that needs no target: from the logged laws alone, the middles of their bounds."""
+    """alpha that needs no target: from the logged distributions alone, the middles of
+    their bounds."""
 
     alpha_logged_live: float
     alpha_logged_candidate: float
@@ -43,8 +48,9 @@ class Predicted(NamedTuple):
 def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Comparison:
     """Does `second` exceed `first`? One array a request, the same positions in both.
 
-    If neither is better, swapping their names changes nothing, so that each request's difference d is as likely as -d.
-    Then P(sum d >= s) <= exp(-s^2 / (2 sum d^2)), and so for -s, whatever the sizes of the differences and however few.
+    If neither is better, swapping their names changes nothing, so that each request's difference d
+    is as likely as -d. Then P(sum d >= s) <= exp(-s^2 / (2 sum d^2)), and so for -s, whatever the
+    sizes of the differences and however few.
     """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a)]
     if not pairs:
@@ -68,9 +74,15 @@ def difference(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.mean(second - first))
 
 
-def differences_of(texts: Sequence[ServedText], first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> dict[str, float]:
+def differences_of(
+    texts: Sequence[ServedText], first: Sequence[np.ndarray], second: Sequence[np.ndarray]
+) -> dict[str, float]:
     """By request, where it has a position."""
-    return {text.request: difference(a, b) for text, a, b in zip(texts, first, second, strict=True) if len(a)}
+    return {
+        text.request: difference(a, b)
+        for text, a, b in zip(texts, first, second, strict=True)
+        if len(a)
+    }
 
 
 @dataclass(frozen=True)
@@ -119,31 +131,44 @@ def decide(
     agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
     if len(agreeing) < config.requests:
         count = len(texts) - len(agreeing)
-        return Decision("refuse", f"{count} of {len(texts)} held-out requests contradict this target in their logged laws")
+        return Decision(
+            "refuse",
+            f"{count} of {len(texts)} held-out requests contradict this target in their logged "
+            "distributions",
+        )
     chosen = [texts[index] for index in agreeing]
-    new = Scorer(candidate, live.target, max_length=live.max_length).score(chosen, max_depth=max_depth)
+    new = Scorer(candidate, live.target, max_length=live.max_length).score(
+        chosen, max_depth=max_depth
+    )
     if not all(one.is_finite for one in new):
-        return Decision("refuse", "the candidate gives laws that are not finite")
+        return Decision("refuse", "the candidate gives distributions that are not finite")
     old = [scored[index] for index in agreeing]
     before, after = [one.alpha for one in old], [one.alpha for one in new]
     value = evidence.look(differences_of(chosen, before, after), config.error)
-    return dataclasses.replace(weigh(compare(before, after), value, config), predicted=predicted(old, new))
+    return dataclasses.replace(
+        weigh(compare(before, after), value, config), predicted=predicted(old, new)
+    )
 
 
 def predicted(live: Sequence[Scored], candidate: Sequence[Scored]) -> Predicted:
-    """From the positions where p is logged and both drafts are finite, so that the numbers are about the same text."""
+    """From the positions where p is logged and both drafts are finite, so that the numbers are
+    about the same text."""
     first, second = (np.concatenate([one.logged for one in side]) for side in (live, candidate))
     told = ~(np.isnan(first) | np.isnan(second)).any(-1)
     if not told.any():
         return Predicted(math.nan, math.nan, math.nan, 0.0)
     is_open = float(np.diff(second[told]).mean()) / 2
-    return Predicted(float(first[told].mean()), float(second[told].mean()), is_open, float(told.mean()))
+    return Predicted(
+        float(first[told].mean()), float(second[told].mean()), is_open, float(told.mean())
+    )
 
 
 def weigh(comparison: Comparison, evidence: float, config: GateConfig) -> Decision:
     decision = Decision("hold", "", comparison, evidence, config.error)
     if comparison.requests < config.requests:
-        return dataclasses.replace(decision, reason=f"{comparison.requests} scored requests, {config.requests} are needed")
+        return dataclasses.replace(
+            decision, reason=f"{comparison.requests} scored requests, {config.requests} are needed"
+        )
     if comparison.gain <= 0:
         return dataclasses.replace(decision, reason="no gain")
     if comparison.gain < config.gain:

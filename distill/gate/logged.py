@@ -1,4 +1,5 @@
-"""What records say about the target: the sampling of each drafted position, and whether the logged p is this target's."""
+"""What records say about the target: the sampling of each drafted position, and whether the logged
+p is this target's."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import numpy as np
 import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.kernels.sampling.top_tokens import TopLaw, top_overlap
-from draftsmith.record import Laws, RoundRecord
+from draftsmith.kernels.sampling.top_tokens import TopProbs, top_overlap
+from draftsmith.record import Distributions, RoundRecord
 
 
 class Logged(NamedTuple):
@@ -33,14 +34,22 @@ def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") 
 
 
 def disagreement(logged: Sequence[Logged], target_logits: torch.Tensor) -> torch.Tensor:
-    """[n] total variation, on the logged tokens, between the logged p and the law of raw `target_logits` [n, V]; 0 where a
-    record tells of no law but that it was this one."""
-    told = [Laws.of(one.record.p)[one.depth : one.depth + 1].arrays for one in logged]
-    width = max(law.ids.shape[1] for law in told)
+    """[n] total variation, on the logged tokens, between the logged p and the distribution of raw
+    `target_logits` [n, V]; 0 where a record tells of no distribution but that it was this one."""
+    told = [Distributions.of(one.record.p)[one.depth : one.depth + 1].arrays for one in logged]
+    width = max(distribution.ids.shape[1] for distribution in told)
     if width == 0:
         return torch.zeros(len(told))
-    ids = torch.from_numpy(np.concatenate([_widened(law.ids, width, 0) for law in told])).to(target_logits.device).long()
-    padded = np.concatenate([_widened(law.logprobs, width, -np.inf) for law in told])
+    ids = (
+        torch.from_numpy(
+            np.concatenate([_widened(distribution.ids, width, 0) for distribution in told])
+        )
+        .to(target_logits.device)
+        .long()
+    )
+    padded = np.concatenate(
+        [_widened(distribution.logprobs, width, -np.inf) for distribution in told]
+    )
     logprobs = torch.from_numpy(padded).to(target_logits.device)
     if int(ids.max()) >= target_logits.shape[-1]:
         return torch.ones(len(told))
@@ -54,46 +63,58 @@ def _widened(values: np.ndarray, width: int, filler: float) -> np.ndarray:
 
 
 def logged_alpha(logged: Sequence[Logged], q_logits: torch.Tensor) -> torch.Tensor:
-    """[n, 2] bounds on the CPU, NaN where nothing is logged; `q_logits` [n, V] are processed. A filter that cuts behind the
-    logged tokens makes all that stay likelier by what it took, which is not known: bounds are off by that."""
+    """[n, 2] bounds on the CPU, NaN where nothing is logged; `q_logits` [n, V] are processed. A
+    filter that cuts behind the logged tokens makes all that stay likelier by what it took, which is
+    not known: bounds are off by that."""
     bounds = torch.full((len(logged), 2), math.nan)
-    # A buffer of tokens alone tells nothing of its laws.
+    # A buffer of tokens alone tells nothing of its distributions.
     told = [index for index, one in enumerate(logged) if one.record.p[one.depth].ids]
     if told:
-        overlap = top_overlap(sampled_law([logged[index] for index in told], q_logits.device), q_logits[told])
+        overlap = top_overlap(
+            sampled_distribution([logged[index] for index in told], q_logits.device), q_logits[told]
+        )
         bounds[told] = torch.stack(overlap, dim=-1).float().cpu()
     return bounds
 
 
-def sampled_law(logged: Sequence[Logged], device: torch.device | str = "cpu") -> TopLaw:
-    """The logged laws under their requests' sampling. The tail is 0 where the law's support lies inside the logged tokens."""
-    laws = [one.record.p[one.depth] for one in logged]
-    width = max(len(law.ids) for law in laws)
-    ids = torch.tensor([law.ids + [0] * (width - len(law.ids)) for law in laws], device=device)
+def sampled_distribution(logged: Sequence[Logged], device: torch.device | str = "cpu") -> TopProbs:
+    """The logged distributions under their requests' sampling. The tail is 0 where the
+    distribution's support lies inside the logged tokens."""
+    distributions = [one.record.p[one.depth] for one in logged]
+    width = max(len(distribution.ids) for distribution in distributions)
+    ids = torch.tensor(
+        [
+            distribution.ids + [0] * (width - len(distribution.ids))
+            for distribution in distributions
+        ],
+        device=device,
+    )
     probs = torch.stack([_tempered(one, width) for one in logged]).to(device)
     tail = (1 - probs.sum(-1)).clamp(min=0)
-    settings = torch.tensor([_settings(one, width) for one in logged], dtype=probs.dtype, device=device)
+    settings = torch.tensor(
+        [_settings(one, width) for one in logged], dtype=probs.dtype, device=device
+    )
     top_k, top_p, min_p = settings.T[:, :, None]
-    # transformers' order; each filter sees the law that the one before left.
+    # transformers' order; each filter sees the distribution that the one before left.
     probs, tail = _keep(probs, tail, torch.arange(width, device=device)[None] < top_k)
     before = probs.cumsum(-1) - probs
     probs, tail = _keep(probs, tail, before < top_p)
     probs, tail = _keep(probs, tail, probs >= min_p * probs[:, :1])
-    return TopLaw(ids, probs.float().log(), tail.float())
+    return TopProbs(ids, probs.float().log(), tail.float())
 
 
 def _tempered(one: Logged, width: int) -> torch.Tensor:
     """[width] float64 probabilities at the request's temperature, likeliest first."""
-    law, temperature = one.record.p[one.depth], one.record.temperature
+    distribution, temperature = one.record.p[one.depth], one.record.temperature
     logprobs = torch.full((width,), -math.inf, dtype=torch.float64)
-    logprobs[: len(law.ids)] = torch.tensor(law.logprobs, dtype=torch.float64)
+    logprobs[: len(distribution.ids)] = torch.tensor(distribution.logprobs, dtype=torch.float64)
     if temperature == 0:
         return torch.nn.functional.one_hot(torch.tensor(0), width).double()
-    return (logprobs / temperature - law.log_norm).exp()
+    return (logprobs / temperature - distribution.log_norm).exp()
 
 
 def _settings(one: Logged, width: int) -> tuple[float, float, float]:
-    """Neutral ones where they are off, and for a greedy law, which no filter changes."""
+    """Neutral ones where they are off, and for a greedy distribution, which no filter changes."""
     record = one.record
     if record.temperature == 0:
         return width, math.inf, 0.0
@@ -102,7 +123,9 @@ def _settings(one: Logged, width: int) -> tuple[float, float, float]:
     return top_k, record.top_p if record.top_p < 1 else math.inf, record.min_p
 
 
-def _keep(probs: torch.Tensor, tail: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _keep(
+    probs: torch.Tensor, tail: torch.Tensor, kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What is removed is less likely than all that stays, so the tail goes with it."""
     is_cut = (~kept & (probs > 0)).any(-1)
     probs = probs.where(kept, 0.0)

@@ -1,7 +1,9 @@
-"""A draft that was made for other weights of the target: lossless all the same, but nobody knows what it is worth now.
+"""A draft that was made for other weights of the target: lossless all the same, but nobody knows
+what it is worth now.
 
-Servers let it draft seldom until a version made for their target is live. That is either a candidate that passed the gate on
-the new target's traffic and reaches the floor, or the same draft again, once that traffic shows that it still does.
+Servers let it draft seldom until a version made for their target is live. That is either a
+candidate that passed the gate on the new target's traffic and reaches the floor, or the same draft
+again, once that traffic shows that it still does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from draftsmith.drafters.published import versions
 
 
 def notice(root: str | Path, version: int, own: str, tell: Callable[[str], None]) -> str:
-    """The revision of the target that a version was made for, where it is another one than `own`: told once; else ""."""
+    """The revision of the target that a version was made for, where it is another one than `own`:
+    told once; else ""."""
     made_for = versions.stranger(root, version, own)
     told = {"decision": "quarantine", "version": version, "target_revision": own}
     if made_for and not any(told.items() <= one.items() for one in versions.read_decisions(root)):
@@ -30,12 +33,23 @@ def notice(root: str | Path, version: int, own: str, tell: Callable[[str], None]
     return made_for
 
 
-def regate(live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int) -> Decision:
-    """`texts` are held-out ones of the new target. The mean over requests has to reach the floor by two standard errors."""
-    scored = [one for one in live.score(texts, max_depth=max_depth) if one.is_consistent and len(one.alpha)]
+def regate(
+    live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int
+) -> Decision:
+    """`texts` are held-out ones of the new target. The mean over requests has to reach the floor by
+    two standard errors."""
+    scored = [
+        one
+        for one in live.score(texts, max_depth=max_depth)
+        if one.is_consistent and len(one.alpha)
+    ]
     means = np.array([float(one.alpha.mean()) for one in scored])
     if len(means) < config.requests:
-        return Decision("hold", f"quarantine: {len(means)} scored requests of the new target, {config.requests} are needed")
+        return Decision(
+            "hold",
+            f"quarantine: {len(means)} scored requests of the new target, {config.requests} are "
+            "needed",
+        )
     alpha, error = float(means.mean()), float(means.std(ddof=1)) / len(means) ** 0.5
     told = f"alpha {alpha:.3f} +- {error:.3f} on {len(means)} requests of the new target"
     # Written so that NaN does not pass.
@@ -45,8 +59,13 @@ def regate(live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max
 
 
 def enough(decision: Decision, config: GateConfig) -> Decision:
-    """A candidate that is better than a draft in quarantine may still be no good: it goes live once it reaches the floor."""
+    """A candidate that is better than a draft in quarantine may still be no good: it goes live once
+    it reaches the floor."""
     comparison = decision.comparison
     if decision.decision != "accept" or comparison is None or comparison.second >= config.floor:
         return decision
-    return replace(decision, decision="hold", reason=f"quarantine: {decision.reason}, but alpha does not reach {config.floor}")
+    return replace(
+        decision,
+        decision="hold",
+        reason=f"quarantine: {decision.reason}, but alpha does not reach {config.floor}",
+    )

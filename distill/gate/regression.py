@@ -1,8 +1,10 @@
-"""Did a published version turn out worse? Judged on the traffic that it serves, none of which it was trained on, held out or not.
+"""Did a published version turn out worse? Judged on the traffic that it serves, none of which it
+was trained on, held out or not.
 
-Live acceptance alone cannot tell: it falls as well when the traffic gets harder. Two comparisons can, each paired by request:
-what the version was accepted with against what it should have been (served wrongly), and earlier versions on the same records:
-its parent (a gain that did not last), and the static draft, which is the floor however many versions came since.
+Live acceptance alone cannot tell: it falls as well when the traffic gets harder. Two comparisons
+can, each paired by request: what the version was accepted with against what it should have been
+(served wrongly), and earlier versions on the same records: its parent (a gain that did not last),
+and the static draft, which is the floor however many versions came since.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Watched:
 
 
 class LiveWatch:
-    """The live version and the earlier ones that it is held to, with the scores that they have already."""
+    """The live version and the earlier ones that it is held to, with the scores that they have
+    already."""
 
     def __init__(self, publisher: Publisher, config: GateConfig, live: Scorer):
         self.publisher, self.config = publisher, config
@@ -84,8 +87,8 @@ class LiveWatch:
         return Scorer(drafter, self.publisher.target, max_length=self.live.max_length)
 
     def _earlier(self) -> list[Earlier]:
-        """The parent first. It has to be better by `drop`, since learning goes on; the floor, as a candidate, by what is worth a
-        swap."""
+        """The parent first. It has to be better by `drop`, since learning goes on; the floor, as a
+        candidate, by what is worth a swap."""
         publisher = self.publisher
         floor_version, floor = publisher.open_floor()
         found = []
@@ -107,7 +110,13 @@ class LiveWatch:
             self.held_to = self._earlier()
         depth = depth_of(self.texts)
         self.latest = watch(
-            self.live, self.held_to, self.texts, self.config, version=served_as, max_depth=depth, evidence=evidence
+            self.live,
+            self.held_to,
+            self.texts,
+            self.config,
+            version=served_as,
+            max_depth=depth,
+            evidence=evidence,
         )
         return self.latest
 
@@ -122,8 +131,9 @@ def watch(
     max_depth: int,
     evidence: Ledger,
 ) -> Watched:
-    """`texts` were served by `version`, in part at least. A reason is given only for a loss with evidence, to which this look is
-    added. `earlier` begins with the version to return to where this one is served wrongly."""
+    """`texts` were served by `version`, in part at least. A reason is given only for a loss with
+    evidence, to which this look is added. `earlier` begins with the version to return to where this
+    one is served wrongly."""
     everything = live.score(texts, max_depth=max_depth)
     agreeing = [index for index, one in enumerate(everything) if one.is_consistent]
     texts, scored = [texts[index] for index in agreeing], [everything[index] for index in agreeing]
@@ -143,15 +153,21 @@ def watch(
     better = [
         one.version
         for one in earlier
-        if is_loss(found[one.version], one.least, config) and evidence.against(one.version).value * error >= 1
+        if is_loss(found[one.version], one.least, config)
+        and evidence.against(one.version).value * error >= 1
     ]
     reason, back = "", None
     if is_loss(served, config.drop, config) and evidence.served.value * error >= 1:
-        reason = f"served alpha is {served.gain:.3f} below what the same draft scores on the same records"
+        reason = (
+            f"served alpha is {served.gain:.3f} below what the same draft scores on the same "
+            "records"
+        )
         back = earlier[0].version if earlier else None
     elif better:
         back = max(better, key=lambda one: found[one].gain)
-        reason = f"the alpha of version {back} is {found[back].gain:.3f} higher on the newest records"
+        reason = (
+            f"the alpha of version {back} is {found[back].gain:.3f} higher on the newest records"
+        )
     return Watched(reason, back, served.first, served, found, evidence)
 
 

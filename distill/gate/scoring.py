@@ -1,9 +1,11 @@
-"""The alpha that a draft would have had on served traffic, at every drafted position whose context became text.
+"""The alpha that a draft would have had on served traffic, at every drafted position whose context
+became text.
 
-The draft is unrolled over the text, and alpha = sum_v min(p_v, q_v) is taken over the full vocabulary under the request's own
-sampling, with p from the target's states that the unroll needs anyway. The 64 tokens of p that a record holds would prove only
-a lower bound, far too low for a target whose laws are flat; they tell whether this target served the text. Where they do suffice,
-the alpha that they give is told beside it: it needs no trust in the learner's own target.
+The draft is unrolled over the text, and alpha = sum_v min(p_v, q_v) is taken over the full
+vocabulary under the request's own sampling, with p from the target's states that the unroll needs
+anyway. The 64 tokens of p that a record holds would prove only a lower bound, far too low for a
+target whose distributions are flat; they tell whether this target served the text. Where they do
+suffice, the alpha that they give is told beside it: it needs no trust in the learner's own target.
 """
 
 from __future__ import annotations
@@ -28,19 +30,21 @@ from draftsmith.train.objective.unrolled_loss import Unrollable
 CHUNK = 512
 # Texts whose scores a draft keeps: several windows ask for them, of which some texts are the same.
 MOST_KNOWN = 4096
-# Mean total variation of a text between logged and own p: a server in another precision differs by less, another target by more.
+# Mean total variation of a text between logged and own p: a server in another precision differs by
+# less, another target by more.
 MAX_DISAGREEMENT = 0.1
 
 
 class Scored(NamedTuple):
     """One text under one draft: an entry for each scored position, in the order of its rounds."""
 
-    alpha: np.ndarray  # [n]; 0 where the draft's law is not finite, which is never accepted
+    # [n]; 0 where the draft's distribution is not finite, which is never accepted
+    alpha: np.ndarray
     kept: np.ndarray  # [n] whether the token that was really offered there was accepted
     version: list[str]  # [n] the draft that really offered it
     is_consistent: bool  # the logged p agrees with this target
     logged: np.ndarray  # [n, 2] bounds of alpha from the logged p alone; NaN where none is logged
-    is_finite: bool = True  # all laws of the draft
+    is_finite: bool = True  # all distributions of the draft
 
 
 class Position(NamedTuple):
@@ -55,13 +59,14 @@ class Position(NamedTuple):
 class Rows(NamedTuple):
     """[n] each, or [n, 2], on the CPU."""
 
-    alpha: torch.Tensor  # NaN where the draft's law is not finite
+    alpha: torch.Tensor  # NaN where the draft's distribution is not finite
     disagreement: torch.Tensor
     logged: torch.Tensor
 
 
 class Scorer:
-    """A draft with the scores it already has: a live draft meets a text at every decision, in more windows than one."""
+    """A draft with the scores it already has: a live draft meets a text at every decision, in more
+    windows than one."""
 
     def __init__(self, drafter: Unrollable, target: Target, *, max_length: int):
         self.drafter, self.target, self.max_length = drafter, target, max_length
@@ -70,21 +75,33 @@ class Scorer:
     def score(self, texts: Sequence[ServedText], *, max_depth: int) -> list[Scored]:
         keys = [(text.request, max_depth) for text in texts]
         new = [text for text, key in zip(texts, keys, strict=True) if key not in self._known]
-        found = score(self.drafter, self.target, new, max_depth=max_depth, max_length=self.max_length)
+        found = score(
+            self.drafter, self.target, new, max_depth=max_depth, max_length=self.max_length
+        )
         fresh = {(text.request, max_depth): one for text, one in zip(new, found, strict=True)}
-        asked = {key: fresh[key] if key in fresh else self._known.pop(key) for key in dict.fromkeys(keys)}
+        asked = {
+            key: fresh[key] if key in fresh else self._known.pop(key) for key in dict.fromkeys(keys)
+        }
         # Last what was asked for last; what nobody has asked for since longest is forgotten first.
         kept = list((self._known | asked).items())
         self._known = dict(kept[-max(MOST_KNOWN, len(asked)) :])
         return [asked[key] for key in keys]
 
     def forget(self, answers: frozenset[str]) -> None:
-        self._known = {key: one for key, one in self._known.items() if not is_forgotten(key[0], answers)}
+        self._known = {
+            key: one for key, one in self._known.items() if not is_forgotten(key[0], answers)
+        }
 
 
 @torch.no_grad()
 def score(
-    drafter: Unrollable, target: Target, texts: Sequence[ServedText], *, max_depth: int, max_length: int, batch: int = 8
+    drafter: Unrollable,
+    target: Target,
+    texts: Sequence[ServedText],
+    *,
+    max_depth: int,
+    max_length: int,
+    batch: int = 8,
 ) -> list[Scored]:
     scored: list[Scored] = []
     for begin in range(0, len(texts), batch):
@@ -93,11 +110,19 @@ def score(
 
 
 def _score_batch(
-    drafter: Unrollable, target: Target, texts: Sequence[ServedText], max_depth: int, max_length: int
+    drafter: Unrollable,
+    target: Target,
+    texts: Sequence[ServedText],
+    max_depth: int,
+    max_length: int,
 ) -> list[Scored]:
     ids, mask = padded([text.tokens[:max_length] for text in texts], target.device)
     taps, target_hidden = target.states(ids, mask, drafter.taps)
-    steps = list(drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=max_depth)))
+    steps = list(
+        drafter.unroll(
+            UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=max_depth)
+        )
+    )
     positions = [
         position
         for row, text in enumerate(texts)
@@ -111,7 +136,9 @@ def _score_batch(
     return [_gather(row, positions, alphas) for row in range(len(texts))]
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(
+    rows: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask [B, L], padded on the right."""
     width = max(len(row) for row in rows)
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
@@ -141,10 +168,19 @@ def is_drafted(steps: Sequence[UnrolledStep], position: Position) -> bool:
 
 
 def _alphas(
-    drafter: Unrollable, target: Target, target_hidden: torch.Tensor, steps: Sequence[UnrolledStep], positions: Sequence[Position]
+    drafter: Unrollable,
+    target: Target,
+    target_hidden: torch.Tensor,
+    steps: Sequence[UnrolledStep],
+    positions: Sequence[Position],
 ) -> Rows:
     chosen = [step_of(steps, position.logged.depth) for position in positions]
-    hidden = torch.stack([step.hidden[one.row, one.absolute - step.offset] for step, one in zip(chosen, positions, strict=True)])
+    hidden = torch.stack(
+        [
+            step.hidden[one.row, one.absolute - step.offset]
+            for step, one in zip(chosen, positions, strict=True)
+        ]
+    )
     logits = full_vocabulary(hidden @ drafter.head_weight().T, drafter.vocab_map, target.vocab_size)
     rows = [position.row for position in positions]
     before = [position.absolute - 1 for position in positions]
@@ -155,10 +191,14 @@ def _alphas(
     alpha = overlap(process(target_logits, sampling), q_logits)
     is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
     told = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
-    return Rows(torch.where(is_finite, alpha, math.nan).cpu(), disagreement(logged, target_logits), told)
+    return Rows(
+        torch.where(is_finite, alpha, math.nan).cpu(), disagreement(logged, target_logits), told
+    )
 
 
-def full_vocabulary(logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+def full_vocabulary(
+    logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int
+) -> torch.Tensor:
     """Draft logits [n, Vd] -> [n, V], tokens that the draft does not know at -inf."""
     spread = torch.full((logits.shape[0], vocab_size), -math.inf, device=logits.device)
     if vocab_map is None:
@@ -176,4 +216,11 @@ def _gather(row: int, positions: Sequence[Position], alphas: Rows) -> Scored:
     alpha = alphas.alpha[mine].double().numpy()
     versions = [one.record.draft_version for one in logged]
     is_finite = not np.isnan(alpha).any()
-    return Scored(np.nan_to_num(alpha), kept, versions, is_consistent, alphas.logged[mine].double().numpy(), is_finite)
+    return Scored(
+        np.nan_to_num(alpha),
+        kept,
+        versions,
+        is_consistent,
+        alphas.logged[mine].double().numpy(),
+        is_finite,
+    )

@@ -1,14 +1,17 @@
-"""Evidence that one draft is accepted more than another, which may be looked at after every request, for as long as one likes.
+"""Evidence that one draft is accepted more than another, which may be looked at after every
+request, for as long as one likes.
 
-Each request gives one difference d between two drafts. If neither is better, swapping their names changes nothing: given its
-size and all that came before, d is positive as often as negative. A bet that pays tanh(c d) per unit of stake is then fair
-whatever c is, as long as c does not depend on signs that are still unseen, and the money won from a stake of 1 passes 1 / error
-with at most the chance `error`, at any time ever (Ville's inequality). So nothing is paid for a further look.
+Each request gives one difference d between two drafts. If neither is better, swapping their names
+changes nothing: given its size and all that came before, d is positive as often as negative. A bet
+that pays tanh(c d) per unit of stake is then fair whatever c is, as long as c does not depend on
+signs that are still unseen, and the money won from a stake of 1 passes 1 / error with at most the
+chance `error`, at any time ever (Ville's inequality). So nothing is paid for a further look.
 
-Answers turn: candidates improve, traffic changes. What was lost while the answer was another must not weigh on it for ever, so a
-stake is bet bit by bit: the share 1 / (n (n + 1)) of look n is bet from then on, on each request once (`TurningEvidence`). Of a
-line of candidates this is half of the stake; the shares of the other half are bet on the whole window anew, each time by the
-candidate of the moment, and what they brought is put aside.
+Answers turn: candidates improve, traffic changes. What was lost while the answer was another must
+not weigh on it for ever, so a stake is bet bit by bit: the share 1 / (n (n + 1)) of look n is bet
+from then on, on each request once (`TurningEvidence`). Of a line of candidates this is half of the
+stake; the shares of the other half are bet on the whole window anew, each time by the candidate of
+the moment, and what they brought is put aside.
 """
 
 from __future__ import annotations
@@ -22,15 +25,16 @@ import numpy as np
 
 # Of logs of money: beyond it nothing is decided differently, and exp would overflow.
 MOST_LOG = 500.0
-# Sizes of the bets, in units of one over the typical |d|: an advantage of mu such units is found fastest with a bet of about mu.
+# Sizes of the bets, in units of one over the typical |d|: an advantage of mu such units is found
+# fastest with a bet of about mu.
 BETS = (0.1, 0.3, 1.0)
 BOUNDED_BETS = (0.1, 0.3, 0.9)
 
 
 @dataclass
 class TurningEvidence:
-    """That one of two drafts is accepted more from some request on, whatever was before. `value` is the money: the chance that it
-    ever reaches x is 1 / x."""
+    """That one of two drafts is accepted more from some request on, whatever was before. `value` is
+    the money: the chance that it ever reaches x is 1 / x."""
 
     looks: int = 0
     money: list[float] = field(default_factory=lambda: [0.0] * len(BETS))
@@ -41,15 +45,18 @@ class TurningEvidence:
         return sum(self.money)
 
     def look(self, differences: Mapping[str, float]) -> float:
-        """`differences` of the requests of the window, oldest first, each of which is bet on once; returns the new `value`. Sizes
-        of bets go by the window, so that they turn with it."""
+        """`differences` of the requests of the window, oldest first, each of which is bet on once;
+        returns the new `value`. Sizes of bets go by the window, so that they turn with it."""
         self.looks += 1
         stake = share_of(self.looks) / len(BETS)
         window = np.array(list(differences.values()))
         new = np.array([d for request, d in differences.items() if request not in self.seen])
         typical = math.sqrt(float((window**2).mean())) if window.any() else 1.0
         won = [math.exp(min(MOST_LOG, log_won(new / typical, bet))) for bet in BETS]
-        self.money = [min(math.exp(MOST_LOG), (before + stake) * one) for before, one in zip(self.money, won, strict=True)]
+        self.money = [
+            min(math.exp(MOST_LOG), (before + stake) * one)
+            for before, one in zip(self.money, won, strict=True)
+        ]
         self.seen = list(differences)
         return self.value
 
@@ -61,7 +68,8 @@ class TurningEvidence:
 
 @dataclass
 class Evidence:
-    """That one of a line of candidates is better than the live draft, from the last promotion on."""
+    """That one of a line of candidates is better than the live draft, from the last
+    promotion on."""
 
     once: TurningEvidence = field(default_factory=TurningEvidence)
     aside: float = 0.0  # won by the bets on whole windows
@@ -79,7 +87,8 @@ class Evidence:
     def _bet_anew(self, window: np.ndarray, error: float) -> None:
         share = share_of(self.once.looks)
         squares = float((window**2).sum())
-        # exp(c s - c^2 V / 2), which a fair bet of this size never falls below, is largest at the level for this c.
+        # exp(c s - c^2 V / 2), which a fair bet of this size never falls below, is largest at the
+        # level for this c.
         bet = math.sqrt(2 * math.log(2 / (error * share)) / squares) if squares > 0 else 0.0
         self.aside += share * math.exp(min(MOST_LOG, log_won(window, bet)))
 
@@ -99,14 +108,16 @@ def share_of(look: int) -> float:
 
 
 def log_won(differences: np.ndarray, bet: float) -> float:
-    """Log of what a stake of 1 becomes when all of it is bet on one after another. 1 + tanh(x) = 2 / (1 + exp(-2 x))."""
+    """Log of what a stake of 1 becomes when all of it is bet on one after another. 1 + tanh(x) = 2
+    / (1 + exp(-2 x))."""
     return float((math.log(2) - np.logaddexp(0.0, -2 * bet * differences)).sum())
 
 
 @dataclass
 class BoundedEvidence:
-    """Of differences in [-1, 1] that are zero on average if all is well, and need not be symmetric, such as alpha minus what was
-    accepted. A bet that pays c d is then fair, for any c in (0, 1); it may not know the size of its own d."""
+    """Of differences in [-1, 1] that are zero on average if all is well, and need not be symmetric,
+    such as alpha minus what was accepted. A bet that pays c d is then fair, for any c in (0, 1); it
+    may not know the size of its own d."""
 
     log_wealth: list[float] = field(default_factory=lambda: [0.0] * len(BOUNDED_BETS))
     seen: list[str] = field(default_factory=list)
@@ -128,11 +139,14 @@ class BoundedEvidence:
 
 @dataclass
 class Ledger:
-    """What the learner may ask at any time: is the candidate better than the live draft, and did the live one turn out worse?"""
+    """What the learner may ask at any time: is the candidate better than the live draft, and did
+    the live one turn out worse?"""
 
     gate: Evidence = field(default_factory=Evidence)
-    served: BoundedEvidence = field(default_factory=BoundedEvidence)  # the live draft is accepted less than it scores
-    earlier: dict[str, TurningEvidence] = field(default_factory=dict)  # an earlier version, by its number, scores more
+    # the live draft is accepted less than it scores
+    served: BoundedEvidence = field(default_factory=BoundedEvidence)
+    # an earlier version, by its number, scores more
+    earlier: dict[str, TurningEvidence] = field(default_factory=dict)
 
     def against(self, version: int) -> TurningEvidence:
         return self.earlier.setdefault(str(version), TurningEvidence())

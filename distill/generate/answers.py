@@ -1,7 +1,9 @@
-"""The dataset folder that `generate` fills: Parquet shards and a provenance record; a kill loses nothing that was finished.
+"""The dataset folder that `generate` fills: Parquet shards and a provenance record; a kill loses
+nothing that was finished.
 
-Shard n holds the prompts `n * size .. (n + 1) * size - 1`. While it is worked on, each batch of answers is a file of its own
-(`.batch-...`); the last one turns them into `part-....parquet` by one rename.
+Shard n holds the prompts `n * size .. (n + 1) * size - 1`. While it is worked on, each batch of
+answers is a file of its own (`.batch-...`); the last one turns them into `part-....parquet` by one
+rename.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ COLUMNS = [
     ("input_ids", pa.list_(pa.int32())),
     ("loss_mask", pa.list_(pa.int8())),
 ]
-LAW_COLUMNS = [
+DISTRIBUTION_COLUMNS = [
     ("top_ids", pa.list_(pa.list_(pa.int32()))),
     ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
     ("tail", pa.list_(pa.float32())),
@@ -35,11 +37,23 @@ UNSETTLED = ("complete", "answers", "tokens", "left_out", "versions", "tokenizer
 
 
 class AnswerFolder:
-    """`total` prompts in shards of `size`; `provenance` says how the answers are made, and must be the same to go on."""
+    """`total` prompts in shards of `size`; `provenance` says how the answers are made, and must be
+    the same to go on."""
 
-    def __init__(self, path: str | Path, *, total: int, size: int, has_laws: bool, provenance: dict[str, Any]):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        total: int,
+        size: int,
+        has_distributions: bool,
+        provenance: dict[str, Any],
+    ):
         self.path, self.total, self.size = Path(path), total, size
-        self.schema = pa.schema(COLUMNS + (LAW_COLUMNS if has_laws else []), metadata={"draftsmith.answers": str(SCHEMA_VERSION)})
+        self.schema = pa.schema(
+            COLUMNS + (DISTRIBUTION_COLUMNS if has_distributions else []),
+            metadata={"draftsmith.answers": str(SCHEMA_VERSION)},
+        )
         self.provenance = {"schema": SCHEMA_VERSION, **provenance, "complete": False}
         self._open()
 
@@ -51,13 +65,17 @@ class AnswerFolder:
             for key in settled:
                 if started.get(key) != self.provenance[key]:
                     raise UserError(
-                        f"{str(self.path)!r} was started with {key} {started.get(key)!r}, now it is {self.provenance[key]!r}; "
+                        f"{str(self.path)!r} was started with {key} {started.get(key)!r}, now it "
+                        f"is {self.provenance[key]!r}; "
                         "give the same options or another --out"
                     )
             for leftover in self.path.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
         elif self.path.exists() and any(self.path.iterdir()):
-            raise UserError(f"{str(self.path)!r} holds files but no {PROVENANCE}; give an empty or new folder as --out")
+            raise UserError(
+                f"{str(self.path)!r} holds files but no {PROVENANCE}; give an empty or new folder "
+                "as --out"
+            )
         else:
             files.write_json(record, self.provenance)
 
@@ -75,7 +93,8 @@ class AnswerFolder:
         return sorted(self.path.glob(f".batch-{shard:05d}-*.parquet"))
 
     def done(self, shard: int) -> set[int]:
-        """Indices of the prompts of this shard that are answered. A damaged file counts as not there."""
+        """Indices of the prompts of this shard that are answered. A damaged file counts as not
+        there."""
         if _num_rows(self.part(shard)) == len(self.prompts_of(shard)):
             return set(self.prompts_of(shard))
         return {index for path in self.batches(shard) for index in _indices(path)}
@@ -101,7 +120,9 @@ class AnswerFolder:
 
     def close(self) -> dict[str, Any]:
         """Counts what is there and marks the folder complete."""
-        tokens = sum(sum(sum(mask) for mask in table["loss_mask"].to_pylist()) for table in self.answers())
+        tokens = sum(
+            sum(sum(mask) for mask in table["loss_mask"].to_pylist()) for table in self.answers()
+        )
         self.provenance |= {"complete": True, "answers": self.total, "tokens": tokens}
         files.write_json(self.path / PROVENANCE, self.provenance)
         return self.provenance

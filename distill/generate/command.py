@@ -1,4 +1,5 @@
-"""`draftsmith generate`: prompts are answered; a dataset to train on. Resumes where it was killed."""
+"""`draftsmith generate`: prompts are answered; a dataset to train on. Resumes where it
+was killed."""
 
 from __future__ import annotations
 
@@ -17,23 +18,29 @@ from draftsmith.distill.generate import prompts as prompt_source
 from draftsmith.distill.generate.answers import AnswerFolder
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.stored_states import check_cost, layout_of, store_taps
-from draftsmith.distill.generate.writers import GivenWriter, ServerWriter, TargetWriter, Writer, seed_of
+from draftsmith.distill.generate.writers import (
+    GivenWriter,
+    ServerWriter,
+    TargetWriter,
+    Writer,
+    seed_of,
+)
 from draftsmith.distill.limits import check_numbers
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.load import load_config, load_tokenizer
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_record
 from draftsmith.errors import UserError
-from draftsmith.kernels.sampling.top_tokens import top_law
+from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.progress import Progress
 from draftsmith.version import __version__
 
-# Rows of full-vocabulary logits held at once while laws are stored.
-LAW_CHUNK = 512
+# Rows of full-vocabulary logits held at once while distributions are stored.
+DISTRIBUTION_CHUNK = 512
 
 
 class Reference(NamedTuple):
-    """What answers are made for. `target` is loaded where it answers, or tells laws."""
+    """What answers are made for. `target` is loaded where it answers, or tells distributions."""
 
     tokenizer: PreTrainedTokenizerBase
     max_positions: int
@@ -50,7 +57,8 @@ def run(config: GenerateConfig) -> int:
     prompts = [prompt for prompt in found if len(prompt.ids) + room <= reference.max_positions]
     if not prompts:
         raise UserError(
-            f"every prompt of {config.prompts!r} with --max-tokens {config.max_tokens} passes the target's context of "
+            f"every prompt of {config.prompts!r} with --max-tokens {config.max_tokens} passes the "
+            "target's context of "
             f"{reference.max_positions} tokens; give shorter ones"
         )
     layout = None
@@ -62,8 +70,12 @@ def run(config: GenerateConfig) -> int:
         config.out,
         total=len(prompts),
         size=config.shard,
-        has_laws=config.top_logprobs > 0,
-        provenance={**describe(config, reference, prompts), **origin, "left_out": len(found) - len(prompts)},
+        has_distributions=config.top_logprobs > 0,
+        provenance={
+            **describe(config, reference, prompts),
+            **origin,
+            "left_out": len(found) - len(prompts),
+        },
     )
     answer_all(config, writer, reference.target, prompts, folder)
     summary = folder.close()
@@ -71,7 +83,11 @@ def run(config: GenerateConfig) -> int:
     if layout is not None:
         store_taps(config, reference.target, layout, folder)
     if len(found) > len(prompts):
-        print(f"{len(found) - len(prompts)} prompts were too long for the target's context and are left out", file=sys.stderr)
+        print(
+            f"{len(found) - len(prompts)} prompts were too long for the target's context and are "
+            "left out",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -85,16 +101,22 @@ def open_reference(config: GenerateConfig) -> Reference:
         )
         # Nobody has checked that a server runs the same weights.
         revision = target.revision if config.url is None else None
-        return Reference(target.tokenizer(), target.max_positions, target.eos_token_ids, revision, target)
+        return Reference(
+            target.tokenizer(), target.max_positions, target.eos_token_ids, revision, target
+        )
     trust = config.trust_remote_code
-    limit = load_config(config.target, trust_remote_code=trust).get_text_config().max_position_embeddings
+    limit = (
+        load_config(config.target, trust_remote_code=trust)
+        .get_text_config()
+        .max_position_embeddings
+    )
     return Reference(load_tokenizer(config.target, trust_remote_code=trust), limit, (), None, None)
 
 
 def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, dict[str, Any]]:
     """And what the provenance says of it, beyond what it says of the target's own answers."""
     if config.keep_answers:
-        # They follow no known law.
+        # They follow no known distribution.
         return GivenWriter(), {
             "answered_by": "the prompts",
             "temperature": None,
@@ -110,11 +132,17 @@ def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, di
 
 def most_tokens(config: GenerateConfig, prompts: list[Prompt]) -> int:
     """Of the texts to come; answers end by themselves, so they may be fewer."""
-    return sum(len(prompt.ids) + (0 if config.keep_answers else config.max_tokens) for prompt in prompts)
+    return sum(
+        len(prompt.ids) + (0 if config.keep_answers else config.max_tokens) for prompt in prompts
+    )
 
 
 def answer_all(
-    config: GenerateConfig, writer: Writer, target: Target | None, prompts: list[Prompt], folder: AnswerFolder
+    config: GenerateConfig,
+    writer: Writer,
+    target: Target | None,
+    prompts: list[Prompt],
+    folder: AnswerFolder,
 ) -> None:
     done = sum(len(folder.done(shard)) for shard in range(folder.num_shards))
     progress = Progress("generate", len(prompts), unit="answers", start=done)
@@ -130,7 +158,9 @@ def answer_all(
     progress.close()
 
 
-def batches_left(folder: AnswerFolder, shard: int, prompts: list[Prompt], size: int) -> list[list[int]]:
+def batches_left(
+    folder: AnswerFolder, shard: int, prompts: list[Prompt], size: int
+) -> list[list[int]]:
     """Prompt indices of the batches that are not on disk, prompts of like length together."""
     order = sorted(folder.prompts_of(shard), key=lambda index: len(prompts[index].ids))
     batches = [order[begin : begin + size] for begin in range(0, len(order), size)]
@@ -140,9 +170,15 @@ def batches_left(folder: AnswerFolder, shard: int, prompts: list[Prompt], size: 
 
 
 def answer_batch(
-    config: GenerateConfig, writer: Writer, target: Target | None, prompts: list[Prompt], batch: list[int]
+    config: GenerateConfig,
+    writer: Writer,
+    target: Target | None,
+    prompts: list[Prompt],
+    batch: list[int],
 ) -> list[dict[str, Any]]:
-    written = writer.write([prompts[index] for index in batch], [seed_of(config.seed, index) for index in batch])
+    written = writer.write(
+        [prompts[index] for index in batch], [seed_of(config.seed, index) for index in batch]
+    )
     rows = []
     for index, (ids, mask) in zip(batch, written, strict=True):
         prompt = prompts[index]
@@ -153,22 +189,27 @@ def answer_batch(
             "input_ids": ids,
             "loss_mask": mask,
         }
-        rows.append(row if target is None else row | laws(target, ids, mask, config.top_logprobs))
+        rows.append(
+            row if target is None else row | distributions(target, ids, mask, config.top_logprobs)
+        )
     return rows
 
 
-def laws(target: Target, input_ids: list[int], loss_mask: list[int], top: int) -> dict[str, Any]:
-    """The target's unfiltered law at temperature 1 at every answer token; {} when none is wanted."""
+def distributions(
+    target: Target, input_ids: list[int], loss_mask: list[int], top: int
+) -> dict[str, Any]:
+    """The target's unfiltered distribution at temperature 1 at every answer token; {} when none is
+    wanted."""
     if not top:
         return {}
     ids = torch.tensor([input_ids], device=target.device)
     _, hidden = target.states(ids, torch.ones_like(ids), ())
     rows = hidden[0, torch.tensor(loss_mask, device=target.device).nonzero()[:, 0] - 1]
-    found = [top_law(target.head(chunk).float(), top) for chunk in rows.split(LAW_CHUNK)]
+    found = [top_probs(target.head(chunk).float(), top) for chunk in rows.split(DISTRIBUTION_CHUNK)]
     return {
-        "top_ids": [row for law in found for row in law.ids.tolist()],
-        "top_logprobs": [row for law in found for row in law.logprobs.tolist()],
-        "tail": [row for law in found for row in law.tail.tolist()],
+        "top_ids": [row for distribution in found for row in distribution.ids.tolist()],
+        "top_logprobs": [row for distribution in found for row in distribution.logprobs.tolist()],
+        "tail": [row for distribution in found for row in distribution.tail.tolist()],
     }
 
 
@@ -190,7 +231,8 @@ def describe(config: GenerateConfig, reference: Reference, prompts: list[Prompt]
         "seed": config.seed,
         "top_logprobs": config.top_logprobs,
         "shard": config.shard,
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers")} | {"draftsmith": __version__},
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers")}
+        | {"draftsmith": __version__},
     }
 
 
@@ -201,7 +243,9 @@ def _digest(value: Any) -> str:
 def _check(config: GenerateConfig) -> None:
     check_numbers(config)
     if config.url is not None and config.keep_answers:
-        raise UserError("--url and --keep-answers both say where answers come from; give one of them")
+        raise UserError(
+            "--url and --keep-answers both say where answers come from; give one of them"
+        )
     if config.url is None and (config.model, config.api_key) != (None, None):
         raise UserError("--model and --api-key are about a server; give --url too")
     if config.taps is not None and config.store_taps is None:

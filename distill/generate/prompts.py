@@ -1,6 +1,8 @@
-"""Where prompts come from: JSONL, plain text (one prompt a line), a dataset, or the standard-library corpora.
+"""Where prompts come from: JSONL, plain text (one prompt a line), a dataset, or the
+standard-library corpora.
 
-With `--keep-answers` they hold their answers: the assistant turns of chats, completions of prompts, or all of a plain text.
+With `--keep-answers` they hold their answers: the assistant turns of chats, completions of prompts,
+or all of a plain text.
 """
 
 from __future__ import annotations
@@ -41,17 +43,27 @@ class Prompt:
     mask: list[int] | None = None  # of a text that holds its answers: 1 = a token of theirs
 
 
-def load(config: GenerateConfig, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()) -> list[Prompt]:
+def load(
+    config: GenerateConfig, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()
+) -> list[Prompt]:
     """The prompts in a fixed order that depends on the options alone."""
-    found = _from_corpus(config, tokenizer) if config.prompts in CORPORA else _from_rows(config, tokenizer, eos_token_ids)
+    found = (
+        _from_corpus(config, tokenizer)
+        if config.prompts in CORPORA
+        else _from_rows(config, tokenizer, eos_token_ids)
+    )
     prompts = list(itertools.islice(found, config.count))
     if not prompts:
-        raise UserError(f"prompts {config.prompts!r} give no prompt for split {config.split!r}; give a source that has some")
+        raise UserError(
+            f"prompts {config.prompts!r} give no prompt for split {config.split!r}; give a source "
+            "that has some"
+        )
     return prompts
 
 
 def _from_corpus(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    """Windows that begin at a line of a document; documents are drawn in proportion to their length."""
+    """Windows that begin at a line of a document; documents are drawn in proportion to their
+    length."""
     documents = [document for document in CORPORA[config.prompts]() if _wanted(document, config)]
     if config.count is None:
         drawn: Iterable[tuple[Document, int]] = ((document, 0) for document in documents)
@@ -77,7 +89,9 @@ def _windows(documents: list[Document], config: GenerateConfig) -> Iterator[tupl
         yield document, document.text.rfind("\n", 0, start) + 1
 
 
-def _from_rows(config: GenerateConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Iterator[Prompt]:
+def _from_rows(
+    config: GenerateConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
+) -> Iterator[Prompt]:
     for number, row in enumerate(_rows(config), start=1):
         text = row["messages"] if "messages" in row else row.get("prompt", row.get("text", ""))
         key = text if isinstance(text, str) else json.dumps(text, sort_keys=True)
@@ -86,18 +100,30 @@ def _from_rows(config: GenerateConfig, tokenizer: Tokenizer, eos_token_ids: Sequ
         if not key or not _wanted(document, config):
             continue
         if config.keep_answers:
-            masked = _with_answer(row, config, tokenizer, eos_token_ids, where=f"row {number} of {config.prompts!r}")
-            yield Prompt(document.name, held_out(document, config.held_out), masked.ids, masked.mask)
+            masked = _with_answer(
+                row, config, tokenizer, eos_token_ids, where=f"row {number} of {config.prompts!r}"
+            )
+            yield Prompt(
+                document.name, held_out(document, config.held_out), masked.ids, masked.mask
+            )
         elif "messages" in row or "prompt" in row:
-            yield Prompt(document.name, held_out(document, config.held_out), _encode(text, config, tokenizer))
+            yield Prompt(
+                document.name, held_out(document, config.held_out), _encode(text, config, tokenizer)
+            )
         else:
             raise UserError(
-                f"row {number} of {config.prompts!r} holds a text and no prompt; give --keep-answers to train on the text itself"
+                f"row {number} of {config.prompts!r} holds a text and no prompt; give "
+                "--keep-answers to train on the text itself"
             )
 
 
 def _with_answer(
-    row: dict[str, Any], config: GenerateConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int], *, where: str
+    row: dict[str, Any],
+    config: GenerateConfig,
+    tokenizer: Tokenizer,
+    eos_token_ids: Sequence[int],
+    *,
+    where: str,
 ) -> Masked:
     if "messages" in row:
         _check_template(config, tokenizer)
@@ -110,7 +136,10 @@ def _with_answer(
         return Masked([*prompt, *answer], mask)
     if "text" in row:
         return _plain(list(tokenizer.encode(row["text"])))
-    raise UserError(f"{where} holds no answer; give `messages`, `prompt` and `completion`, or `text`, or drop --keep-answers")
+    raise UserError(
+        f"{where} holds no answer; give `messages`, `prompt` and `completion`, or `text`, or drop "
+        "--keep-answers"
+    )
 
 
 def _plain(ids: list[int]) -> Masked:
@@ -119,27 +148,44 @@ def _plain(ids: list[int]) -> Masked:
 
 
 def _wanted(document: Document, config: GenerateConfig) -> bool:
-    return config.split == "all" or held_out(document, config.held_out) == (config.split == "held-out")
+    return config.split == "all" or held_out(document, config.held_out) == (
+        config.split == "held-out"
+    )
 
 
-def _encode(text: str | list[dict[str, Any]], config: GenerateConfig, tokenizer: Tokenizer) -> list[int]:
-    """A prompt as the target reads it before it answers; answers at the end of a chat are left out."""
+def _encode(
+    text: str | list[dict[str, Any]], config: GenerateConfig, tokenizer: Tokenizer
+) -> list[int]:
+    """A prompt as the target reads it before it answers; answers at the end of a chat
+    are left out."""
     if isinstance(text, str):
-        is_chat = config.chat == "always" or (config.chat == "auto" and tokenizer.chat_template is not None)
+        is_chat = config.chat == "always" or (
+            config.chat == "auto" and tokenizer.chat_template is not None
+        )
         if not is_chat:
             return list(tokenizer.encode(text))
         text = [{"role": "user", "content": text}]
     _check_template(config, tokenizer)
-    turns = list(itertools.dropwhile(lambda turn: turn["role"] == "assistant", reversed(text)))[::-1]
+    turns = list(itertools.dropwhile(lambda turn: turn["role"] == "assistant", reversed(text)))[
+        ::-1
+    ]
     if not turns:
-        raise UserError(f"a chat of {config.prompts!r} holds nothing but answers; remove it, or give it a user turn")
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False))
+        raise UserError(
+            f"a chat of {config.prompts!r} holds nothing but answers; remove it, or give it a "
+            "user turn"
+        )
+    return list(
+        tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    )
 
 
 def _check_template(config: GenerateConfig, tokenizer: Tokenizer) -> None:
     if tokenizer.chat_template is None:
         raise UserError(
-            f"prompts {config.prompts!r} hold messages but target {config.target!r} has no chat template; give plain prompts"
+            f"prompts {config.prompts!r} hold messages but target {config.target!r} has no chat "
+            "template; give plain prompts"
         )
 
 
@@ -150,11 +196,18 @@ def _rows(config: GenerateConfig) -> Iterator[dict[str, Any]]:
     elif path.is_dir() or not _looks_like_a_file(config.prompts):
         yield from _read_dataset(config)
     else:
-        raise UserError(f"prompts {config.prompts!r} do not exist; give a file, a dataset, {' or '.join(CORPORA)}")
+        raise UserError(
+            f"prompts {config.prompts!r} do not exist; give a file, a dataset, "
+            f"{' or '.join(CORPORA)}"
+        )
 
 
 def _looks_like_a_file(name: str) -> bool:
-    return Path(name).suffix in {*READERS, ".txt", ".md"} or name.startswith((".", "/", "~")) or name.count("/") > 1
+    return (
+        Path(name).suffix in {*READERS, ".txt", ".md"}
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+    )
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -170,11 +223,16 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"line {number} of {str(path)!r} is not valid JSON ({error}); mend or delete it") from error
+            raise UserError(
+                f"line {number} of {str(path)!r} is not valid JSON ({error}); mend or delete it"
+            ) from error
         yield _checked(row, f"line {number} of {str(path)!r}")
 
 
-READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {".jsonl": _read_jsonl, ".json": _read_jsonl}
+READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_jsonl,
+}
 
 
 def _read_dataset(config: GenerateConfig) -> Iterator[dict[str, Any]]:
@@ -187,19 +245,30 @@ def _read_dataset(config: GenerateConfig) -> Iterator[dict[str, Any]]:
             rows = datasets.load_dataset(config.prompts, split=config.prompts_split)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"prompts {config.prompts!r} are no file and no dataset that loads ({reason}); check the name") from error
+        raise UserError(
+            f"prompts {config.prompts!r} are no file and no dataset that loads ({reason}); check "
+            "the name"
+        ) from error
     for number, row in enumerate(rows):
         yield _checked(row, f"row {number} of {config.prompts!r}")
 
 
 def _checked(row: Any, where: str) -> dict[str, Any]:
-    """A row with `messages` (a list of role and content), `prompt` (text) with or without a `completion`, or `text`."""
+    """A row with `messages` (a list of role and content), `prompt` (text) with or without a
+    `completion`, or `text`."""
     if isinstance(row, dict):
-        if isinstance(row.get("messages"), list) and all(isinstance(turn, dict) and "role" in turn for turn in row["messages"]):
+        if isinstance(row.get("messages"), list) and all(
+            isinstance(turn, dict) and "role" in turn for turn in row["messages"]
+        ):
             return {"messages": row["messages"]}
         if isinstance(row.get("prompt"), str):
-            return {key: row[key] for key in ("prompt", "completion") if isinstance(row.get(key), str)}
+            return {
+                key: row[key] for key in ("prompt", "completion") if isinstance(row.get(key), str)
+            }
         if isinstance(row.get("text"), str):
             return {"text": row["text"]}
     held = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-    raise UserError(f"{where} holds {held}; it must have a `prompt` text or a `messages` list of role and content")
+    raise UserError(
+        f"{where} holds {held}; it must have a `prompt` text or a `messages` list of role and "
+        "content"
+    )

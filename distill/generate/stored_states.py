@@ -1,4 +1,5 @@
-"""The target's states at every token of a dataset, stored beside it (`train/data/stored_taps.py`). Resumes by whole shards."""
+"""The target's states at every token of a dataset, stored beside it (`train/data/stored_taps.py`).
+Resumes by whole shards."""
 
 from __future__ import annotations
 
@@ -28,13 +29,18 @@ class Cost(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.bytes / 1e9:.2f} GB and {self.seconds / 60:.1f} minutes for {self.tokens} tokens"
+        return (
+            f"{self.bytes / 1e9:.2f} GB and {self.seconds / 60:.1f} minutes for {self.tokens} "
+            "tokens"
+        )
 
 
 def layout_of(config: GenerateConfig, target: Target) -> TapLayout:
     taps = config.taps or default_taps(target.num_layers)
     if min(taps) < 0 or len(set(taps)) < len(taps):
-        raise UserError(f"--taps are {' '.join(map(str, taps))}; give raw layer ids from 0 on, each once")
+        raise UserError(
+            f"--taps are {' '.join(map(str, taps))}; give raw layer ids from 0 on, each once"
+        )
     check_taps(taps, target.num_layers)
     return TapLayout(taps, target.hidden_size, config.store_taps or "bf16")
 
@@ -42,12 +48,16 @@ def layout_of(config: GenerateConfig, target: Target) -> TapLayout:
 def check_cost(folder: str | Path, target: Target, layout: TapLayout, tokens: int) -> Cost:
     """Prints what storing will take at most, and raises a `UserError` where the disk has less."""
     cost = Cost(tokens, tokens * layout.bytes_a_token, tokens * seconds_a_token(target, layout))
-    print(f"taps {', '.join(map(str, layout.taps))} and final states in {layout.precision} take at most {cost}")
+    print(
+        f"taps {', '.join(map(str, layout.taps))} and final states in {layout.precision} take at "
+        f"most {cost}"
+    )
     stored = sum(path.stat().st_size for path in Path(folder).glob("taps-*.safetensors"))
     free = shutil.disk_usage(_existing(Path(folder))).free + stored
     if cost.bytes > free:
         raise UserError(
-            f"stored taps take up to {cost.bytes / 1e9:.2f} GB and the disk of {str(folder)!r} has {free / 1e9:.2f} GB free; use "
+            f"stored taps take up to {cost.bytes / 1e9:.2f} GB and the disk of {str(folder)!r} "
+            f"has {free / 1e9:.2f} GB free; use "
             "--store-taps fp8, fewer --taps, a smaller --count or --max-tokens, or another disk"
         )
     return cost
@@ -55,7 +65,9 @@ def check_cost(folder: str | Path, target: Target, layout: TapLayout, tokens: in
 
 def seconds_a_token(target: Target, layout: TapLayout) -> float:
     """Of the target's pass, which writing is short beside."""
-    ids = torch.zeros(1, min(PROBE_TOKENS, target.max_positions), dtype=torch.int64, device=target.device)
+    ids = torch.zeros(
+        1, min(PROBE_TOKENS, target.max_positions), dtype=torch.int64, device=target.device
+    )
     times_s = []
     for _ in range(2):  # the first pays for what is set up once
         begun_s = time.perf_counter()
@@ -64,7 +76,9 @@ def seconds_a_token(target: Target, layout: TapLayout) -> float:
     return min(times_s) / ids.shape[1]
 
 
-def store_taps(config: GenerateConfig, target: Target, layout: TapLayout, folder: AnswerFolder) -> None:
+def store_taps(
+    config: GenerateConfig, target: Target, layout: TapLayout, folder: AnswerFolder
+) -> None:
     progress = Progress("store taps", folder.total, unit="texts")
     done = 0
     for shard in range(folder.num_shards):
@@ -78,14 +92,21 @@ def store_taps(config: GenerateConfig, target: Target, layout: TapLayout, folder
 
 @torch.no_grad()
 def _store_shard(part: Path, layout: TapLayout, target: Target, batch: int) -> None:
-    texts = [torch.tensor(ids) for ids in pq.read_table(part, columns=["input_ids"])["input_ids"].to_pylist()]
+    texts = [
+        torch.tensor(ids)
+        for ids in pq.read_table(part, columns=["input_ids"])["input_ids"].to_pylist()
+    ]
     lengths = [len(text) for text in texts]
     order = sorted(range(len(texts)), key=lengths.__getitem__)
     with writing(part, layout, lengths, revision=target.revision) as writer:
         for begin in range(0, len(order), batch):
             rows = order[begin : begin + batch]
-            ids = torch.nn.utils.rnn.pad_sequence([texts[row] for row in rows], batch_first=True).to(target.device)
-            mask = torch.arange(ids.shape[1]) < torch.tensor([lengths[row] for row in rows])[:, None]
+            ids = torch.nn.utils.rnn.pad_sequence(
+                [texts[row] for row in rows], batch_first=True
+            ).to(target.device)
+            mask = (
+                torch.arange(ids.shape[1]) < torch.tensor([lengths[row] for row in rows])[:, None]
+            )
             taps, final = target.states(ids, mask.long().to(target.device), layout.taps)
             for at, row in enumerate(rows):
                 writer.put(row, taps[at, : lengths[row]], final[at, : lengths[row]])
@@ -96,9 +117,13 @@ def _is_stored(part: Path, layout: TapLayout, target: Target) -> bool:
     if not path.is_file():
         return False
     found = StatesOf(path)
-    if not found.is_of(part, revision=target.revision) or (found.taps, found.precision) != (layout.taps, layout.precision):
+    if not found.is_of(part, revision=target.revision) or (found.taps, found.precision) != (
+        layout.taps,
+        layout.precision,
+    ):
         raise UserError(
-            f"stored taps {str(path)!r} are {found.taps} in {found.precision}, of this target or another; delete them to store "
+            f"stored taps {str(path)!r} are {found.taps} in {found.precision}, of this target or "
+            "another; delete them to store "
             f"{layout.taps} in {layout.precision}"
         )
     return True

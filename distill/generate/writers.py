@@ -1,4 +1,5 @@
-"""Who writes the answers of a dataset: the target, an OpenAI-compatible server, or nobody, when the prompts hold them."""
+"""Who writes the answers of a dataset: the target, an OpenAI-compatible server, or nobody, when the
+prompts hold them."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def continued(prompt: Prompt, answer: Sequence[int]) -> Written:
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Each prompt has its own random stream, so that its answer does not depend on where a run was interrupted."""
+    """Each prompt has its own random stream, so that its answer does not depend on where a run was
+    interrupted."""
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big") >> 1
 
 
@@ -93,7 +95,13 @@ class ServerWriter:
         headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
         self.base = (config.url or "").rstrip("/").removesuffix("/v1")
         limits = httpx.Limits(max_connections=config.batch)
-        self.http = httpx.Client(base_url=self.base, headers=headers, timeout=TIMEOUT_S, limits=limits, transport=transport)
+        self.http = httpx.Client(
+            base_url=self.base,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            limits=limits,
+            transport=transport,
+        )
         self.model = config.model or self._first_model()
 
     def _first_model(self) -> str:
@@ -124,23 +132,32 @@ class ServerWriter:
         try:
             choice = answered["choices"][0]
             ids = choice.get("token_ids")
-            return list(ids) if ids is not None else self._tokenised(choice["text"], choice.get("finish_reason"))
+            return (
+                list(ids)
+                if ids is not None
+                else self._tokenised(choice["text"], choice.get("finish_reason"))
+            )
         except (KeyError, IndexError, TypeError) as error:
-            raise UserError(f"{self.base} answers no completion ({str(answered)[:200]}); is it OpenAI-compatible?") from error
+            raise UserError(
+                f"{self.base} answers no completion ({str(answered)[:200]}); is it "
+                "OpenAI-compatible?"
+            ) from error
 
     def _tokenised(self, text: str, reason: str | None) -> list[int]:
         """For servers that give text alone. It ended by itself where a length did not end it."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self.tokenizer.decode(ids) != text:
             raise UserError(
-                f"{self.base} gives no token ids, and the target's tokenizer does not give back its text {text[:60]!r}; use a "
+                f"{self.base} gives no token ids, and the target's tokenizer does not give back "
+                f"its text {text[:60]!r}; use a "
                 "server with return_token_ids, such as vLLM"
             )
         ended = reason == "stop" and self.tokenizer.eos_token_id is not None
         return [*ids, self.tokenizer.eos_token_id] if ended else ids
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """Tries again when the server is busy or away, and says what went wrong when it stays so."""
+        """Tries again when the server is busy or away, and says what went wrong when it
+        stays so."""
         for attempt in range(MAX_TRIES):
             try:
                 response = self.http.request(method, path, json=body)
@@ -153,4 +170,7 @@ class ServerWriter:
                 wrong = repr(error)
             if attempt + 1 < MAX_TRIES:
                 time.sleep(self.pause_s * 2**attempt)
-        raise UserError(f"{self.base} does not answer {path} ({wrong}); mend that and run the same command to go on")
+        raise UserError(
+            f"{self.base} does not answer {path} ({wrong}); mend that and run the same command to "
+            "go on"
+        )

@@ -1,7 +1,7 @@
 """A candidate that is the live draft language model and low-rank adapters on it.
 
-Adapters mean nothing without the weights under them, which are the live version's. Whenever another version is live, they are
-merged there or dropped, and begin anew.
+Adapters mean nothing without the weights under them, which are the live version's. Whenever another
+version is live, they are merged there or dropped, and begin anew.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from draftsmith.errors import UserError
 def adapt(drafter: torch.nn.Module, options: LoraOptions, *, seed: int) -> None:
     """In place: only the adapters are trained from here on."""
     if options.dropout:
-        raise UserError(f"learn.lora.dropout is {options.dropout}; online learning draws nothing at random, so leave it at 0")
+        raise UserError(
+            f"learn.lora.dropout is {options.dropout}; online learning draws nothing at random, "
+            "so leave it at 0"
+        )
     if not isinstance(drafter, DraftLm):
-        raise UserError(f"learn.lora is given with a draft of family {drafter.family!r}; only a draft-lm takes adapters")
+        raise UserError(
+            f"learn.lora is given with a draft of family {drafter.family!r}; only a draft-lm "
+            "takes adapters"
+        )
     add_adapters(drafter.model, options)
     reset_adapters(drafter.model, seed=seed)
 

@@ -38,7 +38,9 @@ class OwnGradients:
         loss.backward()
         return sums
 
-    def share(self, drafter: torch.nn.Module, rows: Sequence[Row], weight: float) -> tuple[torch.Tensor, StepSums]:
+    def share(
+        self, drafter: torch.nn.Module, rows: Sequence[Row], weight: float
+    ) -> tuple[torch.Tensor, StepSums]:
         """What those rows add to the loss of the batch."""
         unrolled = unrolled_loss(
             drafter,

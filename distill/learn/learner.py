@@ -1,7 +1,8 @@
 """Training on served text: the trainer's objective, at the positions that verification visited.
 
-Fresh texts are mixed with the latest ones before them and with a reservoir of all: a few texts trained on again and again before
-the next ones come teach less than the same steps spread over many, and what the draft knew is not unlearned.
+Fresh texts are mixed with the latest ones before them and with a reservoir of all: a few texts
+trained on again and again before the next ones come teach less than the same steps spread over
+many, and what the draft knew is not unlearned.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class UpdateReport:
 
 @dataclass
 class Reservoir:
-    """A uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the latest ones; without laws."""
+    """A uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the
+    latest ones; without distributions."""
 
     capacity: int
     texts: list[ServedText] = field(default_factory=list)
@@ -80,11 +82,17 @@ class Reservoir:
 
 
 class Learner:
-    """Owns the candidate's optimizer and the reservoir. Randomness depends on `seed` and the number of the update alone.
-    The optimizer is this process's own where none is given."""
+    """Owns the candidate's optimizer and the reservoir. Randomness depends on `seed` and the number
+    of the update alone. The optimizer is this process's own where none is given."""
 
     def __init__(
-        self, drafter: torch.nn.Module, target: Target, config: LearnConfig, *, seed: int, optimizer: NewOptimizer | None = None
+        self,
+        drafter: torch.nn.Module,
+        target: Target,
+        config: LearnConfig,
+        *,
+        seed: int,
+        optimizer: NewOptimizer | None = None,
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
@@ -117,29 +125,41 @@ class Learner:
         self._begin()
 
     def live_changed(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Another version is live, this candidate perhaps: it is what the candidate is held to. Adapters begin anew on it."""
+        """Another version is live, this candidate perhaps: it is what the candidate is held to.
+        Adapters begin anew on it."""
         if self.config.lora is not None:
             self.restart(live)
         elif self.config.proximal:
             self.anchor = {name: live[name].detach().clone() for name in self.parameters}
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """What the steps left beside the weights, the mean of these included, as "<parameter>:<moment>"."""
-        return self.optimizer.moments() | {f"{name}:{AVERAGE}": value for name, value in self.average.items()}
+        """What the steps left beside the weights, the mean of these included, as
+        "<parameter>:<moment>"."""
+        return self.optimizer.moments() | {
+            f"{name}:{AVERAGE}": value for name, value in self.average.items()
+        }
 
-    def fill(self, steps: int, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
+    def fill(
+        self, steps: int, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
+    ) -> None:
         """Goes on where a saved one was."""
         self.steps = steps
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
         averages = {name: moments.get(f"{name}:{AVERAGE}") for name in self.parameters}
-        self.average = {name: value.to(self.parameters[name].device) for name, value in averages.items() if value is not None}
-        self.optimizer.fill({key: value for key, value in moments.items() if not key.endswith(f":{AVERAGE}")})
+        self.average = {
+            name: value.to(self.parameters[name].device)
+            for name, value in averages.items()
+            if value is not None
+        }
+        self.optimizer.fill(
+            {key: value for key, value in moments.items() if not key.endswith(f":{AVERAGE}")}
+        )
 
     def update(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:
-        """A bounded number of steps, however much came in; every fresh text then may enter the reservoir. `rest` is told how
-        long each step took."""
+        """A bounded number of steps, however much came in; every fresh text then may enter the
+        reservoir. `rest` is told how long each step took."""
         rng = random.Random(f"{self.seed} {self.updates}")
         queue = list(fresh)
         rng.shuffle(queue)
@@ -170,14 +190,20 @@ class Learner:
         older = self.reservoir.sample(round(self.config.replay * self.config.batch), rng)
         num_fresh = self.config.batch - len(older)
         # Few fresh texts are not repeated within a batch; over the steps all get their turn.
-        picked = [queue[(step * num_fresh + index) % len(queue)] for index in range(min(num_fresh, len(queue)))]
+        picked = [
+            queue[(step * num_fresh + index) % len(queue)]
+            for index in range(min(num_fresh, len(queue)))
+        ]
         return picked + older
 
     def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[Row]:
         rows = [text_row(text.tokens, text.roles, self.weights) for text in texts]
         if self.weights.later_rejected:
             found = [branch for text in texts for branch in branches(text)]
-            rows += [branch_row(branch, self.weights) for branch in rng.sample(found, min(self.config.branches, len(found)))]
+            rows += [
+                branch_row(branch, self.weights)
+                for branch in rng.sample(found, min(self.config.branches, len(found)))
+            ]
         return [row.cut(min(self.config.max_length, self.target.max_positions)) for row in rows]
 
     def _step(self, rows: Sequence[Row]) -> StepSums | None:
@@ -192,8 +218,8 @@ class Learner:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """At a constant rate the last weights are as noisy as on the first day; their mean is not. A young one decays faster, so
-        that it soon leaves where it began."""
+        """At a constant rate the last weights are as noisy as on the first day; their mean is not.
+        A young one decays faster, so that it soon leaves where it began."""
         if self.config.average == 0:
             return
         if not self.average:
@@ -205,7 +231,8 @@ class Learner:
 
     @contextmanager
     def averaged(self) -> Iterator[torch.nn.Module]:
-        """The draft as it is judged and published: in here it has the mean of its weights, afterwards its own again."""
+        """The draft as it is judged and published: in here it has the mean of its weights,
+        afterwards its own again."""
         self._exchange()
         try:
             yield self.drafter
@@ -221,7 +248,8 @@ class Learner:
 
     @torch.no_grad()
     def _pull(self, lr: float) -> None:
-        """Towards the live version, decoupled from the gradient as AdamW's decay towards zero is."""
+        """Towards the live version, decoupled from the gradient as AdamW's decay
+        towards zero is."""
         share = min(1.0, lr * self.config.proximal)
         for name, live in self.anchor.items():
             self.parameters[name].lerp_(live, share)

@@ -17,7 +17,8 @@ class Optimizer(Protocol):
     """The draft's weights may be changed between steps by whoever made it."""
 
     def step(self, rows: Sequence[Row], *, lr: float) -> StepSums | None:
-        """By the gradient of the rows' token mean. None, and nothing changed, when that is not finite."""
+        """By the gradient of the rows' token mean. None, and nothing changed, when that is not
+        finite."""
         ...
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -56,7 +57,11 @@ class WholeOptimizer:
 
     def moments(self) -> dict[str, torch.Tensor]:
         state, parameters = self.adam.state, trained(self.drafter)
-        return {f"{name}:{key}": one for name, held in parameters.items() for key, one in state.get(held, {}).items()}
+        return {
+            f"{name}:{key}": one
+            for name, held in parameters.items()
+            for key, one in state.get(held, {}).items()
+        }
 
     def fill(self, moments: Mapping[str, torch.Tensor]) -> None:
         self.forget()
@@ -74,8 +79,12 @@ class WholeOptimizer:
 
 
 def trained(drafter: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    return {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad
+    }
 
 
 def new_adam(drafter: torch.nn.Module, config: LearnConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(trained(drafter).values(), lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        trained(drafter).values(), lr=config.lr, weight_decay=config.weight_decay
+    )

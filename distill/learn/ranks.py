@@ -1,8 +1,10 @@
-"""The learner over several processes, each with a device and a copy of the target of its own: they share the rows of every batch.
+"""The learner over several processes, each with a device and a copy of the target of its own: they
+share the rows of every batch.
 
-Rank 0 is the daemon, and alone has a state. Unless DeepSpeed parts it (`zero.py`), the optimizer too: before a step it sends the
-draft's weights, after it the gradients are summed onto it. That is what an all-reduce moves, too, and nobody else has anything to
-save, restore or fall out of step with.
+Rank 0 is the daemon, and alone has a state. Unless DeepSpeed parts it (`zero.py`), the optimizer
+too: before a step it sends the draft's weights, after it the gradients are summed onto it. That is
+what an all-reduce moves, too, and nobody else has anything to save, restore or fall out of step
+with.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from draftsmith.distill.learn.shares import Shares, add_together
 from draftsmith.distill.learn.zero import ZeroPart
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.device import load_target
-from draftsmith.drafters.target.ranks import LEADER, Channel, in_step, join, leave_signals_to_the_leader
+from draftsmith.drafters.target.ranks import (
+    LEADER,
+    Channel,
+    in_step,
+    join,
+    leave_signals_to_the_leader,
+)
 from draftsmith.train.command import leave_group
 from draftsmith.train.data.roles import Row
 from draftsmith.train.objective.unrolled_loss import StepSums
@@ -85,7 +93,14 @@ class SharedGradients:
 class SharedOptimizer:
     """Rank 0's side of one that all ranks hold parts of."""
 
-    def __init__(self, config: DistillConfig, own: OwnGradients, channel: Channel, candidate: int, drafter: torch.nn.Module):
+    def __init__(
+        self,
+        config: DistillConfig,
+        own: OwnGradients,
+        channel: Channel,
+        candidate: int,
+        drafter: torch.nn.Module,
+    ):
         self.channel, self.candidate = channel, candidate
         with in_step():
             channel.tell(Open(candidate))
@@ -115,7 +130,8 @@ class SharedOptimizer:
 
 
 class Worker:
-    """What the other ranks hold. Drafts are of the shape that rank 0's candidates have; their weights are sent."""
+    """What the other ranks hold. Drafts are of the shape that rank 0's candidates have; their
+    weights are sent."""
 
     def __init__(self, config: DistillConfig):
         self.config = config
@@ -145,7 +161,9 @@ class Worker:
                 self.drafter.zero_grad(set_to_none=True)
                 add_together(self.own, self.drafter, call)
             case Open(candidate):
-                self.parts[candidate] = ZeroPart(self.own, self.new_drafter(), self.config.learn, self.config.deepspeed)
+                self.parts[candidate] = ZeroPart(
+                    self.own, self.new_drafter(), self.config.learn, self.config.deepspeed
+                )
             case Call(candidate, method, inputs):
                 method(self.parts[candidate], *inputs)
             case Close(candidate):
@@ -159,7 +177,8 @@ class Crew(NamedTuple):
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[Crew | None]:
-    """To the other processes that torchrun started; None where there are none. They are told to stop when rank 0 leaves."""
+    """To the other processes that torchrun started; None where there are none. They are told to
+    stop when rank 0 leaves."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return

@@ -29,7 +29,8 @@ class Shares(NamedTuple):
 
 
 def parts_of(rows: Sequence[Row], size: int) -> list[list[Row]]:
-    """Like lengths to all, and to everybody a row at least, one that counts nothing where there are too few."""
+    """Like lengths to all, and to everybody a row at least, one that counts nothing where there are
+    too few."""
     by_length = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
     idle = Row(by_length[-1].tokens, np.zeros_like(by_length[-1].weights))
     return [by_length[rank::size] or [idle] for rank in range(size)]
@@ -42,7 +43,9 @@ def add_together(own: OwnGradients, drafter: torch.nn.Module, shares: Shares) ->
     with meeting():
         for parameter in drafter.parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = (
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
                 dist.reduce(parameter.grad, dst=LEADER)
     add_up(sums)
     return sums

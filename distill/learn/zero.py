@@ -1,7 +1,9 @@
-"""AdamW of which every rank holds a part: DeepSpeed's ZeRO-1, and ZeRO-2, which parts the gradients too.
+"""AdamW of which every rank holds a part: DeepSpeed's ZeRO-1, and ZeRO-2, which parts the gradients
+too.
 
-Weights stay whole everywhere, and rank 0's count: it scores and publishes them, may exchange them, and sends them before each
-step. So ranks can fall out of step in nothing but the moments, which only steps, `fill` and `forget` change, on all alike.
+Weights stay whole everywhere, and rank 0's count: it scores and publishes them, may exchange them,
+and sends them before each step. So ranks can fall out of step in nothing but the moments, which
+only steps, `fill` and `forget` change, on all alike.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Share(torch.nn.Module):
 class ZeroPart:
     """This rank's of one candidate's optimizer. Every rank makes every call."""
 
-    def __init__(self, own: OwnGradients, drafter: torch.nn.Module, config: LearnConfig, deepspeed: str):
+    def __init__(
+        self, own: OwnGradients, drafter: torch.nn.Module, config: LearnConfig, deepspeed: str
+    ):
         if own.target.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         quiet_deepspeed()
@@ -51,7 +55,11 @@ class ZeroPart:
         self.engine, *_ = library.initialize(
             model=Share(own, drafter),
             optimizer=new_adam(drafter, config),
-            config=settings(deepspeed, clip=config.clip, size=sum(one.numel() for one in self.parameters.values())),
+            config=settings(
+                deepspeed,
+                clip=config.clip,
+                size=sum(one.numel() for one in self.parameters.values()),
+            ),
         )
         self._make_moments()
 
@@ -108,7 +116,9 @@ class ZeroPart:
             if moment == "step":
                 self.state["step"].fill_(value)
             else:
-                safe_set_full_optimizer_state(self.parameters[name], value.to(self.parameters[name].device), moment)
+                safe_set_full_optimizer_state(
+                    self.parameters[name], value.to(self.parameters[name].device), moment
+                )
 
     def forget(self) -> None:
         for value in self.state.values():
@@ -119,7 +129,8 @@ class ZeroPart:
 
 
 def settings(path: str, *, clip: float, size: int) -> dict[str, Any]:
-    """Of the file its ZeRO section; what else it may hold are the learner's own options. `size` is of the trained parameters."""
+    """Of the file its ZeRO section; what else it may hold are the learner's own options. `size` is
+    of the trained parameters."""
     section = deepspeed_config(path)["zero_optimization"]
     zero = {name: value for name, value in section.items() if value != "auto"}
     return {
@@ -135,11 +146,13 @@ def settings(path: str, *, clip: float, size: int) -> dict[str, Any]:
 def check(path: str) -> None:
     if (stage := zero_stage(path)) not in (1, 2):
         raise UserError(
-            f"option 'deepspeed' is {path!r} of ZeRO stage {stage}, but rank 0 scores and publishes whole weights; give "
+            f"option 'deepspeed' is {path!r} of ZeRO stage {stage}, but rank 0 scores and "
+            "publishes whole weights; give "
             "recipes/zero1.json or recipes/zero2.json"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         raise UserError(
-            f"option 'deepspeed' is {path!r} but there is one process, which has nobody to share an optimizer with; start "
+            f"option 'deepspeed' is {path!r} but there is one process, which has nobody to share "
+            "an optimizer with; start "
             "several by torchrun --nproc_per_node"
         )

@@ -1,12 +1,14 @@
 """Kinds of requests found in traffic without tags: spherical k-means over hashed token counts
 (`drafters/published/prompt_clusters.py`).
 
-Counts of a short text are mostly chance, so that its vector is first projected onto the few directions in which the traffic
-differs most (latent semantic analysis); centroids are given back over buckets, where servers use them.
+Counts of a short text are mostly chance, so that its vector is first projected onto the few
+directions in which the traffic differs most (latent semantic analysis); centroids are given back
+over buckets, where servers use them.
 
-How many kinds there are is what two halves of the traffic agree on. Each half is sorted by its own centroids and by those of the
-other; the prediction strength (Tibshirani and Walther) is the share of the pairs that its own centroids put together which the
-other's do as well, in the worst of its clusters. Clusters that only one half shows are none.
+How many kinds there are is what two halves of the traffic agree on. Each half is sorted by its own
+centroids and by those of the other; the prediction strength (Tibshirani and Walther) is the share
+of the pairs that its own centroids put together which the other's do as well, in the worst of its
+clusters. Clusters that only one half shows are none.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from draftsmith.drafters.published.prompt_clusters import PromptClusters, counts
 
 BUCKETS = 1024
 DIRECTIONS = 8
-# Texts of one kind agree in 1 / k of their pairs. The published 0.8 is for clusters that do not overlap; those of short texts do.
+# Texts of one kind agree in 1 / k of their pairs. The published 0.8 is for clusters that do not
+# overlap; those of short texts do.
 STRENGTH = 0.65
 SPLITS = 4
 RESTARTS = 10  # three let a single start decide whether kinds were found
@@ -27,14 +30,23 @@ MOST_ITERATIONS = 30
 
 
 def find_clusters(texts: Sequence[Sequence[int]], *, most: int, seed: int) -> PromptClusters | None:
-    """At most `most`; None where the texts are of one kind. The same texts and seed give the same clusters."""
-    damped = np.log1p(np.array([counts(text, BUCKETS) for text in texts], dtype=np.float64).reshape(-1, BUCKETS))
+    """At most `most`; None where the texts are of one kind. The same texts and seed give the same
+    clusters."""
+    damped = np.log1p(
+        np.array([counts(text, BUCKETS) for text in texts], dtype=np.float64).reshape(-1, BUCKETS)
+    )
     weights = np.log((1 + len(texts)) / (1 + (damped > 0).sum(axis=0)))
     directions = np.linalg.svd(unit(damped * weights), full_matrices=False)[2][:DIRECTIONS]
     rows = unit(damped * weights @ directions.T)
     generator = np.random.default_rng(seed)
-    number = max((k for k in range(2, most + 1) if strength(rows, k, generator) >= STRENGTH), default=1)
-    return PromptClusters(weights, centroids(rows, number, generator) @ directions) if number > 1 else None
+    number = max(
+        (k for k in range(2, most + 1) if strength(rows, k, generator) >= STRENGTH), default=1
+    )
+    return (
+        PromptClusters(weights, centroids(rows, number, generator) @ directions)
+        if number > 1
+        else None
+    )
 
 
 def strength(rows: np.ndarray, k: int, generator: np.random.Generator) -> float:
@@ -51,7 +63,8 @@ def strength(rows: np.ndarray, k: int, generator: np.random.Generator) -> float:
 
 
 def agreement(rows: np.ndarray, own: np.ndarray, other: np.ndarray) -> float:
-    """Of the pairs that `own` puts together, the share that `other` does too, in the worst cluster of two or more."""
+    """Of the pairs that `own` puts together, the share that `other` does too, in the worst cluster
+    of two or more."""
     mine, theirs = assign(rows, own), assign(rows, other)
     shares = []
     for cluster in range(len(own)):
@@ -68,7 +81,8 @@ def assign(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def centroids(rows: np.ndarray, k: int, generator: np.random.Generator) -> np.ndarray:
-    """[k, buckets] of length 1: the best of a few restarts, by the mean likeness of rows to theirs."""
+    """[k, buckets] of length 1: the best of a few restarts, by the mean likeness of
+    rows to theirs."""
     found = [lloyd(rows, first_centres(rows, k, generator)) for _ in range(RESTARTS)]
     return max(found, key=lambda centres: float((rows @ centres.T).max(axis=1).mean()))
 
@@ -93,6 +107,6 @@ def first_centres(rows: np.ndarray, k: int, generator: np.random.Generator) -> n
     for _ in range(k - 1):
         distance = np.clip(1 - (rows @ rows[chosen].T).max(axis=1), 0.0, None)
         total = float(distance.sum())
-        law = distance / total if total > 0 else np.full(len(rows), 1 / len(rows))
-        chosen.append(int(generator.choice(len(rows), p=law)))
+        distribution = distance / total if total > 0 else np.full(len(rows), 1 / len(rows))
+        chosen.append(int(generator.choice(len(rows), p=distribution)))
     return rows[chosen]

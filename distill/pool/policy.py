@@ -1,8 +1,9 @@
 """When a class of requests gets a draft of its own, keeps it, and gives it up. Pure.
 
-A class that is frequent begins to learn: a candidate is trained on its requests alone and held against the live draft by the
-gate. Once it wins it drafts for the class. A class is given up when its draft is no better any more, when it learns too long in
-vain, or when its requests are gone; it does not learn again for a while, so that others get their turn.
+A class that is frequent begins to learn: a candidate is trained on its requests alone and held
+against the live draft by the gate. Once it wins it drafts for the class. A class is given up when
+its draft is no better any more, when it learns too long in vain, or when its requests are gone; it
+does not learn again for a while, so that others get their turn.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class ClassTraffic:
         self.latest.append(name)
         while len(self.latest) > self.window:
             self.latest.popleft()
-        self.given_up = {one: at for one, at in self.given_up.items() if self.num_seen - at < self.window}
+        self.given_up = {
+            one: at for one, at in self.given_up.items() if self.num_seen - at < self.window
+        }
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Names that mean something else from now on."""
@@ -64,7 +67,9 @@ class ClassTraffic:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, window: int) -> ClassTraffic:
-        return cls(window, deque(values["latest"][-window:]), values["num_seen"], dict(values["given_up"]))
+        return cls(
+            window, deque(values["latest"][-window:]), values["num_seen"], dict(values["given_up"])
+        )
 
 
 def resolved(config: PoolConfig, num_members: int) -> PoolConfig:
@@ -73,17 +78,30 @@ def resolved(config: PoolConfig, num_members: int) -> PoolConfig:
 
 
 def moves(members: Sequence[Member], traffic: ClassTraffic, config: PoolConfig) -> list[Move]:
-    """At most one a member; a place that is given up is filled at the next look, by the most frequent class that waits."""
+    """At most one a member; a place that is given up is filled at the next look, by the most
+    frequent class that waits."""
     assert config.most is not None
     counts = Counter(traffic.latest)
     kept = members[: config.most]
-    found = [move for member in kept if (move := move_of(member, counts[member.name], traffic, config)) is not None]
-    found += [Move("retire", member.name, f"pool.most is {config.most}") for member in members[config.most :]]
+    found = [
+        move
+        for member in kept
+        if (move := move_of(member, counts[member.name], traffic, config)) is not None
+    ]
+    found += [
+        Move("retire", member.name, f"pool.most is {config.most}")
+        for member in members[config.most :]
+    ]
     out = {"", *traffic.given_up, *(member.name for member in members)}
-    waiting = [(name, count) for name, count in counts.most_common() if count >= config.requests and name not in out]
+    waiting = [
+        (name, count)
+        for name, count in counts.most_common()
+        if count >= config.requests and name not in out
+    ]
     free = max(0, config.most - len(members))
     return found + [
-        Move("learn", name, f"{count} of the latest {len(traffic.latest)} requests") for name, count in waiting[:free]
+        Move("learn", name, f"{count} of the latest {len(traffic.latest)} requests")
+        for name, count in waiting[:free]
     ]
 
 

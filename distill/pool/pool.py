@@ -1,6 +1,8 @@
-"""Drafts that learn from one class of requests each: sorted by tag or cluster, begun, served, given up (`pool_policy.py`).
+"""Drafts that learn from one class of requests each: sorted by tag or cluster, begun, served, given
+up (`pool_policy.py`).
 
-Every text also goes to the lineage that all classes share: its draft serves who has none, and it is what the others are held to.
+Every text also goes to the lineage that all classes share: its draft serves who has none, and it is
+what the others are held to.
 """
 
 from __future__ import annotations
@@ -20,10 +22,17 @@ from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.pool.clusters import find_clusters
 from draftsmith.distill.pool.policy import ClassTraffic, Member, Move, moves, resolved
 from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.pool import DraftPool, next_folder, pool_root, read_pool, write_pool
+from draftsmith.drafters.published.pool import (
+    DraftPool,
+    next_folder,
+    pool_root,
+    read_pool,
+    write_pool,
+)
 from draftsmith.drafters.published.prompt_clusters import cluster_name
 
-# Texts without a tag that are enough to look for clusters in; while no draft goes by clusters, anew each time they have doubled.
+# Texts without a tag that are enough to look for clusters in; while no draft goes by clusters, anew
+# each time they have doubled.
 FIRST_CLUSTERS = 256
 # As decisions name them.
 DECISIONS = {
@@ -37,7 +46,8 @@ DECISIONS = {
 
 @dataclass
 class Pooled:
-    """A class with a lineage. While it learns, its live version is a copy of the live draft, which its candidate must beat."""
+    """A class with a lineage. While it learns, its live version is a copy of the live draft, which
+    its candidate must beat."""
 
     name: str
     folder: str
@@ -47,7 +57,8 @@ class Pooled:
     requests: int = 0  # since it began to learn
 
     def copied(self, version: int) -> int | None:
-        """Which version of the live draft a version of its own is a copy of; None for a candidate that won."""
+        """Which version of the live draft a version of its own is a copy of; None for a candidate
+        that won."""
         return versions.read_manifest(self.lineage.root, version)["data_range"].get("copy_of")
 
     @property
@@ -81,7 +92,10 @@ class ClassPool:
     def __init__(self, root: Path, site: Site, shared: Lineage):
         self.root, self.site, self.shared = root, site, shared
         self.written = pool = read_pool(root) or DraftPool()
-        self.config, self.gate = resolved(site.config.pool, len(pool.classes) + len(pool.learning)), site.config.gate
+        self.config, self.gate = (
+            resolved(site.config.pool, len(pool.classes) + len(pool.learning)),
+            site.config.gate,
+        )
         self.clusters = pool.clusters
         self.traffic = ClassTraffic(self.config.idle_requests)
         self.untagged, self.clusters_due = 0, FIRST_CLUSTERS
@@ -92,7 +106,10 @@ class ClassPool:
         self._sweep()
         if site.config.pool.most is None and self.members:
             names = ", ".join(map(repr, self.members))
-            site.tell(f"the pool goes on with {names}; give pool.most to let more classes begin, or fewer stay")
+            site.tell(
+                f"the pool goes on with {names}; give pool.most to let more classes begin, or "
+                "fewer stay"
+            )
 
     def _open(self, name: str, folder: str, *, is_serving: bool) -> Pooled:
         draft = str(versions.folder_of(self.root, self.shared.publisher.version))
@@ -117,13 +134,19 @@ class ClassPool:
 
     def _find_clusters(self) -> None:
         """In the sample of all traffic that the shared lineage keeps."""
-        names = [] if self.clusters is None else [cluster_name(number) for number in range(len(self.clusters.centroids))]
+        names = (
+            []
+            if self.clusters is None
+            else [cluster_name(number) for number in range(len(self.clusters.centroids))]
+        )
         if self.untagged < self.clusters_due or any(name in self.members for name in names):
             return
         self.clusters_due = 2 * self.untagged
         kept = self.shared.learner.reservoir.texts
         texts = [text.tokens for text in kept if not text.records[0].request_class]
-        self.clusters = find_clusters(texts, most=max(2, self.config.most), seed=self.site.config.seed)
+        self.clusters = find_clusters(
+            texts, most=max(2, self.config.most), seed=self.site.config.seed
+        )
         self.traffic.leave_out(names)
         count = len(self.clusters.centroids) if self.clusters else 1
         self.site.tell(f"requests without a tag are of {count} kind{'s' if count > 1 else ''}")
@@ -140,14 +163,18 @@ class ClassPool:
             elif self._num_new(one) >= self.gate.requests:
                 with self.site.throttle.work():
                     self._look(one)
-        members = [self._member(one) for one in sorted(self.members.values(), key=lambda one: not one.is_serving)]
+        members = [
+            self._member(one)
+            for one in sorted(self.members.values(), key=lambda one: not one.is_serving)
+        ]
         for move in moves(members, self.traffic, self.config):
             self._apply(move)
         self._find_clusters()
         self._write()
 
     def _follow_live(self, one: Pooled) -> None:
-        """What a class that learns must beat is the live draft of today, even if it did beat yesterday's."""
+        """What a class that learns must beat is the live draft of today, even if it did beat
+        yesterday's."""
         version = self.shared.publisher.version
         if one.held_to != version:
             one.lineage.rebase(self.shared.publisher.live, version)
@@ -160,13 +187,23 @@ class ClassPool:
         if one.lineage.made_for or self.shared.made_for:
             return
         texts, depth = one.lineage.window, one.lineage.depth
-        own, live = (scorer.score(texts, max_depth=depth) for scorer in (one.lineage.live, self.shared.live))
+        own, live = (
+            scorer.score(texts, max_depth=depth) for scorer in (one.lineage.live, self.shared.live)
+        )
         pair = (one.lineage.publisher.version, self.shared.publisher.version)
-        one.standing.look([text.request for text in texts], alphas(live), alphas(own), versions=pair)
+        one.standing.look(
+            [text.request for text in texts], alphas(live), alphas(own), versions=pair
+        )
 
     def _member(self, one: Pooled) -> Member:
-        told = one.standing.describe() if one.is_serving else f"version {one.lineage.publisher.version} won"
-        return Member(one.name, one.is_serving, one.has_won, one.standing.is_no_better, one.requests, told)
+        told = (
+            one.standing.describe()
+            if one.is_serving
+            else f"version {one.lineage.publisher.version} won"
+        )
+        return Member(
+            one.name, one.is_serving, one.has_won, one.standing.is_no_better, one.requests, told
+        )
 
     def _apply(self, move: Move) -> None:
         name = move.name
@@ -180,7 +217,9 @@ class ClassPool:
             self.members.pop(name).lineage.learner.optimizer.close()
             self.traffic.given_up[name] = self.traffic.num_seen
         decision = DECISIONS[move.kind]
-        self.shared.log.add({"decision": decision, "class": name, "reason": move.reason, **one.numbers()})
+        self.shared.log.add(
+            {"decision": decision, "class": name, "reason": move.reason, **one.numbers()}
+        )
         self.site.tell(f"{decision}: {name!r} ({one.folder}), {move.reason}")
 
     # Keeping.
@@ -212,7 +251,10 @@ class ClassPool:
         return {one.name: one.numbers() for one in self.members.values()}
 
     def to_dict(self) -> dict[str, Any]:
-        members = {one.folder: {"requests": one.requests, "standing": one.standing.to_dict()} for one in self.members.values()}
+        members = {
+            one.folder: {"requests": one.requests, "standing": one.standing.to_dict()}
+            for one in self.members.values()
+        }
         return {
             "traffic": self.traffic.to_dict(),
             "untagged": self.untagged,
@@ -226,7 +268,10 @@ class ClassPool:
         for one in self.members.values():
             if one.folder in values["members"]:
                 saved = values["members"][one.folder]
-                one.requests, one.standing = saved["requests"], Standing.from_dict(saved["standing"], self.gate)
+                one.requests, one.standing = (
+                    saved["requests"],
+                    Standing.from_dict(saved["standing"], self.gate),
+                )
 
 
 def alphas(scored: Sequence[Scored]) -> list[np.ndarray]:

@@ -1,9 +1,11 @@
-"""CUDA graphs of the steps of a chain: reading a drafted token and drawing the next one costs one launch.
+"""CUDA graphs of the steps of a chain: reading a drafted token and drawing the next one costs one
+launch.
 
-A graph is captured once for each (bucket of rows, filters in use), serves every k, and stays valid across swaps: weights, pool
-and its own buffers never move. The buffers are those of all buckets and hold the state from step to step, so that nothing is
-copied between the steps of a round, and nothing read back. Rows that drafted all they may, and surplus rows of a bucket, read and
-write the null block.
+A graph is captured once for each (bucket of rows, filters in use), serves every k, and stays valid
+across swaps: weights, pool and its own buffers never move. The buffers are those of all buckets and
+hold the state from step to step, so that nothing is copied between the steps of a round, and
+nothing read back. Rows that drafted all they may, and surplus rows of a bucket, read and write the
+null block.
 
 R rows that draft, H hidden width, Vd draft vocabulary.
 """
@@ -31,7 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class ChainBuffers:
-    """The state of as many rows as a batch may have, at fixed addresses; a bucket uses the first of them."""
+    """The state of as many rows as a batch may have, at fixed addresses; a bucket uses the first of
+    them."""
 
     def __init__(self, num_rows: int, max_blocks: int, hidden: torch.Tensor):
         device = hidden.device
@@ -43,22 +46,46 @@ class ChainBuffers:
         self.top_p = torch.ones(num_rows, dtype=torch.float64, device=device)
         self.top_k = torch.zeros(num_rows, **whole)
 
-    def fill(self, front: Front, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows) -> None:
+    def fill(
+        self, front: Front, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows
+    ) -> None:
         """`left` [R]: how many tokens each row may still draft."""
         count, width = front.tables.shape
         self.left.zero_()
         self.tables[:count, width:] = NULL_BLOCK
         self.tables[:count, :width].copy_(front.tables)
-        pairs = [(self.tokens, front.tokens), (self.hidden, front.hidden), (self.positions, front.positions), (self.left, left)]
-        pairs += [(self.seeds, seeds), (self.temperature, sampling.temperature), (self.min_p, sampling.min_p)]
+        pairs = [
+            (self.tokens, front.tokens),
+            (self.hidden, front.hidden),
+            (self.positions, front.positions),
+            (self.left, left),
+        ]
+        pairs += [
+            (self.seeds, seeds),
+            (self.temperature, sampling.temperature),
+            (self.min_p, sampling.min_p),
+        ]
         pairs += [(self.top_p, sampling.top_p), (self.top_k, sampling.top_k)]
         for buffer, values in pairs:
             buffer[:count].copy_(values)
 
 
 class ChainGraphs:
-    def __init__(self, drafter: ReadsOwnDrafts, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder):
-        self.drafter, self.pool, self.max_blocks, self.recorder = drafter, pool, max_blocks, recorder
+    def __init__(
+        self,
+        drafter: ReadsOwnDrafts,
+        pool: PagedPool,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        recorder: Recorder,
+    ):
+        self.drafter, self.pool, self.max_blocks, self.recorder = (
+            drafter,
+            pool,
+            max_blocks,
+            recorder,
+        )
         self.rows = row_buckets(max_batch)
         self._buffers: ChainBuffers | None = None
         self._graphs: dict[tuple[int, Passes], tuple[Graph, Draw]] = {}
@@ -68,8 +95,11 @@ class ChainGraphs:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def draft(self, front: Front, inputs: DraftInputs, drawing: Drawing, depths: Sequence[Depth]) -> bool:
-        """The depths after the first, from `front` on, into `drawing`; False where they must be drafted without graphs."""
+    def draft(
+        self, front: Front, inputs: DraftInputs, drawing: Drawing, depths: Sequence[Depth]
+    ) -> bool:
+        """The depths after the first, from `front` on, into `drawing`; False where they must be
+        drafted without graphs."""
         if not depths or self._broken or inputs.pool is not self.pool:
             return not depths
         if depths[0].kept is not None:
@@ -80,7 +110,9 @@ class ChainGraphs:
         key = (self.rows[bisect.bisect_left(self.rows, len(rows))], passes)
         if key not in self._graphs and not self._capture(*key):
             return False
-        left = torch.tensor([drawing.budgets[row] - 1 for row in depths[0].indices], device=rows.device)
+        left = torch.tensor(
+            [drawing.budgets[row] - 1 for row in depths[0].indices], device=rows.device
+        )
         self._buffers.fill(front, left, inputs.seeds[rows], inputs.sampling.select(rows))
         graph, drawn = self._graphs[key]
         alive: torch.Tensor | slice = slice(len(rows))
@@ -94,12 +126,18 @@ class ChainGraphs:
     def _capture(self, num_rows: int, passes: Passes) -> bool:
         buffers = self._buffers
         assert buffers is not None
-        buffers.left.zero_()  # recording runs the step: without a row that may draft it writes the null block alone
+        # recording runs the step: without a row that may draft it writes the null block alone
+        buffers.left.zero_()
         try:
-            self._graphs[num_rows, passes] = self.recorder.record(lambda: self._step(buffers, num_rows, passes))
+            self._graphs[num_rows, passes] = self.recorder.record(
+                lambda: self._step(buffers, num_rows, passes)
+            )
         except RuntimeError as error:
             # A model that looks at values on the host cannot be captured; it drafts without graphs.
-            log.warning("draft steps cannot be captured as CUDA graphs (%s)", str(error).strip().splitlines()[0])
+            log.warning(
+                "draft steps cannot be captured as CUDA graphs (%s)",
+                str(error).strip().splitlines()[0],
+            )
             self._broken = True
             return False
         return True
@@ -115,7 +153,11 @@ class ChainGraphs:
         step = self.drafter.read_drafts(buffers.tokens[first], hidden, positions, context)
         logits = self.drafter.draft_logits(step.head_input)
         sampling = SamplingRows(
-            buffers.temperature[first], buffers.top_k[first], buffers.top_p[first], buffers.min_p[first], passes
+            buffers.temperature[first],
+            buffers.top_k[first],
+            buffers.top_p[first],
+            buffers.min_p[first],
+            passes,
         )
         places = positions + self.drafter.ahead
         drawn = draw_tokens(logits, sampling, buffers.seeds[first], places, self.drafter.vocab_map)

@@ -1,4 +1,5 @@
-"""Draws draft tokens depth by depth and keeps the law each was drawn from (law 2: q is what was sampled).
+"""Draws draft tokens depth by depth and keeps the distribution each was drawn from (invariant 2: q
+is what was sampled).
 
 B rows of the batch, K depths, R rows that draft at a depth, Vd draft vocabulary.
 """
@@ -19,55 +20,78 @@ class Draw(NamedTuple):
     """One token a row."""
 
     tokens: torch.Tensor  # [R] target ids
-    law: torch.Tensor | None  # [R, Vd] processed, over the draft's ids; None where all rows are greedy
-    best: torch.Tensor | None  # [R] the largest logits where all rows are greedy: not finite without mass
+    # [R, Vd] processed, over the draft's ids; None where all rows are greedy
+    distribution: torch.Tensor | None
+    # [R] the largest logits where all rows are greedy: not finite without mass
+    best: torch.Tensor | None
 
     def select(self, chosen: torch.Tensor | slice) -> Draw:
-        return Draw(self.tokens[chosen], *(None if part is None else part[chosen] for part in self[1:]))
+        return Draw(
+            self.tokens[chosen], *(None if part is None else part[chosen] for part in self[1:])
+        )
 
 
 class Depth(NamedTuple):
     """Who drafts at one depth."""
 
     rows: torch.Tensor  # [R] of the batch
-    kept: torch.Tensor | None  # [R] which of the rows of the depth before they are; None: all of them
+    # [R] which of the rows of the depth before they are; None: all of them
+    kept: torch.Tensor | None
     indices: list[int]  # the same rows on the host
 
 
 def draw_tokens(
-    logits: torch.Tensor, sampling: SamplingRows, seeds: torch.Tensor, positions: torch.Tensor, vocab_map: torch.Tensor | None
+    logits: torch.Tensor,
+    sampling: SamplingRows,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    vocab_map: torch.Tensor | None,
 ) -> Draw:
-    """Raw draft logits [R, Vd] -> the tokens of the absolute `positions` [R]. A CUDA graph can hold it."""
+    """Raw draft logits [R, Vd] -> the tokens of the absolute `positions` [R]. A CUDA graph can hold
+    it."""
     if sampling.passes.all_greedy:
         best, tokens = logits.max(dim=-1)  # the first of equal logits
-        law = None
+        distribution = None
     else:
-        best, law = None, process(logits, sampling)
-        # A law without mass (NaN weights) draws -1; token 0 at -inf says the same and can be embedded.
-        tokens = sample(law, seeds, positions, Purpose.DRAFT).clamp(min=0)
-    return Draw(tokens if vocab_map is None else vocab_map[tokens], law, best)
+        best, distribution = None, process(logits, sampling)
+        # A distribution without mass (NaN weights) draws -1; token 0 at -inf says the same and can
+        # be embedded.
+        tokens = sample(distribution, seeds, positions, Purpose.DRAFT).clamp(min=0)
+    return Draw(tokens if vocab_map is None else vocab_map[tokens], distribution, best)
 
 
 class Drawing:
-    """`vocab_map` [Vd] holds the target's id of each draft id, None for the same ids; laws are kept over the target's ids."""
+    """`vocab_map` [Vd] holds the target's id of each draft id, None for the same ids; distributions
+    are kept over the target's ids."""
 
-    def __init__(self, inputs: DraftInputs, *, vocab_size: int, vocab_map: torch.Tensor | None = None):
+    def __init__(
+        self, inputs: DraftInputs, *, vocab_size: int, vocab_map: torch.Tensor | None = None
+    ):
         self.inputs = inputs
         self.vocab_map = vocab_map
         self.budgets: list[int] = inputs.num_draft.tolist()
         size, self.depth = len(self.budgets), max(self.budgets)
         device = inputs.tokens.device
         self.tokens = torch.full((size, self.depth), -1, dtype=torch.int64, device=device)
-        # A greedy draft is the argmax, and its law is one-hot: a batch of them needs no laws at all.
+        # A greedy draft is the argmax, and its distribution is one-hot: a batch of them needs no
+        # distributions at all.
         greedy = inputs.sampling.passes.all_greedy
-        # The type is named: a version being loaded on another thread changes torch's default for a while.
-        self.best = torch.zeros(self.tokens.shape, dtype=torch.float32, device=device) if greedy else None
+        # The type is named: a version being loaded on another thread changes torch's default for a
+        # while.
+        self.best = (
+            torch.zeros(self.tokens.shape, dtype=torch.float32, device=device) if greedy else None
+        )
         self.shape = (size, self.depth, vocab_size)
-        self.logits = None if greedy else torch.full(self.shape, -torch.inf, dtype=torch.float32, device=device)
+        self.logits = (
+            None
+            if greedy
+            else torch.full(self.shape, -torch.inf, dtype=torch.float32, device=device)
+        )
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
 
     def depths(self, rows: Sequence[int], most: int | None = None) -> list[Depth]:
-        """Who of `rows` (ascending) drafts at each depth, up to `most` depths: known beforehand, told to the device at once."""
+        """Who of `rows` (ascending) drafts at each depth, up to `most` depths: known beforehand,
+        told to the device at once."""
         alive: list[list[int]] = []
         flat: list[int] = []
         sizes: list[int] = []
@@ -92,11 +116,16 @@ class Drawing:
             depths.append(Depth(rows_here, kept_part if len(kept_part) else None, indices))
         return depths
 
-    def draw(self, rows: torch.Tensor, depth: int, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Raw draft logits [R, Vd] of `rows` [R] -> target ids [R], the tokens of the absolute `positions` [R]."""
+    def draw(
+        self, rows: torch.Tensor, depth: int, logits: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Raw draft logits [R, Vd] of `rows` [R] -> target ids [R], the tokens of the absolute
+        `positions` [R]."""
         if self.inputs.adjust is not None:
             prefixes = self.tokens[rows, :depth].tolist()
-            logits = adjusted(self.inputs.adjust, logits, rows, prefixes, self.shape[2], self.vocab_map)
+            logits = adjusted(
+                self.inputs.adjust, logits, rows, prefixes, self.shape[2], self.vocab_map
+            )
         sampling, seeds = self.inputs.sampling, self.inputs.seeds
         if len(rows) < len(self.budgets):
             sampling, seeds = sampling.select(rows), seeds[rows]
@@ -112,14 +141,16 @@ class Drawing:
         if self.best is not None:
             self.best[chosen, depth] = drawn.best.float()
         elif self.vocab_map is None:
-            self.logits[chosen, depth] = drawn.law
+            self.logits[chosen, depth] = drawn.distribution
         else:
-            self.logits[rows[:, None], depth, self.vocab_map[None, :]] = drawn.law
+            self.logits[rows[:, None], depth, self.vocab_map[None, :]] = drawn.distribution
 
     def shorten(self, lengths: torch.Tensor) -> None:
         """Offers no more than `lengths` [B] of what was drawn."""
         self.lengths = torch.minimum(self.lengths, lengths)
-        self.tokens.masked_fill_(torch.arange(self.depth, device=lengths.device) >= self.lengths[:, None], -1)
+        self.tokens.masked_fill_(
+            torch.arange(self.depth, device=lengths.device) >= self.lengths[:, None], -1
+        )
 
     def proposal(self) -> Proposal:
         sound = None if self.best is None else torch.isfinite(self.best)
@@ -134,10 +165,13 @@ def adjusted(
     vocab_size: int,
     vocab_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the requests `rows` [R] ask of their laws, still over the draft's ids: every row draws as it would alone. [R, Vd]."""
+    """What the requests `rows` [R] ask of their distributions, still over the draft's ids: every
+    row draws as it would alone. [R, Vd]."""
     full = logits
     if vocab_map is not None:
-        full = torch.full((len(rows), vocab_size), -torch.inf, dtype=logits.dtype, device=logits.device)
+        full = torch.full(
+            (len(rows), vocab_size), -torch.inf, dtype=logits.dtype, device=logits.device
+        )
         full[:, vocab_map] = logits
     changed = adjust(full, rows, prefixes)
     if vocab_map is not None:

@@ -18,7 +18,8 @@ class HeadStep(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """The drafter's state after all it could read of the committed text; rows without any have nothing to draft from."""
+    """The drafter's state after all it could read of the committed text; rows without any have
+    nothing to draft from."""
 
     indices: list[int]  # of the rows that can draft, ascending
     positions: torch.Tensor  # [R] their last position with a state
@@ -27,7 +28,9 @@ class CatchUp(NamedTuple):
 
     def select(self, chosen: torch.Tensor, indices: list[int]) -> CatchUp:
         """`chosen` [R'] of the R rows, which are `indices` of the batch."""
-        return CatchUp(indices, self.positions[chosen], self.tables[chosen], self.step.select(chosen))
+        return CatchUp(
+            indices, self.positions[chosen], self.tables[chosen], self.step.select(chosen)
+        )
 
 
 class ReadsOwnDrafts(Protocol):
@@ -37,7 +40,11 @@ class ReadsOwnDrafts(Protocol):
     def vocab_map(self) -> torch.Tensor | None: ...
 
     def read_drafts(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
     ) -> HeadStep:
         """Drafted tokens [T], the states before them [T, H] and where they are read [T]."""
         ...
@@ -48,7 +55,8 @@ class ReadsOwnDrafts(Protocol):
 
 
 class Front(NamedTuple):
-    """Where a chain stands: its newest drafted token of each row and the state that it was drawn from."""
+    """Where a chain stands: its newest drafted token of each row and the state that it was drawn
+    from."""
 
     tokens: torch.Tensor  # [R]
     hidden: torch.Tensor  # [R, H]

@@ -1,11 +1,14 @@
-"""DFlash (arXiv 2602.06036): a few layers draft a whole block in one pass over keys and values made from the target's states.
+"""DFlash (arXiv 2602.06036): a few layers draft a whole block in one pass over keys and values made
+from the target's states.
 
-    context at t  = hidden_norm(fc(cat(taps of t))); every layer's key and value projections read it, nothing else does
+    context at t  = hidden_norm(fc(cat(taps of t))); every layer's key and value projections read
+    it, nothing else does
     block         = the newest token x_n, then mask tokens at n + 1, n + 2, ...
     logits of x_{n+i} = target's head(norm(state of the mask at n + i))
 
-Drafts do not see each other, so q of a chain is a product. In a causal block a draft does not depend on how many follow it,
-which is what a server that changes k wants; blocks that see all of themselves are served as in vLLM, k + 1 slots long.
+Drafts do not see each other, so q of a chain is a product. In a causal block a draft does not
+depend on how many follow it, which is what a server that changes k wants; blocks that see all of
+themselves are served as in vLLM, k + 1 slots long.
 """
 
 from __future__ import annotations
@@ -28,14 +31,27 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from draftsmith.drafters.autoregressive.drawing import Drawing, sent
 from draftsmith.drafters.blocks.shape import BlockShape, check_block, shape_in
 from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of
-from draftsmith.drafters.init_from_target import adopt_layers, average_taps, checked_mask_token, fitted_norm, output_table
+from draftsmith.drafters.init_from_target import (
+    adopt_layers,
+    average_taps,
+    checked_mask_token,
+    fitted_norm,
+    output_table,
+)
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import DflashOptions, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.training.block_unroll import BlockPass
-from draftsmith.drafters.weights import ReadBytes, load_into, read_config, read_weights, weight_bytes, write_weights
+from draftsmith.drafters.weights import (
+    ReadBytes,
+    load_into,
+    read_config,
+    read_weights,
+    weight_bytes,
+    write_weights,
+)
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
@@ -59,29 +75,44 @@ class Dflash(nn.Module):
     from_anchor = False  # whether the first draft is read off the newest token's own slot
     vocab_map = None
 
-    def __init__(self, config: Qwen3Config, target: Target, taps: tuple[int, ...], shape: BlockShape):
+    def __init__(
+        self, config: Qwen3Config, target: Target, taps: tuple[int, ...], shape: BlockShape
+    ):
         super().__init__()
         if config.hidden_size != target.hidden_size or config.vocab_size != target.vocab_size:
             raise UserError(
-                f"the {self.family} draft has hidden_size={config.hidden_size}, vocab_size={config.vocab_size} where "
-                f"{target.hidden_size} and {target.vocab_size} are needed for {target.name!r}; use another draft"
+                f"the {self.family} draft has hidden_size={config.hidden_size}, "
+                f"vocab_size={config.vocab_size} where "
+                f"{target.hidden_size} and {target.vocab_size} are needed for {target.name!r}; "
+                "use another draft"
             )
         self.config, self.taps, self.shape = config, taps, shape
-        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary frequencies.
+        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary
+        # frequencies.
         self._target = (target,)
         self._rotary = (Qwen3RotaryEmbedding(config),)
         self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)
+        )
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.to(target.device)
 
     @classmethod
-    def create(cls, options: DflashOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Dflash:
+    def create(
+        cls,
+        options: DflashOptions,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> Dflash:
         """`token_counts` is not needed: the head is the target's own."""
         if options.block_size < 2 or options.num_layers < 1:
             raise UserError(
-                f"option {cls.family!r} has block_size={options.block_size} and num_layers={options.num_layers}; give at least 2 "
+                f"option {cls.family!r} has block_size={options.block_size} and "
+                f"num_layers={options.num_layers}; give at least 2 "
                 "and 1"
             )
         shape = shape_of(target) | {"num_hidden_layers": options.num_layers}
@@ -91,18 +122,23 @@ class Dflash(nn.Module):
         check_taps(taps, target.num_layers)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drafter = cls(layer_config(Qwen3Config, shape), target, taps, cls.shape_from(options, target))
+            drafter = cls(
+                layer_config(Qwen3Config, shape), target, taps, cls.shape_from(options, target)
+            )
         # The head is frozen, so the last norm must speak its language.
         drafter.norm.weight.data.copy_(fitted_norm(target))
         average_taps(drafter.fc)
         adopt_layers(target, drafter.layers)
-        # What the keys and values of the last layer are made of has the target's norm before it, too.
+        # What the keys and values of the last layer are made of has the target's norm before it,
+        # too.
         drafter.hidden_norm.weight.data.copy_(drafter.layers[-1].input_layernorm.weight)
         return drafter
 
     @classmethod
     def shape_from(cls, options: DflashOptions, target: Target) -> BlockShape:
-        return BlockShape(options.block_size, checked_mask_token(target, options.mask_token), options.causal)
+        return BlockShape(
+            options.block_size, checked_mask_token(target, options.mask_token), options.causal
+        )
 
     @property
     def max_depth(self) -> int:
@@ -112,23 +148,30 @@ class Dflash(nn.Module):
         return output_table(self._target[0]).to(self.fc.weight.dtype)
 
     def head_input(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Normed states [..., H] and the token before each draft [...] -> what the head multiplies."""
+        """Normed states [..., H] and the token before each draft [...] -> what the head
+        multiplies."""
         return states
 
     def confidence(self, head_input: torch.Tensor) -> torch.Tensor | None:
-        """What the head multiplies -> logits [...] of the chance that a draft read off it is kept; None without a guess."""
+        """What the head multiplies -> logits [...] of the chance that a draft read off it is kept;
+        None without a guess."""
         return None
 
     def context(self, taps: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
-    def context_keys(self, context: torch.Tensor, positions: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of every layer, keys and values [b, kv_heads, t, D] of context states [b, t, H] at `positions` [b or 1, t]."""
+    def context_keys(
+        self, context: torch.Tensor, positions: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of every layer, keys and values [b, kv_heads, t, D] of context states [b, t, H] at
+        `positions` [b or 1, t]."""
         rotary = self._rotary[0](context, positions)
         for layer in self.layers:
             yield projected(layer.self_attn, context, rotary)
 
-    def body(self, ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def body(
+        self, ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
         """Slots [b, t] at positions [b or 1, t] -> normed states [b, t, H]."""
         states = self._target[0].embed(ids).to(self.fc.weight.dtype)
         rotary = self._rotary[0](states, positions)
@@ -149,20 +192,31 @@ class Dflash(nn.Module):
         blocks = torch.full((rows, length - first, slots), self.shape.mask_token, device=device)
         blocks[:, :, 0] = ids[:, first:]
         positions = (places[:, first:, None] + torch.arange(slots, device=device)).flatten(1)
-        attention = BlockPass(context, slots=slots, causal=self.shape.causal, segments=batch.segments, first=first)
+        attention = BlockPass(
+            context, slots=slots, causal=self.shape.causal, segments=batch.segments, first=first
+        )
         states = self.body(blocks.flatten(1), positions, attention).unflatten(1, (-1, slots))
         previous = torch.roll(ids, -1, dims=1)
         for depth in range(batch.num_steps):
             if depth < depths:
                 # The block that drafts the token at t + 2 at this depth stands at t + 1 - depth.
-                hidden = nn.functional.pad(states[:, :, depth + skipped], (0, 0, first + depth, 1))[:, 1 : length + 1]
+                hidden = nn.functional.pad(states[:, :, depth + skipped], (0, 0, first + depth, 1))[
+                    :, 1 : length + 1
+                ]
                 valid = has_next & (places >= depth)
             else:
-                hidden, valid = states.new_zeros(rows, length, states.shape[-1]), torch.zeros_like(has_next)
+                hidden, valid = (
+                    states.new_zeros(rows, length, states.shape[-1]),
+                    torch.zeros_like(has_next),
+                )
             head_input = self.head_input(hidden, previous)
-            yield UnrolledStep(hidden=head_input, valid=valid, offset=2, confidence=self.confidence(head_input))
+            yield UnrolledStep(
+                hidden=head_input, valid=valid, offset=2, confidence=self.confidence(head_input)
+            )
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool:
         return PagedPool.empty(
             num_layers=self.config.num_hidden_layers,
             num_blocks=num_blocks,
@@ -184,15 +238,22 @@ class Dflash(nn.Module):
         block = self._read_blocks(inputs, rows)
         begins, newest, tokens = block.begins, block.newest, block.tokens
         head, skipped = self.head_weight().T, 0 if self.from_anchor else 1
-        survival = torch.ones_like(tokens, dtype=torch.float32)  # the chance that all drafts of a row are kept, as guessed
+        # the chance that all drafts of a row are kept, as guessed
+        survival = torch.ones_like(tokens, dtype=torch.float32)
         offered = torch.zeros_like(drawing.lengths)
         for depth, (chosen, kept, _) in enumerate(drawing.depths(rows.tolist(), self.max_depth)):
             if kept is not None:
-                begins, newest, tokens, survival = begins[kept], newest[kept], tokens[kept], survival[kept]
+                begins, newest, tokens, survival = (
+                    begins[kept],
+                    newest[kept],
+                    tokens[kept],
+                    survival[kept],
+                )
             head_input = self.head_input(block.states[begins + depth + skipped], tokens)
             confidence = self.confidence(head_input) if inputs.least_survival > 0 else None
             if confidence is not None:
-                # Before the draft is drawn: whether it is offered must not depend on what it is (law 4).
+                # Before the draft is drawn: whether it is offered must not depend on what it is
+                # (invariant 4).
                 survival = survival * torch.sigmoid(confidence.float())
                 sure = survival >= inputs.least_survival
                 if reads_freely(sure.device) and not sure.any():
@@ -222,7 +283,9 @@ class Dflash(nn.Module):
         rows, positions = sent(inputs.tokens.device, rows, inputs.starts[rows] + offsets)
         slots = inputs.pool.slots_of(inputs.block_tables, rows, positions)
         pairs = self.context_keys(self.context(inputs.taps)[None], positions[None])
-        for (keys, values), pool_keys, pool_values in zip(pairs, inputs.pool.keys, inputs.pool.values, strict=True):
+        for (keys, values), pool_keys, pool_values in zip(
+            pairs, inputs.pool.keys, inputs.pool.values, strict=True
+        ):
             pool_keys.index_copy_(0, slots, keys[0].transpose(0, 1).to(pool_keys.dtype))
             pool_values.index_copy_(0, slots, values[0].transpose(0, 1).to(pool_values.dtype))
 
@@ -239,7 +302,11 @@ class Dflash(nn.Module):
         tokens = inputs.tokens[ends]
         ids = torch.full_like(positions, self.shape.mask_token).index_copy_(0, begins, tokens)
         # A causal block is a chain; in another every slot sees all of its block.
-        tree = None if self.shape.causal else TreeLayout(places=positions, ancestors=(1 << size) - 1, first=first)
+        tree = (
+            None
+            if self.shape.causal
+            else TreeLayout(places=positions, ancestors=(1 << size) - 1, first=first)
+        )
         context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, counts, tree=tree)
         return Block(self.body(ids[None], positions[None], context)[0], begins, newest, tokens)
 

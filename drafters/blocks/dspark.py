@@ -1,10 +1,12 @@
-"""DSpark (arXiv 2607.05147): a DFlash block whose drafts see the token before them through a low-rank table of transitions.
+"""DSpark (arXiv 2607.05147): a DFlash block whose drafts see the token before them through a
+low-rank table of transitions.
 
     logits of x_{n+1+i} = target's head(norm(state of slot i)) + W2 @ W1[x_{n+i}]
 
-The first draft is read off the newest token's own slot. The correction is part of q: drafts are drawn one after another.
-The confidence head guesses alpha of a draft from its slot's state and the token before it, so from nothing that is not known
-before the draft is drawn: a round may end by it (law 4). It is trained towards alpha, with the draft.
+The first draft is read off the newest token's own slot. The correction is part of q: drafts are
+drawn one after another. The confidence head guesses alpha of a draft from its slot's state and the
+token before it, so from nothing that is not known before the draft is drawn: a round may end by it
+(invariant 4). It is trained towards alpha, with the draft.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
-        # Nothing is known of transitions at first: the draft starts as a block without them, and learns both tables from there.
+        # Nothing is known of transitions at first: the draft starts as a block without them, and
+        # learns both tables from there.
         nn.init.zeros_(self.markov_w2.weight)
 
 
 class ConfidenceHead(nn.Module):
-    """`width`: how much of what the head multiplies is read, the state alone or the transition's row beside it."""
+    """`width`: how much of what the head multiplies is read, the state alone or the transition's
+    row beside it."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -44,17 +48,22 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, head_input: torch.Tensor) -> torch.Tensor:
         """[..., H + rank] -> logits of alpha [...]."""
-        return self.proj(head_input[..., : self.proj.in_features].to(self.proj.weight.dtype))[..., 0]
+        return self.proj(head_input[..., : self.proj.in_features].to(self.proj.weight.dtype))[
+            ..., 0
+        ]
 
 
 class Dspark(Dflash):
-    """The head's rows are the target's, with those of W2 beside them, so that one product gives the corrected logits."""
+    """The head's rows are the target's, with those of W2 beside them, so that one product gives the
+    corrected logits."""
 
     family = "dspark"
     architecture = "Qwen3DSparkModel"
     from_anchor = True
 
-    def __init__(self, config: Qwen3Config, target: Target, taps: tuple[int, ...], shape: BlockShape):
+    def __init__(
+        self, config: Qwen3Config, target: Target, taps: tuple[int, ...], shape: BlockShape
+    ):
         super().__init__(config, target, taps, shape)
         if shape.markov_rank < 1:
             raise UserError(f"a dspark draft has markov_rank={shape.markov_rank}; give at least 1")
@@ -64,7 +73,11 @@ class Dspark(Dflash):
 
     @classmethod
     def shape_from(cls, options: DsparkOptions, target: Target) -> BlockShape:
-        return super().shape_from(options, target)._replace(markov_rank=options.markov_rank, confidence="markov")
+        return (
+            super()
+            .shape_from(options, target)
+            ._replace(markov_rank=options.markov_rank, confidence="markov")
+        )
 
     def head_weight(self) -> torch.Tensor:
         table = output_table(self._target[0]).to(self.fc.weight.dtype)

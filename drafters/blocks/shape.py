@@ -14,7 +14,8 @@ class BlockShape(NamedTuple):
     mask_token: int
     causal: bool  # whether a slot sees only those before it
     markov_rank: int = 0
-    confidence: str = ""  # what a confidence head reads: "state", "markov" (the transition's row too), or "" for none
+    # what a confidence head reads: "state", "markov" (the transition's row too), or "" for none
+    confidence: str = ""
 
 
 def shape_in(values: Mapping[str, Any]) -> BlockShape:
@@ -22,7 +23,9 @@ def shape_in(values: Mapping[str, Any]) -> BlockShape:
     if values.get("enable_confidence_head"):
         confidence = "markov" if values.get("confidence_head_with_markov") else "state"
     rank = values.get("markov_rank") or 0
-    return BlockShape(values["block_size"], values["mask_token_id"], bool(values.get("causal")), rank, confidence)
+    return BlockShape(
+        values["block_size"], values["mask_token_id"], bool(values.get("causal")), rank, confidence
+    )
 
 
 def check_block(values: Mapping[str, Any], folder: Path, *, from_anchor: bool) -> None:
@@ -41,5 +44,6 @@ def check_block(values: Mapping[str, Any], folder: Path, *, from_anchor: bool) -
     for key, is_wrong in refused.items():
         if is_wrong:
             raise UserError(
-                f"draft {str(folder)!r} has {key}={values.get(key)!r}, which draftsmith does not serve; use a draft without it"
+                f"draft {str(folder)!r} has {key}={values.get(key)!r}, which draftsmith does not "
+                "serve; use a draft without it"
             )

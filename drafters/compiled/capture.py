@@ -1,8 +1,9 @@
-"""A model's own forward, recorded once as a graph of tensor operations that any number of tokens can be run through.
+"""A model's own forward, recorded once as a graph of tensor operations that any number of tokens
+can be run through.
 
-The forward is not copied or rewritten: it runs once with stand-in tensors whose token count is a symbol, and what it does is
-written down. Attention is one opaque operation of the graph that asks the pass's own context, so the graph knows nothing of
-pools, windows of context or trees.
+The forward is not copied or rewritten: it runs once with stand-in tensors whose token count is a
+symbol, and what it does is written down. Attention is one opaque operation of the graph that asks
+the pass's own context, so the graph knows nothing of pools, windows of context or trees.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ NUM_TOKENS = 7
 
 _library = torch.library.Library("draftsmith", "FRAGMENT")
 _library.define(
-    "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int? window, float? softcap, Tensor? sinks)"
+    "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int? window, float? "
+    "softcap, Tensor? sinks)"
     " -> Tensor"
 )
 _attend = torch.ops.draftsmith.attend.default
@@ -32,7 +34,9 @@ _library.define("experts(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
 _experts = torch.ops.draftsmith.experts.default
 
 
-def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _attend_shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
 
@@ -45,9 +49,12 @@ _library.impl("experts", _experts_shape, "Meta")
 
 
 class _OpaqueExperts(TorchFunctionMode):
-    """torch's stand-in for its grouped product of mixtures of experts takes bfloat16 alone; ours takes what the product does."""
+    """torch's stand-in for its grouped product of mixtures of experts takes bfloat16 alone; ours
+    takes what the product does."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch._grouped_mm:
             return _experts(*args[:2], kwargs["offs"])
         return function(*args, **(kwargs or {}))
@@ -88,14 +95,24 @@ def attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """What the graph calls where the model called its attention."""
-    return context.attend(layer, query, key, value, scaling=scaling, sliding_window=window, softcap=softcap, sinks=sinks)
+    return context.attend(
+        layer,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
 
 
 def capture(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """The graph of `function(*examples, attention_context)`, whose inputs are the same and whose weights are its attributes.
+    """The graph of `function(*examples, attention_context)`, whose inputs are the same and whose
+    weights are its attributes.
 
-    The dimension of size `NUM_TOKENS` of the examples is free afterwards, every other one is fixed. What the model decides by
-    looking at values cannot be recorded and raises.
+    The dimension of size `NUM_TOKENS` of the examples is free afterwards, every other one is fixed.
+    What the model decides by looking at values cannot be recorded and raises.
     """
 
     def record(*inputs: torch.Tensor) -> Any:
@@ -105,7 +122,9 @@ def capture(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> t
     # Cloned, because one tensor given twice would be recorded as one input.
     inputs = [example.clone() for example in examples]
     with torch.no_grad():
-        graph_module = make_fx(record, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+        graph_module = make_fx(
+            record, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True
+        )(*inputs)
     _check_free(graph_module.graph)
     _take_context(graph_module.graph)
     for node in graph_module.graph.find_nodes(op="call_function", target=_experts):
@@ -116,7 +135,9 @@ def capture(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> t
 def _check_free(graph: torch.fx.Graph) -> None:
     """A recording is of one branch: it must not have been chosen by the number of tokens."""
     given = next(node for node in graph.nodes if node.op == "placeholder").meta["val"]
-    free = set().union(*(size.node.expr.free_symbols for size in given.shape if isinstance(size, torch.SymInt)))
+    free = set().union(
+        *(size.node.expr.free_symbols for size in given.shape if isinstance(size, torch.SymInt))
+    )
     for guard in given.fake_mode.shape_env.guards:
         if guard.expr.free_symbols & free:
             raise ValueError(f"it does one thing or another by the number of tokens ({guard.expr})")
@@ -127,5 +148,7 @@ def _take_context(graph: torch.fx.Graph) -> None:
     with graph.inserting_after(last_input):
         context = graph.placeholder(CONTEXT)
     for node in graph.find_nodes(op="call_function", target=_attend):
-        defaults = [argument.default_value for argument in _attend._schema.arguments[len(node.args) :]]
+        defaults = [
+            argument.default_value for argument in _attend._schema.arguments[len(node.args) :]
+        ]
         node.target, node.args = attend, (context, *node.args, *defaults)

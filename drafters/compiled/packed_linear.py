@@ -1,6 +1,7 @@
 """Linear layers that read the same input, as one multiplication with weights laid out for a CPU.
 
-oneDNN multiplies a few rows with weights that it has laid out beforehand faster than torch's default does (`scripts/bench_step`).
+oneDNN multiplies a few rows with weights that it has laid out beforehand faster than torch's
+default does (`scripts/bench_step`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ _linear = torch.ops.mkldnn._linear_pointwise.default
 _TYPICAL_ROWS = 8
 
 
-# oneDNN keeps kernels for every number of rows it has met, so memory would grow with every length of prompt
-# (tests/e2e/test_load.py watches it). Decoding's few rows stay as they are, more are padded.
+# oneDNN keeps kernels for every number of rows it has met, so memory would grow with every length
+# of prompt (tests/e2e/test_load.py watches it). Decoding's few rows stay as they are, more are
+# padded.
 _EXACT_ROWS, _STEP, _WIDE_ROWS, _WIDE_STEP = 16, 8, 64, 64
 
 
@@ -28,8 +30,8 @@ def padded_rows(count: int) -> int:
 
 
 class PackedLinear:
-    """`weights` are `[out_i, in]` of one dtype, `biases` their `[out_i]` or None. The tensors stay the caller's and may be
-    written in place; `refresh` then lays them out again."""
+    """`weights` are `[out_i, in]` of one dtype, `biases` their `[out_i]` or None. The tensors stay
+    the caller's and may be written in place; `refresh` then lays them out again."""
 
     def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]):
         self.weights, self.biases = list(weights), list(biases)
@@ -38,10 +40,14 @@ class PackedLinear:
         self.refresh()
 
     def refresh(self) -> None:
-        versions = [tensor._version for tensor in (*self.weights, *self.biases) if tensor is not None]
+        versions = [
+            tensor._version for tensor in (*self.weights, *self.biases) if tensor is not None
+        ]
         if versions == self._versions:
             return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(self.weights).detach(), _TYPICAL_ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            torch.cat(self.weights).detach(), _TYPICAL_ROWS
+        )
         self._bias = self._joined_bias()
         self._versions = versions
 
@@ -49,7 +55,9 @@ class PackedLinear:
         if all(bias is None for bias in self.biases):
             return None
         pairs = zip(self.weights, self.biases)
-        return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs]).detach()
+        return torch.cat(
+            [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs]
+        ).detach()
 
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[..., in] -> [..., out_i] of every weight."""
@@ -57,7 +65,9 @@ class PackedLinear:
         if count <= _EXACT_ROWS:
             joined = self._multiply(rows)
         else:
-            flat = torch.nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, padded_rows(count) - count))
+            flat = torch.nn.functional.pad(
+                rows.reshape(count, -1), (0, 0, 0, padded_rows(count) - count)
+            )
             joined = self._multiply(flat)[:count].view(*rows.shape[:-1], -1)
         # Not the tensor's own `split`, half of whose time is Python.
         return (joined,) if len(self.sizes) == 1 else torch.split_with_sizes(joined, self.sizes, -1)

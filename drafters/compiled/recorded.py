@@ -1,4 +1,5 @@
-"""A causal LM's two parts as recordings, checked against the model before anything relies on them."""
+"""A causal LM's two parts as recordings, checked against the model before anything
+relies on them."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def record_forwards(target: CausalLM, drafter: object) -> None:
 
 
 def record_lm(lm: CausalLM) -> None:
-    """Lets `lm` run from a recording of its forward, with less overhead. Does nothing on an accelerator, where CUDA graphs serve
-    that purpose, and where the model cannot be recorded."""
+    """Lets `lm` run from a recording of its forward, with less overhead. Does nothing on an
+    accelerator, where CUDA graphs serve that purpose, and where the model cannot be recorded."""
     if not lm.recorded and lm.device.type == "cpu":
         lm.replay(attempt(lm.name, lambda: _record(lm)))
 
@@ -55,8 +56,14 @@ def attempt(name: str, record: Callable[[], T]) -> T | None:
     try:
         return record()
     except Exception as error:
-        # Whatever a family's code does that a recording cannot follow: its own forward still serves it.
-        log.info("%s runs without a recording of its forward (%s: %s)", name, type(error).__name__, _first_line(error))
+        # Whatever a family's code does that a recording cannot follow: its own forward still serves
+        # it.
+        log.info(
+            "%s runs without a recording of its forward (%s: %s)",
+            name,
+            type(error).__name__,
+            _first_line(error),
+        )
         return None
 
 
@@ -75,7 +82,9 @@ def _record(lm: CausalLM) -> RecordedLm:
     return recorded
 
 
-def _every_state(lm: CausalLM, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> list[torch.Tensor]:
+def _every_state(
+    lm: CausalLM, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+) -> list[torch.Tensor]:
     raw_ids = range(lm.num_layers + 1)
     states = lm.own_paged(input_ids, positions, context, raw_ids)
     return [states[tap] for tap in (FINAL, *raw_ids)]
@@ -96,7 +105,9 @@ def _check(lm: CausalLM, recorded: RecordedLm) -> None:
         ids = torch.randint(lm.vocab_size, (1, count), generator=generator).to(lm.device)
         positions = torch.arange(begin, begin + count, device=lm.device)
         expected = _every_state(lm, ids, positions[None], pass_over(own, positions))
-        found = recorded.body(ids, positions[None], attention_context=pass_over(replayed, positions))
+        found = recorded.body(
+            ids, positions[None], attention_context=pass_over(replayed, positions)
+        )
         for one, other in zip(found, expected, strict=True):
             compare(one, other)
         compare(recorded.head(expected[0]), lm.own_head(expected[0]))
@@ -108,14 +119,21 @@ def _check(lm: CausalLM, recorded: RecordedLm) -> None:
 def pass_over(pool: PagedPool, positions: torch.Tensor) -> AttentionContext:
     """One row in block 1."""
     table = torch.ones(1, 1, dtype=torch.int64, device=positions.device)
-    return PagedPass(pool, table, positions, torch.tensor([len(positions)], device=positions.device))
+    return PagedPass(
+        pool, table, positions, torch.tensor([len(positions)], device=positions.device)
+    )
 
 
 def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        raise Mismatch(f"{tuple(found.shape)} {found.dtype} for {tuple(expected.shape)} {expected.dtype}")
-    # By row, and the median of them: where a router is near a tie, rounding may send a row to another expert.
-    norms = (found - expected).double().norm(dim=-1) / expected.double().norm(dim=-1).clamp(min=1e-12)
+        raise Mismatch(
+            f"{tuple(found.shape)} {found.dtype} for {tuple(expected.shape)} {expected.dtype}"
+        )
+    # By row, and the median of them: where a router is near a tie, rounding may send a row to
+    # another expert.
+    norms = (found - expected).double().norm(dim=-1) / expected.double().norm(dim=-1).clamp(
+        min=1e-12
+    )
     error = norms.median()
     if not error.item() <= TOLERANCE[expected.dtype]:
         raise Mismatch(f"it differs from the model's own by {error.item():.1e}")

@@ -14,12 +14,16 @@ from draftsmith.drafters.target.attention import AttentionContext
 
 
 class Replay:
-    """`replay(*inputs, attention_context)` gives what the recorded function gave, without its Python.
+    """`replay(*inputs, attention_context)` gives what the recorded function gave, without its
+    Python.
 
-    Weights are the model's own tensors, so that new values copied into them count; `refresh` says that this happened.
+    Weights are the model's own tensors, so that new values copied into them count; `refresh` says
+    that this happened.
     """
 
-    def __init__(self, function: Callable[..., Any], examples: Sequence[torch.Tensor], *, pack: bool = True):
+    def __init__(
+        self, function: Callable[..., Any], examples: Sequence[torch.Tensor], *, pack: bool = True
+    ):
         module = capture(function, examples)
         self._packed = rewrite(module, pack=pack)
         self._constants = _lift_constants(module)
@@ -27,7 +31,9 @@ class Replay:
         self.graph = module.graph
         self._run = module.forward
 
-    def __call__(self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None) -> Any:
+    def __call__(
+        self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None
+    ) -> Any:
         return self._run(*inputs, attention_context, *self._constants)
 
     def refresh(self) -> None:

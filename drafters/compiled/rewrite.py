@@ -1,7 +1,8 @@
-"""What a recorded forward is put through before it is replayed: the same numbers, to float rounding, in fewer operations.
+"""What a recorded forward is put through before it is replayed: the same numbers, to float
+rounding, in fewer operations.
 
-On a small model an operation costs more to call than to compute, so every pass removes calls. None knows a model family: each
-looks for a pattern that is worth it wherever it stands.
+On a small model an operation costs more to call than to compute, so every pass removes calls. None
+knows a model family: each looks for a pattern that is worth it wherever it stands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 from draftsmith.drafters.compiled.packed_linear import PackedLinear, packable
 
 aten = torch.ops.aten
-# Torch's own functions do the same as the operators of a recording and are called with half the overhead.
+# Torch's own functions do the same as the operators of a recording and are called with half the
+# overhead.
 DIRECT: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
     aten.cat.default: torch.cat,
@@ -34,7 +36,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 
 
 def rewrite(module: GraphModule, *, pack: bool) -> list[PackedLinear]:
-    """Rewrites in place. `pack` spends memory on a second copy of weights, whose holders, the caller's to refresh, it returns."""
+    """Rewrites in place. `pack` spends memory on a second copy of weights, whose holders, the
+    caller's to refresh, it returns."""
     drop_no_operations(module.graph)
     merge_equal(module.graph)
     fuse_norms(module)
@@ -63,17 +66,24 @@ def _does_nothing(node: Node) -> bool:
         return not node.args[2]
     if node.target is aten.mul.Tensor:
         return node.args[1] == 1.0 and _same_type(node)
-    return node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default) and _same_type(node)
+    return node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default) and _same_type(
+        node
+    )
 
 
 def merge_equal(graph: Graph) -> None:
     """Operations that every layer repeats on the same inputs are done once."""
-    operations = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    operations = [
+        node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    ]
     if any(operation._schema.is_mutable for operation in operations):
         return  # then the same inputs need not hold the same values
     seen: dict[str, Node] = {}
     for node in list(graph.nodes):
-        plain = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in node.target.tags
+        plain = (
+            isinstance(node.target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded not in node.target.tags
+        )
         if node.op != "get_attr" and not plain:
             continue
         first = seen.setdefault(repr((node.target, node.args, node.kwargs)), node)
@@ -111,14 +121,19 @@ def fuse_norms(module: GraphModule) -> None:
         weight = _norm_weight(outer, root) if outer is not None else None
         last = outer if weight is not None else root
         with graph.inserting_before(last):
-            fused = graph.call_function(rms_norm, (x, weight, _constant(module, "eps", eps), 1 / width))
+            fused = graph.call_function(
+                rms_norm, (x, weight, _constant(module, "eps", eps), 1 / width)
+            )
         _replace(graph, last, fused)
         for node in ([root] if last is outer else []) + inner:
             graph.erase_node(node)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor, share: float) -> torch.Tensor:
-    """[..., H]; `share` is 1 / H. A third faster than torch's own, which is put together from more operations."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor, share: float
+) -> torch.Tensor:
+    """[..., H]; `share` is 1 / H. A third faster than torch's own, which is put together from more
+    operations."""
     norm = torch.linalg.vector_norm(x, 2, -1, True)
     normed = torch.mul(x, torch.addcmul(eps, norm, norm, value=share).rsqrt_())
     return normed if weight is None else torch.mul(normed, weight)
@@ -144,7 +159,12 @@ def _norm_parts(root: Node) -> tuple[Node, float, list[Node]] | None:
         chain.append(scale)
         scale = scale.args[0]
     _, add, mean, power = chain
-    right = scale is x and isinstance(add.args[1], float) and mean.args[1:] == ([-1], True) and power.args[1] == 2
+    right = (
+        scale is x
+        and isinstance(add.args[1], float)
+        and mean.args[1:] == ([-1], True)
+        and power.args[1] == 2
+    )
     return (x, add.args[1], chain) if right and _value(x).dtype == torch.float32 else None
 
 
@@ -152,7 +172,11 @@ def _norm_weight(outer: Node, normed: Node) -> Node | None:
     if outer.target is not aten.mul.Tensor or len(outer.args) != 2:
         return None
     other = outer.args[0] if outer.args[1] is normed else outer.args[1]
-    fits = isinstance(other, Node) and other is not normed and _value(other).shape == _value(normed).shape[-1:]
+    fits = (
+        isinstance(other, Node)
+        and other is not normed
+        and _value(other).shape == _value(normed).shape[-1:]
+    )
     return other if fits and _value(other).dtype == torch.float32 else None
 
 
@@ -167,7 +191,8 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
 
 
 def fuse_rotations(module: GraphModule) -> None:
-    """a * cos + cat(-a[half:], a[:half]) * sin as a * cos + roll(a, half) * (sin with its first half negated)."""
+    """a * cos + cat(-a[half:], a[:half]) * sin as a * cos + roll(a, half) * (sin with its first
+    half negated)."""
     graph = module.graph
     signed: dict[Node, Node] = {}
     for root in list(graph.nodes):
@@ -202,10 +227,16 @@ def _rotation_parts(root: Node) -> tuple[Node, Node, Node, int] | None:
     if root.target is not aten.add.Tensor or len(root.args) != 2:
         return None
     straight, turned = root.args
-    if not all(isinstance(node, Node) and node.target is aten.mul.Tensor for node in (straight, turned)):
+    if not all(
+        isinstance(node, Node) and node.target is aten.mul.Tensor for node in (straight, turned)
+    ):
         return None
     (a, cos), (swapped, sin) = straight.args, turned.args
-    if not isinstance(swapped, Node) or swapped.target is not aten.cat.default or not isinstance(a, Node):
+    if (
+        not isinstance(swapped, Node)
+        or swapped.target is not aten.cat.default
+        or not isinstance(a, Node)
+    ):
         return None
     width = fixed(_value(a).shape[-1])
     if width is None or swapped.args[1:] != (-1,) or len(swapped.args[0]) != 2:
@@ -222,7 +253,11 @@ def _is_slice(node: Node, of: Node, begin: int, end: int) -> bool:
     if node.target is not aten.slice.Tensor or node.args[0] is not of or len(node.args) != 4:
         return False
     # Python's open end is recorded as the largest integer.
-    return node.args[1] in (_value(of).ndim - 1, -1) and node.args[2] == begin and _value(node).shape[-1] == end - begin
+    return (
+        node.args[1] in (_value(of).ndim - 1, -1)
+        and node.args[2] == begin
+        and _value(node).shape[-1] == end - begin
+    )
 
 
 def pack_linears(module: GraphModule) -> list[PackedLinear]:
@@ -240,14 +275,17 @@ def _pack(module: GraphModule, name: str, nodes: list[Node]) -> PackedLinear:
     graph = module.graph
     biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
     packed = PackedLinear(
-        [_tensor(module, node.args[1]) for node in nodes], [None if bias is None else _tensor(module, bias) for bias in biases]
+        [_tensor(module, node.args[1]) for node in nodes],
+        [None if bias is None else _tensor(module, bias) for bias in biases],
     )
     module.__dict__[name] = packed
     with graph.inserting_before(nodes[0]):
         # Not `graph.get_attr`, which warns of whatever is neither a tensor nor a module.
         attribute = graph.create_node("get_attr", name)
         call = graph.call_function(multiply, (attribute, nodes[0].args[0]))
-        outputs = [graph.call_function(operator.getitem, (call, index)) for index in range(len(nodes))]
+        outputs = [
+            graph.call_function(operator.getitem, (call, index)) for index in range(len(nodes))
+        ]
     for node, output in zip(nodes, outputs):
         _replace(graph, node, output)
     return packed

@@ -1,8 +1,9 @@
-"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one decoder layer over the target's final state, speaking through its head.
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one decoder layer over the target's final
+state, speaking through its head.
 
-state at t   = the target's final state at t (what its head multiplies), or the layer's own output at t - 1
-next state   = decoder layer(fc(cat(embed(x_{t+1}), state))), without a norm before its attention and after it
-logits of x_{t+2} = target's head(next state)
+state at t   = the target's final state at t (what its head multiplies), or the layer's own output
+at t - 1 next state   = decoder layer(fc(cat(embed(x_{t+1}), state))), without a norm before its
+attention and after it logits of x_{t+2} = target's head(next state)
 """
 
 from __future__ import annotations
@@ -31,30 +32,49 @@ ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 
 
 class Eagle1(FeatureHead):
-    """Head and embeddings are the target's, frozen and not part of the module; a draft may bring or need its own embeddings."""
+    """Head and embeddings are the target's, frozen and not part of the module; a draft may bring or
+    need its own embeddings."""
 
     family = "eagle1"
     taps = (FINAL,)
     vocab_map = None
 
-    def __init__(self, config: LlamaConfig, target: Target, *, bias: bool = False, own_embeddings: bool = False):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        target: Target,
+        *,
+        bias: bool = False,
+        own_embeddings: bool = False,
+    ):
         super().__init__()
         self.config = config
-        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary frequencies.
+        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary
+        # frequencies.
         self._target = (target,)
         self._rotary = (LlamaRotaryEmbedding(config),)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         layer = LlamaDecoderLayer(config, layer_idx=0)
         layer.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([layer])
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+        )
         if self.embed_tokens is not None:
             self.embed_tokens.requires_grad_(False)
         self.to(target.device)
 
     @classmethod
-    def create(cls, options: Eagle1Options, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Eagle1:
-        """`token_counts` is not needed: the head is the target's own. The draft starts by repeating the state it is given."""
+    def create(
+        cls,
+        options: Eagle1Options,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> Eagle1:
+        """`token_counts` is not needed: the head is the target's own. The draft starts by repeating
+        the state it is given."""
         shape = shape_of(target)
         if options.intermediate_size is not None:
             shape["intermediate_size"] = options.intermediate_size
@@ -62,7 +82,9 @@ class Eagle1(FeatureHead):
             torch.manual_seed(seed)
             drafter = cls(llama_config(shape), target, own_embeddings=not shares_embeddings(target))
         if drafter.embed_tokens is not None:
-            drafter.embed_tokens.weight.data.copy_(target.embed(torch.arange(target.vocab_size, device=target.device)))
+            drafter.embed_tokens.weight.data.copy_(
+                target.embed(torch.arange(target.vocab_size, device=target.device))
+            )
         size = drafter.config.hidden_size
         drafter.fc.weight.data[:, size:] += torch.eye(size, device=target.device)
         return drafter
@@ -77,7 +99,13 @@ class Eagle1(FeatureHead):
         embeds = self._target[0].embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
         return embeds.to(self.fc.weight.dtype)
 
-    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
+    def step(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep:
         mixed = self.fc(torch.cat([embeds, hidden], dim=-1))
         rotary = self._rotary[0](mixed, positions)
         state = self.layers[0](mixed, position_embeddings=rotary, attention_context=context)
@@ -99,12 +127,18 @@ class Eagle1(FeatureHead):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Eagle1:
-        """Our own folder or one made elsewhere, with or without a bias and embeddings. A copy of the target's head is let go."""
+        """Our own folder or one made elsewhere, with or without a bias and embeddings. A copy of
+        the target's head is let go."""
         folder = Path(folder)
         values, tensors = read_config(folder), read_weights(folder)
         check_portable(values, target, folder)
         tensors.pop("lm_head.weight", None)
-        drafter = cls(llama_config(values), target, bias="fc.bias" in tensors, own_embeddings="embed_tokens.weight" in tensors)
+        drafter = cls(
+            llama_config(values),
+            target,
+            bias="fc.bias" in tensors,
+            own_embeddings="embed_tokens.weight" in tensors,
+        )
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
@@ -120,6 +154,7 @@ def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> N
     for key, wanted in expected.items():
         if values.get(key) != wanted:
             raise UserError(
-                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed for {target.name!r}; "
+                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed "
+                f"for {target.name!r}; "
                 "use another draft"
             )

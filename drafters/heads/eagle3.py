@@ -1,12 +1,15 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer over three taps of the target, drafting from its own states.
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer over three taps of the target, drafting from its
+own states.
 
 Module and tensor names are the portable checkpoint's, which vLLM and SGLang load as they are.
 
-    state at t   = fc(cat(taps of t))                              or, drafting further, the layer's own output at t - 1
+    state at t   = fc(cat(taps of t))                              or, drafting further, the layer's
+    own output at t - 1
     layer input  = cat(input_layernorm(embed(x_{t+1})), hidden_norm(state))
     next state   = state + attention + mlp;   logits of x_{t+2} = lm_head(norm(next state))
 
-`Norms` names the variants of this that are trained, and served if made elsewhere. Further layers are plain decoder layers.
+`Norms` names the variants of this that are trained, and served if made elsewhere. Further layers
+are plain decoder layers.
 """
 
 from __future__ import annotations
@@ -19,7 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.eagle3_layer import Eagle3Layer, Norms, TapNorms
@@ -39,11 +46,17 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
 from draftsmith.errors import UserError
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
 
 
 class Eagle3(FeatureHead):
-    """Embeddings are the target's, frozen and not part of the module, unless the draft brings or needs its own table."""
+    """Embeddings are the target's, frozen and not part of the module, unless the draft brings or
+    needs its own table."""
 
     family = "eagle3"
 
@@ -64,25 +77,46 @@ class Eagle3(FeatureHead):
         # In a tuple, lest nn.Module register the target's weights as ours.
         self._target = (target,)
         self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
-        self.input_norm = LlamaRMSNorm(self.fc.in_features, eps=config.rms_norm_eps) if norms.norm_before_fc else None
-        self.fc_norm = TapNorms(len(taps), target.hidden_size, config.rms_norm_eps) if norms.fc_norm else None
+        self.input_norm = (
+            LlamaRMSNorm(self.fc.in_features, eps=config.rms_norm_eps)
+            if norms.norm_before_fc
+            else None
+        )
+        self.fc_norm = (
+            TapNorms(len(taps), target.hidden_size, config.rms_norm_eps) if norms.fc_norm else None
+        )
         self.midlayer = Eagle3Layer(config, norm_before_residual=norms.norm_before_residual)
         later = range(1, config.num_hidden_layers)
-        self.layers = nn.ModuleDict({str(index): LlamaDecoderLayer(config, layer_idx=index) for index in later})
+        self.layers = nn.ModuleDict(
+            {str(index): LlamaDecoderLayer(config, layer_idx=index) for index in later}
+        )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
         # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (LlamaRotaryEmbedding(config),)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+        )
         if self.embed_tokens is not None:
             self.embed_tokens.requires_grad_(False)
         subset = draft_vocab_size < config.vocab_size
-        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64) if subset else None)
-        self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool) if subset else None)
+        self.register_buffer(
+            "d2t", torch.zeros(draft_vocab_size, dtype=torch.int64) if subset else None
+        )
+        self.register_buffer(
+            "t2d", torch.ones(config.vocab_size, dtype=torch.bool) if subset else None
+        )
         self.to(target.device)
 
     @classmethod
-    def create(cls, options: Eagle3Options, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Eagle3:
+    def create(
+        cls,
+        options: Eagle3Options,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> Eagle3:
         config = llama_config(shape_of(target) | chosen_shape(options))
         taps = options.taps or default_taps(target.num_layers)
         check_taps(taps, target.num_layers)
@@ -91,11 +125,22 @@ class Eagle3(FeatureHead):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             norms = Norms(
-                norm_before_residual=options.norm_before_residual, fc_norm=options.fc_norm, norm_output=options.norm_output
+                norm_before_residual=options.norm_before_residual,
+                fc_norm=options.fc_norm,
+                norm_output=options.norm_output,
             )
-            drafter = cls(config, target, taps, vocab_size, norms=norms, own_embeddings=not shares_embeddings(target))
+            drafter = cls(
+                config,
+                target,
+                taps,
+                vocab_size,
+                norms=norms,
+                own_embeddings=not shares_embeddings(target),
+            )
         if drafter.embed_tokens is not None:
-            drafter.embed_tokens.weight.data.copy_(target.embed(torch.arange(target.vocab_size, device=target.device)))
+            drafter.embed_tokens.weight.data.copy_(
+                target.embed(torch.arange(target.vocab_size, device=target.device))
+            )
         if drafter.d2t is not None:
             drafter.set_vocab(frequent_tokens(token_counts, vocab_size, target.eos_token_ids))
         start_from_target(drafter, target)
@@ -128,7 +173,13 @@ class Eagle3(FeatureHead):
         embeds = self._target[0].embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
         return embeds.to(self.fc.weight.dtype)
 
-    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
+    def step(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep:
         rotary = self._rotary[0](hidden, positions)
         hidden = self.midlayer(embeds, hidden, rotary, context)
         for layer in self.layers.values():
@@ -140,7 +191,8 @@ class Eagle3(FeatureHead):
         write_weights(Path(folder), self.portable_config(), self.state_dict())
 
     def portable_config(self) -> dict[str, Any]:
-        """`config.json` that vLLM and SGLang read alike. Each takes the taps from its own key and counts them its own way."""
+        """`config.json` that vLLM and SGLang read alike. Each takes the taps from its own key and
+        counts them its own way."""
         return {
             "architectures": [ARCHITECTURES[0]],
             "model_type": "llama",
@@ -160,7 +212,8 @@ class Eagle3(FeatureHead):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Eagle3:
-        """Our own folder or one made elsewhere, in the speculators layout too: any layer prefix, layer-id key and norms."""
+        """Our own folder or one made elsewhere, in the speculators layout too: any layer prefix,
+        layer-id key and norms."""
         folder = Path(folder)
         values = flattened(read_config(folder))
         check_portable(values, target, folder)
@@ -178,33 +231,52 @@ class Eagle3(FeatureHead):
         )
         if drafter.d2t is None:
             # Some trainers write the map of a full vocabulary too.
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+            tensors = {
+                name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")
+            }
         elif "d2t" in tensors:
             drafter.check_vocab_map(tensors["d2t"], folder)
             ids = torch.arange(vocab_size) + tensors["d2t"]
-            tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+            tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(
+                0, ids, True
+            )
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
 
     def check_vocab_map(self, offsets: torch.Tensor, folder: Path) -> None:
         ids = torch.arange(len(offsets)) + offsets
-        if len(offsets) != len(self.d2t) or ids.min() < 0 or ids.max() >= self.config.vocab_size or len(ids.unique()) != len(ids):
+        if (
+            len(offsets) != len(self.d2t)
+            or ids.min() < 0
+            or ids.max() >= self.config.vocab_size
+            or len(ids.unique()) != len(ids)
+        ):
             raise UserError(
-                f"d2t of {str(folder)!r} does not map draft tokens to distinct target ids; restore or train the draft again"
+                f"d2t of {str(folder)!r} does not map draft tokens to distinct target ids; "
+                "restore or train the draft again"
             )
 
 
 def chosen_shape(options: Eagle3Options) -> dict[str, int]:
-    keys = ("num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    return {key: value for key, value in asdict(options).items() if key in keys and value is not None}
+    keys = (
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    return {
+        key: value for key, value in asdict(options).items() if key in keys and value is not None
+    }
 
 
 @torch.no_grad()
 def start_from_target(drafter: Eagle3, target: Target) -> None:
-    """Head, last norm and layer are the target's, and fc averages the taps: the draft starts as the target's last layer over an
-    early state, speaking the language of the target's head. After 60 steps on the quickstart's target this gave tau 1.44, with a
-    layer of random weights 1.33, with a random head too 1.21."""
+    """Head, last norm and layer are the target's, and fc averages the taps: the draft starts as the
+    target's last layer over an early state, speaking the language of the target's head. After 60
+    steps on the quickstart's target this gave tau 1.44, with a layer of random weights 1.33, with a
+    random head too 1.21."""
     rows = output_table(target)
     ids = drafter.vocab_map
     drafter.lm_head.weight.copy_(rows if ids is None else rows[ids])
@@ -222,7 +294,8 @@ def start_from_target(drafter: Eagle3, target: Target) -> None:
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The portable keys of a config in the speculators layout, which nests the layer's and takes a missing norm for true."""
+    """The portable keys of a config in the speculators layout, which nests the layer's and takes a
+    missing norm for true."""
     if "transformer_layer_config" not in values:
         return dict(values)
     return {"norm_before_residual": True, **values["transformer_layer_config"], **values}
@@ -244,15 +317,19 @@ def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> N
     }
     for key, wanted in expected.items():
         # A draft as wide as its target may leave the target's width out.
-        found = values.get(key) or (values.get("hidden_size") if key == "target_hidden_size" else None)
+        found = values.get(key) or (
+            values.get("hidden_size") if key == "target_hidden_size" else None
+        )
         if found != wanted:
             raise UserError(
-                f"draft {str(folder)!r} has {key}={found!r} where {wanted!r} is needed for {target.name!r}; use another draft"
+                f"draft {str(folder)!r} has {key}={found!r} where {wanted!r} is needed for "
+                f"{target.name!r}; use another draft"
             )
 
 
 def taps_of(values: Mapping[str, Any], target: Target) -> tuple[int, ...]:
-    """Raw ids: top-level ids are raw, ids under `eagle_config` count layer outputs and are one less."""
+    """Raw ids: top-level ids are raw, ids under `eagle_config` count layer outputs and are one
+    less."""
     if (raw := values.get("eagle_aux_hidden_state_layer_ids")) is not None:
         return tuple(raw)
     nested = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")

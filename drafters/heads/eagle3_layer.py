@@ -21,7 +21,8 @@ class Norms:
     norm_before_residual: bool = False  # the residual stream starts from the normed state
     norm_before_fc: bool = False  # one norm over all taps
     fc_norm: bool = False  # a norm for each tap (EAGLE-3.1)
-    norm_output: bool = False  # the state fed back is the normed one, which the head reads (EAGLE-3.1)
+    # the state fed back is the normed one, which the head reads (EAGLE-3.1)
+    norm_output: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Norms:
@@ -42,7 +43,9 @@ class Eagle3Layer(nn.Module):
         # The attention reads embedding and state side by side.
         for name in ("q_proj", "k_proj", "v_proj"):
             width = self.self_attn.get_submodule(name).out_features
-            self.self_attn.set_submodule(name, nn.Linear(2 * size, width, bias=config.attention_bias))
+            self.self_attn.set_submodule(
+                name, nn.Linear(2 * size, width, bias=config.attention_bias)
+            )
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
@@ -73,6 +76,7 @@ class TapNorms(nn.ModuleList):
         self.size = size
 
     def forward(self, taps: torch.Tensor) -> torch.Tensor:
-        # Not chunks or slices: a recording of this leaves the width open and could not say how many there are.
+        # Not chunks or slices: a recording of this leaves the width open and could not say how many
+        # there are.
         apart = taps.unflatten(-1, (len(self), self.size))
         return torch.cat([norm(apart[..., index, :]) for index, norm in enumerate(self)], dim=-1)

@@ -1,7 +1,8 @@
 """What feature heads (eagle3, mtp) share: unrolling for training and drafting over the paged pool.
 
-A head reads, at position t, the target's state there and the token at t + 1, and predicts the token at t + 2. Drafting further,
-it takes its own previous output for the state. H hidden width, B rows, K draft positions, T ragged positions.
+A head reads, at position t, the target's state there and the token at t + 1, and predicts the token
+at t + 2. Drafting further, it takes its own previous output for the state. H hidden width, B rows,
+K draft positions, T ragged positions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.drawing import Drawing
 from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
 from draftsmith.drafters.heads.recorded_head import RecordedHead, record_head
-from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal, Recordable, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import (
+    Capturable,
+    DraftInputs,
+    Proposal,
+    Recordable,
+    UnrollBatch,
+    UnrolledStep,
+)
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.training.unroll import UnrollPass
 from draftsmith.drafters.training.unroll_flex import FlexUnrollPass
@@ -49,7 +57,13 @@ class FeatureHead(nn.Module, Recordable, Capturable):
     def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
 
     @abstractmethod
-    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
+    def step(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep:
         """embeds and hidden [b, t, H], positions [b, t] or [1, t]."""
 
     @abstractmethod
@@ -64,7 +78,11 @@ class FeatureHead(nn.Module, Recordable, Capturable):
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""
-        return head_input @ self.head_weight().T if self._recorded is None else self._recorded.logits(head_input)
+        return (
+            head_input @ self.head_weight().T
+            if self._recorded is None
+            else self._recorded.logits(head_input)
+        )
 
     def fused(self, taps: torch.Tensor) -> torch.Tensor:
         if self._recorded is None:
@@ -75,7 +93,9 @@ class FeatureHead(nn.Module, Recordable, Capturable):
     @abstractmethod
     def vocab_map(self) -> torch.Tensor | None: ...
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool:
         return PagedPool.empty(
             num_layers=self.config.num_hidden_layers,
             num_blocks=num_blocks,
@@ -87,22 +107,30 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         )
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
-        next_ids = torch.roll(batch.input_ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
+        # the last column gets a wrong one, and nothing to predict
+        next_ids = torch.roll(batch.input_ids, -1, dims=1)
         embeds = self.embed(next_ids)
         hidden = self.fuse(batch.taps)
         positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
-        # No chain that drafts a token which counts is longer, so before these columns only true states matter.
+        # No chain that drafts a token which counts is longer, so before these columns only true
+        # states matter.
         first = max(0, batch.first - batch.num_steps)
         context = (FlexUnrollPass if batch.flex else UnrollPass)(batch.segments, first=first)
         for depth in range(batch.num_steps):
             step = self.step(embeds, hidden, positions, context)
             missing = batch.input_ids.shape[1] - step.head_input.shape[1]
             drafted = torch.nn.functional.pad(step.head_input, (0, 0, missing, 0))
-            yield UnrolledStep(hidden=drafted, valid=has_next & (batch.positions >= depth), offset=2)
+            yield UnrolledStep(
+                hidden=drafted, valid=has_next & (batch.positions >= depth), offset=2
+            )
             context.next_step()
             hidden = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
             if depth == 0:
-                embeds, hidden, positions = embeds[:, first:], hidden[:, first:], positions[:, first:]
+                embeds, hidden, positions = (
+                    embeds[:, first:],
+                    hidden[:, first:],
+                    positions[:, first:],
+                )
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
@@ -122,7 +150,8 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         return grow(self, inputs, self._catch_up(inputs), shape, greedy)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        """Drafted positions were written from the head's own states; they are read again with the target's."""
+        """Drafted positions were written from the head's own states; they are read again with the
+        target's."""
         return last
 
     def _catch_up(self, inputs: DraftInputs) -> CatchUp | None:
@@ -142,28 +171,50 @@ class FeatureHead(nn.Module, Recordable, Capturable):
             return None
         last = [end - 1 for end in itertools.accumulate(lengths)]
         # All that the host knows arrives in one copy.
-        parts = torch.tensor(places + following + rows + lengths + last, device=inputs.tokens.device)
+        parts = torch.tensor(
+            places + following + rows + lengths + last, device=inputs.tokens.device
+        )
         positions, following, which, counts, ends = parts.split([len(places)] * 2 + [len(rows)] * 3)
         tables = inputs.block_tables[which]
         context = PagedPass(inputs.pool, tables, positions, counts)
-        step = self.read_ragged(self.embed(inputs.tokens[following]), self.fused(inputs.taps), positions, context)
+        step = self.read_ragged(
+            self.embed(inputs.tokens[following]), self.fused(inputs.taps), positions, context
+        )
         return CatchUp(rows, positions[ends], tables, step.select(ends))
 
-    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
-        self._graphs = ChainGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
-        self.level_graphs = LevelGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+    def capture(
+        self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder
+    ) -> None:
+        self._graphs = ChainGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder
+        )
+        self.level_graphs = LevelGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder
+        )
 
     def read_drafts(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
     ) -> HeadStep:
         return self.read_ragged(self.embed(tokens), hidden, positions, context)
 
     def read_ragged(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
     ) -> HeadStep:
         """[T, H] -> [T, H]."""
         if self._recorded is None:
             step = self.step(embeds[None], hidden[None], positions[None], context)
         else:
-            step = HeadStep(*self._recorded.step(embeds[None], hidden[None], positions[None], attention_context=context))
+            step = HeadStep(
+                *self._recorded.step(
+                    embeds[None], hidden[None], positions[None], attention_context=context
+                )
+            )
         return HeadStep(step.next_hidden[0], step.head_input[0])

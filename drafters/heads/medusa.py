@@ -1,9 +1,11 @@
-"""Medusa (arXiv 2401.10774): a few small heads on the target's final state, each drafting its own position ahead.
+"""Medusa (arXiv 2401.10774): a few small heads on the target's final state, each drafting its own
+position ahead.
 
     logits of x_{t+2+s} = head(blocks_s(h_t)),   a block: x -> x + silu(linear(x))
 
-Drafts do not see each other, so q of a chain is a product. The head is the target's own, frozen and not part of the module, so
-training touches only the blocks; drafts made elsewhere with a table for every head are served, not trained.
+Drafts do not see each other, so q of a chain is a product. The head is the target's own, frozen and
+not part of the module, so training touches only the blocks; drafts made elsewhere with a table for
+every head are served, not trained.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from draftsmith.drafters.heads.state_head import StateHead
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.options import MedusaOptions
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import ReadBytes, check_finite, load_into, read_config, read_weights, weight_bytes, write_weights
+from draftsmith.drafters.weights import (
+    ReadBytes,
+    check_finite,
+    load_into,
+    read_config,
+    read_weights,
+    weight_bytes,
+    write_weights,
+)
 from draftsmith.errors import UserError
 
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
@@ -40,31 +50,59 @@ class ResBlock(nn.Module):
 class Medusa(StateHead):
     family = "medusa"
 
-    def __init__(self, target: Target, *, num_heads: int, num_layers: int, bias: bool = True, own_tables: bool = False):
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_heads: int,
+        num_layers: int,
+        bias: bool = True,
+        own_tables: bool = False,
+    ):
         super().__init__()
         size = target.hidden_size
-        self.vocab_size, self.max_depth, self.num_layers, self.bias = target.vocab_size, num_heads, num_layers, bias
+        self.vocab_size, self.max_depth, self.num_layers, self.bias = (
+            target.vocab_size,
+            num_heads,
+            num_layers,
+            bias,
+        )
         # In a tuple, lest nn.Module register the target's weights as ours.
         self._target = (target,)
         self.heads = nn.ModuleList(
-            nn.Sequential(*[ResBlock(size, bias=bias) for _ in range(num_layers)]) for _ in range(num_heads)
+            nn.Sequential(*[ResBlock(size, bias=bias) for _ in range(num_layers)])
+            for _ in range(num_heads)
         )
-        tables = [nn.Linear(size, target.vocab_size, bias=False) for _ in range(num_heads)] if own_tables else []
+        tables = (
+            [nn.Linear(size, target.vocab_size, bias=False) for _ in range(num_heads)]
+            if own_tables
+            else []
+        )
         self.tables = nn.ModuleList(tables)
         self.to(target.device)
 
     @classmethod
-    def create(cls, options: MedusaOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Medusa:
-        """`token_counts` is not needed: the head is the target's own. Blocks of zeros draft what the target itself says next."""
+    def create(
+        cls,
+        options: MedusaOptions,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> Medusa:
+        """`token_counts` is not needed: the head is the target's own. Blocks of zeros draft what
+        the target itself says next."""
         if options.num_heads < 1 or options.num_layers < 1:
             raise UserError(
-                f"option 'medusa' has {options.num_heads} heads of {options.num_layers} layers; give at least 1 of each"
+                f"option 'medusa' has {options.num_heads} heads of {options.num_layers} layers; "
+                "give at least 1 of each"
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(target, num_heads=options.num_heads, num_layers=options.num_layers)
         for name, parameter in drafter.named_parameters():
-            # The first block of a head starts as the identity; further ones need noise to differ from it at all.
+            # The first block of a head starts as the identity; further ones need noise to differ
+            # from it at all.
             parameter.data.mul_(0.0 if name.endswith("bias") or ".0.linear" in name else 0.1)
         return drafter
 
@@ -80,22 +118,28 @@ class Medusa(StateHead):
     def head_weight(self) -> torch.Tensor:
         if len(self.tables):
             raise UserError(
-                "this medusa draft has a table for every head and can be served but not trained; train one of our own"
+                "this medusa draft has a table for every head and can be served but not trained; "
+                "train one of our own"
             )
         return output_table(self._target[0]).to(self.heads[0][0].linear.weight.dtype)
 
     def read_bytes(self) -> ReadBytes:
         """Heads wait for nothing, so a table that they share is read once."""
         shared = [] if len(self.tables) else [self.head_weight()]
-        return ReadBytes(proposal=weight_bytes([], *shared), token=weight_bytes([self]) // self.max_depth)
+        return ReadBytes(
+            proposal=weight_bytes([], *shared), token=weight_bytes([self]) // self.max_depth
+        )
 
     def save(self, folder: Path) -> None:
         write_weights(
-            Path(folder), self.portable_config(), {engine_name(name): value for name, value in self.state_dict().items()}
+            Path(folder),
+            self.portable_config(),
+            {engine_name(name): value for name, value in self.state_dict().items()},
         )
 
     def portable_config(self) -> dict[str, Any]:
-        """As vLLM read it while it served Medusa. `original_lm_head`: the heads share the target's."""
+        """As vLLM read it while it served Medusa. `original_lm_head`: the heads share
+        the target's."""
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -121,7 +165,11 @@ class Medusa(StateHead):
             tensors |= shared_table(shared, target, num_heads)
         own_tables = "tables.0.weight" in tensors
         drafter = cls(
-            target, num_heads=num_heads, num_layers=num_layers, bias="heads.0.0.linear.bias" in tensors, own_tables=own_tables
+            target,
+            num_heads=num_heads,
+            num_layers=num_layers,
+            bias="heads.0.0.linear.bias" in tensors,
+            own_tables=own_tables,
         )
         drafter.to(next(iter(tensors.values())).dtype)
         load_into(drafter, tensors, str(folder))
@@ -137,7 +185,8 @@ def engine_name(name: str) -> str:
 
 
 def own_name(name: str, num_layers: int) -> str:
-    """vLLM's or the original's (i.j.linear.weight, i.num_layers.weight for the table) -> ours; others stay and are refused."""
+    """vLLM's or the original's (i.j.linear.weight, i.num_layers.weight for the table) -> ours;
+    others stay and are refused."""
     parts = name.split(".")
     if parts[0] == "blocks" and len(parts) == 5:
         return f"heads.{parts[1]}.{parts[3]}.linear.{parts[4]}"
@@ -151,7 +200,8 @@ def own_name(name: str, num_layers: int) -> str:
 
 
 def shared_table(table: torch.Tensor, target: Target, num_heads: int) -> dict[str, torch.Tensor]:
-    """A table for all heads: nothing to keep when it is the target's, one of each head's own otherwise."""
+    """A table for all heads: nothing to keep when it is the target's, one of each head's own
+    otherwise."""
     own = output_table(target).to(table)
     if table.shape == own.shape and torch.allclose(table.to(own.device), own, rtol=1e-2, atol=1e-4):
         return {}
@@ -165,7 +215,9 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     try:
         tensors = load_file(original)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"draft weights {str(original)!r} are damaged ({error}); restore the file") from error
+        raise UserError(
+            f"draft weights {str(original)!r} are damaged ({error}); restore the file"
+        ) from error
     check_finite(tensors, str(folder))
     return tensors
 
@@ -177,15 +229,23 @@ def numbers_of(values: Mapping[str, Any], folder: Path) -> tuple[int, int]:
         values.get("num_hidden_layers", values.get("medusa_num_layers")),
     ]
     if not all(isinstance(value, int) and value > 0 for value in found):
-        raise UserError(f"draft config of {str(folder)!r} does not say how many heads and layers there are; restore config.json")
+        raise UserError(
+            f"draft config of {str(folder)!r} does not say how many heads and layers there are; "
+            "restore config.json"
+        )
     return found[0], found[1]
 
 
 def check_shape(values: Mapping[str, Any], target: Target, folder: Path) -> None:
     """The original layout leaves shapes out; its tensors tell."""
-    wanted = {"vocab_size": target.vocab_size, "truncated_vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
+    wanted = {
+        "vocab_size": target.vocab_size,
+        "truncated_vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+    }
     for key, own in wanted.items():
         if values.get(key, own) != own:
             raise UserError(
-                f"draft {str(folder)!r} has {key}={values[key]!r} where {own!r} is needed for {target.name!r}; use another draft"
+                f"draft {str(folder)!r} has {key}={values[key]!r} where {own!r} is needed for "
+                f"{target.name!r}; use another draft"
             )

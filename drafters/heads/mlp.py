@@ -1,10 +1,12 @@
-"""The MLP speculator (arXiv 2404.19124): a recurrent network of one layer, from the target's final state over the drafted tokens.
+"""The MLP speculator (arXiv 2404.19124): a recurrent network of one layer, from the target's final
+state over the drafted tokens.
 
     state_s  = gelu(ln_s(proj_s(state_{s-1}) + mix * emb_s(x_{t+1+s}))),   state_{-1} = h_t
     logits of x_{t+2+s} = head_s(state_s)
 
-`mix` balances the two so that neither dies out over the depths. With tied weights all depths share emb, head, ln and, from the
-second on, proj; that is what is trained here, other checkpoints are served.
+`mix` balances the two so that neither dies out over the depths. With tied weights all depths share
+emb, head, ln and, from the second on, proj; that is what is trained here, other checkpoints are
+served.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from draftsmith.drafters.heads.feature_head import HeadStep
 from draftsmith.drafters.heads.state_head import StateHead
 from draftsmith.drafters.options import MlpOptions
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import ReadBytes, load_into, read_config, read_weights, weight_bytes, write_weights
+from draftsmith.drafters.weights import (
+    ReadBytes,
+    load_into,
+    read_config,
+    read_weights,
+    weight_bytes,
+    write_weights,
+)
 from draftsmith.errors import UserError
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -42,36 +51,65 @@ class ScaledNorm(nn.Module):
 
 
 class Mlp(StateHead):
-    """Modules are numbered by depth; the last of each serves all later depths, so tied weights are lists of one (proj: two)."""
+    """Modules are numbered by depth; the last of each serves all later depths, so tied weights are
+    lists of one (proj: two)."""
 
     family = "mlp"
 
-    def __init__(self, target: Target, *, inner_size: int, num_predict: int, tied: bool = True, scale_input: bool = False):
+    def __init__(
+        self,
+        target: Target,
+        *,
+        inner_size: int,
+        num_predict: int,
+        tied: bool = True,
+        scale_input: bool = False,
+    ):
         super().__init__()
         size = target.hidden_size
         self.vocab_size, self.max_depth = target.vocab_size, num_predict
-        self.inner_size, self.tied, self.scale_input, self.state_size = inner_size, tied, scale_input, size
+        self.inner_size, self.tied, self.scale_input, self.state_size = (
+            inner_size,
+            tied,
+            scale_input,
+            size,
+        )
         copies = 1 if tied else num_predict
         self.emb = nn.ModuleList(nn.Embedding(target.vocab_size, inner_size) for _ in range(copies))
         sizes = [size, *[inner_size] * (min(2, num_predict) - 1 if tied else num_predict - 1)]
         self.proj = nn.ModuleList(nn.Linear(width, inner_size, bias=False) for width in sizes)
         self.ln = nn.ModuleList(ScaledNorm(inner_size) for _ in range(copies))
-        self.head = nn.ModuleList(nn.Linear(inner_size, target.vocab_size, bias=False) for _ in range(copies))
+        self.head = nn.ModuleList(
+            nn.Linear(inner_size, target.vocab_size, bias=False) for _ in range(copies)
+        )
         state_weight = 0.5 ** (0.5 / num_predict)
         self.mix = math.sqrt((1 - state_weight**2) * (inner_size / 2)) / state_weight
         self.to(target.device)
 
     @classmethod
-    def create(cls, options: MlpOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Mlp:
+    def create(
+        cls,
+        options: MlpOptions,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> Mlp:
         """`token_counts` is not needed: the vocabulary is the target's."""
         inner_size = options.inner_size or target.hidden_size
         if options.num_predict < 1 or inner_size < 1:
             raise UserError(
-                f"option 'mlp' has num_predict={options.num_predict}, inner_size={inner_size}; both must be at least 1"
+                f"option 'mlp' has num_predict={options.num_predict}, inner_size={inner_size}; "
+                "both must be at least 1"
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drafter = cls(target, inner_size=inner_size, num_predict=options.num_predict, scale_input=options.scale_input)
+            drafter = cls(
+                target,
+                inner_size=inner_size,
+                num_predict=options.num_predict,
+                scale_input=options.scale_input,
+            )
             for module in drafter.modules():
                 if isinstance(module, nn.Linear | nn.Embedding):
                     nn.init.normal_(module.weight, 0.0, inner_size**-0.5)
@@ -91,17 +129,27 @@ class Mlp(StateHead):
 
     def head_weight(self) -> torch.Tensor:
         if len(self.head) > 1:
-            raise UserError("this mlp draft has a head for every depth and can be served but not trained; train one of our own")
+            raise UserError(
+                "this mlp draft has a head for every depth and can be served but not trained; "
+                "train one of our own"
+            )
         return self.head[0].weight
 
     def read_bytes(self) -> ReadBytes:
         """The mean over its depths, whose modules may be their own."""
         depths = range(self.max_depth)
-        read = [weight_bytes([at(self.proj, depth), at(self.ln, depth), at(self.head, depth)]) for depth in depths]
+        read = [
+            weight_bytes([at(self.proj, depth), at(self.ln, depth), at(self.head, depth)])
+            for depth in depths
+        ]
         return ReadBytes(proposal=0, token=sum(read) // self.max_depth)
 
     def save(self, folder: Path) -> None:
-        write_weights(Path(folder), self.portable_config(), {PREFIX + name: value for name, value in self.state_dict().items()})
+        write_weights(
+            Path(folder),
+            self.portable_config(),
+            {PREFIX + name: value for name, value in self.state_dict().items()},
+        )
 
     def portable_config(self) -> dict[str, Any]:
         """As IBM's checkpoints have it, which vLLM read while it served them."""
@@ -131,7 +179,9 @@ class Mlp(StateHead):
             tied=bool(values.get("tie_weights")),
             scale_input=bool(values.get("scale_input")),
         )
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read_weights(folder).items()}
+        tensors = {
+            name.removeprefix(PREFIX): tensor for name, tensor in read_weights(folder).items()
+        }
         if drafter.tied:
             tensors = without_copies(tensors, drafter.state_dict().keys())
         drafter.to(next(iter(tensors.values())).dtype)
@@ -149,7 +199,8 @@ def normed(states: torch.Tensor) -> torch.Tensor:
 
 
 def without_copies(tensors: Mapping[str, torch.Tensor], names: Any) -> dict[str, torch.Tensor]:
-    """Some writers repeat a tied tensor at every depth; a repetition that differs stays, and is refused."""
+    """Some writers repeat a tied tensor at every depth; a repetition that differs stays, and is
+    refused."""
     last = {name.split(".")[0]: name.split(".")[1] for name in names}
     kept = {}
     for name, tensor in tensors.items():
@@ -164,8 +215,11 @@ def check_config(values: Mapping[str, Any], target: Target, folder: Path) -> Non
     for key, wanted in (("vocab_size", target.vocab_size), ("emb_dim", target.hidden_size)):
         if values.get(key) != wanted:
             raise UserError(
-                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed for {target.name!r}; "
+                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed "
+                f"for {target.name!r}; "
                 "use another draft"
             )
     if not isinstance(values.get("n_predict"), int) or values["n_predict"] < 1:
-        raise UserError(f"draft {str(folder)!r} has n_predict={values.get('n_predict')!r}; restore config.json")
+        raise UserError(
+            f"draft {str(folder)!r} has n_predict={values.get('n_predict')!r}; restore config.json"
+        )

@@ -1,7 +1,9 @@
-"""MTP modules whose block is a plain Llama layer: new ones, trained for any target, and those that came in MiMo's layout.
+"""MTP modules whose block is a plain Llama layer: new ones, trained for any target, and those that
+came in MiMo's layout.
 
-The target's last state is taken before its final norm and the recursion feeds back the module's own after its norm, as vLLM's
-MiMo model does, so a module stitched into the target is the same model there.
+The target's last state is taken before its final norm and the recursion feeds back the module's own
+after its norm, as vLLM's MiMo model does, so a module stitched into the target is the same model
+there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp, is_appended
@@ -39,12 +45,20 @@ class Mtp(MtpHead):
             layer=partial(LlamaDecoderLayer, config, layer_idx=0),
             rotary=LlamaRotaryEmbedding(config),
         )
-        if config.attention_bias:  # of a module that its target brought along: Qwen2's block has none here
+        # of a module that its target brought along: Qwen2's block has none here
+        if config.attention_bias:
             self.layer.self_attn.o_proj.bias = None
         self.to(target.device)
 
     @classmethod
-    def create(cls, options: MtpOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Mtp:
+    def create(
+        cls,
+        options: MtpOptions,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> Mtp:
         """`token_counts` is not needed: the head is the target's own."""
         shape = shape_of(target)
         if options.intermediate_size is not None:
@@ -52,14 +66,22 @@ class Mtp(MtpHead):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(llama_config(shape), target)
-        # The head is frozen, so the module must speak its language: outputs of the size of the target's own final states.
-        # The layer stays random: begun as the target's last one it learned more slowly (tau 1.40 against 1.62 after 60 steps).
+        # The head is frozen, so the module must speak its language: outputs of the size of the
+        # target's own final states. The layer stays random: begun as the target's last one it
+        # learned more slowly (tau 1.40 against 1.62 after 60 steps).
         drafter.norm.weight.data.copy_(fitted_norm(target))
         return drafter
 
     def save(self, folder: Path) -> None:
-        values = {"architectures": [ARCHITECTURE], "model_type": "llama", **config_dict(self.config)}
-        values |= {"dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."), "tie_word_embeddings": False}
+        values = {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            **config_dict(self.config),
+        }
+        values |= {
+            "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."),
+            "tie_word_embeddings": False,
+        }
         write_weights(Path(folder), values, self.state_dict())
 
     @classmethod
@@ -74,7 +96,9 @@ class Mtp(MtpHead):
         if native:
             values = {**values, "attention_bias": "layer.self_attn.q_proj.bias" in tensors}
         drafter = cls(llama_config(values), target)
-        drafter.to(tensors["eh_proj.weight"].dtype if "eh_proj.weight" in tensors else torch.float32)
+        drafter.to(
+            tensors["eh_proj.weight"].dtype if "eh_proj.weight" in tensors else torch.float32
+        )
         load_into(drafter, tensors, str(folder))
         return drafter
 
@@ -83,6 +107,7 @@ def check_shape(values: dict[str, Any], target: Target, folder: Path) -> None:
     for key, wanted in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
         if values.get(key) != wanted:
             raise UserError(
-                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed for {target.name!r}; "
+                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed "
+                f"for {target.name!r}; "
                 "use another draft"
             )

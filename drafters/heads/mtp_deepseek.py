@@ -1,7 +1,9 @@
-"""An MTP module that its target brought along as one more decoder layer: DeepSeek-V3, GLM-4.5 to 4.7.
+"""An MTP module that its target brought along as one more decoder layer: DeepSeek-V3, GLM-4.5 to
+4.7.
 
-Its block is a layer of the target's own class, with experts and latent attention where those have them. The state it reads is the
-one that the target's head multiplies, after the final norm. It is saved under the names it was published with.
+Its block is a layer of the target's own class, with experts and latent attention where those have
+them. The state it reads is the one that the target's head multiplies, after the final norm. It is
+saved under the names it was published with.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Whether the module, drafting on, reads its state after its norm. Engines differ for GLM (SGLang and transformers read the normed
-# one); these are vLLM's ways, which reads our exports.
+# Whether the module, drafting on, reads its state after its norm. Engines differ for GLM (SGLang
+# and transformers read the normed one); these are vLLM's ways, which reads our exports.
 FEEDS_NORMED = {"deepseek_v3": True, "glm4_moe": False, "glm4_moe_lite": False}
 # Copies of the target's tables. vLLM, too, takes the target's own for them.
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
@@ -61,12 +63,16 @@ def own_names(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, torc
 
 def published_names(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """The inverse, with `prefix`; what is shared with the target is not among them."""
-    theirs = {THEIR_NORM if name == NORM else name.removeprefix(LAYER): tensor for name, tensor in tensors.items()}
+    theirs = {
+        THEIR_NORM if name == NORM else name.removeprefix(LAYER): tensor
+        for name, tensor in tensors.items()
+    }
     return {prefix + name: tensor for name, tensor in single_experts(theirs).items()}
 
 
 def stacked_experts(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
-    """Each expert's gate and up [I, H] and down [H, I] -> [E, 2 I, H] and [E, H, I]; a dense layer as it is."""
+    """Each expert's gate and up [I, H] and down [H, I] -> [E, 2 I, H] and [E, H, I]; a dense layer
+    as it is."""
     stacked = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
     numbers = {int(found[1]) for name in tensors if (found := EXPERT.fullmatch(name))}
     if not numbers:
@@ -75,12 +81,20 @@ def stacked_experts(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str
     def projection(number: int, kind: str) -> torch.Tensor:
         name = f"mlp.experts.{number}.{kind}_proj.weight"
         if name not in tensors:
-            raise UserError(f"weight {name!r} of the MTP module is missing in {where!r}; restore the folder")
+            raise UserError(
+                f"weight {name!r} of the MTP module is missing in {where!r}; restore the folder"
+            )
         return tensors[name]
 
     experts = range(max(numbers) + 1)
-    halves = [torch.cat([projection(number, "gate"), projection(number, "up")]) for number in experts]
-    return {**stacked, GATE_UP: torch.stack(halves), DOWN: torch.stack([projection(number, "down") for number in experts])}
+    halves = [
+        torch.cat([projection(number, "gate"), projection(number, "up")]) for number in experts
+    ]
+    return {
+        **stacked,
+        GATE_UP: torch.stack(halves),
+        DOWN: torch.stack([projection(number, "down") for number in experts]),
+    }
 
 
 def single_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -113,7 +127,8 @@ class AppendedMtp(MtpHead):
         self.layer.self_attn.layer_idx = 0  # of a pool of its own
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """The router's biases stay float32 wherever the module goes, as in the target: rounded, they choose other experts."""
+        """The router's biases stay float32 wherever the module goes, as in the target: rounded,
+        they choose other experts."""
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers():
@@ -121,7 +136,9 @@ class AppendedMtp(MtpHead):
                 buffer.data = before[name].to(buffer.device)
         return self
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool:
         shape = self.cache_shape()
         return PagedPool.empty(
             num_layers=1,
@@ -136,28 +153,40 @@ class AppendedMtp(MtpHead):
 
     @torch.no_grad()
     def cache_shape(self) -> LayerShape:
-        """What the layer asks of its attention: its config says so in other words for every kind of attention."""
+        """What the layer asks of its attention: its config says so in other words for every kind of
+        attention."""
         weight = self.eh_proj.weight
         state = torch.zeros(1, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
         recorder = Recorder()
-        self.step(state, state, torch.zeros(1, 1, dtype=torch.int64, device=weight.device), recorder)
+        self.step(
+            state, state, torch.zeros(1, 1, dtype=torch.int64, device=weight.device), recorder
+        )
         return recorder.shapes[0]
 
     def save(self, folder: Path) -> None:
         values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
-        values |= {"num_nextn_predict_layers": 1, "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch.")}
+        values |= {
+            "num_nextn_predict_layers": 1,
+            "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."),
+        }
         write_weights(Path(folder), values, published_names(self.state_dict(), prefix_of(values)))
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> AppendedMtp:
         values = read_config(folder)
-        for key, own in (("model_type", target.config.model_type), ("num_hidden_layers", target.num_layers)):
+        for key, own in (
+            ("model_type", target.config.model_type),
+            ("num_hidden_layers", target.num_layers),
+        ):
             if values.get(key) != own:
                 raise UserError(
-                    f"the MTP module in {str(folder)!r} is for a target with {key}={values.get(key)!r} and {target.name!r} has "
+                    f"the MTP module in {str(folder)!r} is for a target with "
+                    f"{key}={values.get(key)!r} and {target.name!r} has "
                     f"{own!r}; use another draft"
                 )
-        tensors = own_names(module_tensors(folder, values, prefix_of(values), needed="eh_proj.weight"), str(folder))
+        tensors = own_names(
+            module_tensors(folder, values, prefix_of(values), needed="eh_proj.weight"), str(folder)
+        )
         with torch.device("meta"):  # its experts may be many: the weights are made once
             drafter = cls(target)
         drafter.to(tensors["eh_proj.weight"].dtype).to_empty(device="cpu")

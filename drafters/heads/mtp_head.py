@@ -1,6 +1,8 @@
-"""What an MTP module computes (DeepSeek-V3, arXiv 2412.19437, section 2.2), applied again and again to its own output.
+"""What an MTP module computes (DeepSeek-V3, arXiv 2412.19437, section 2.2), applied again and again
+to its own output.
 
-    input at t  = eh_proj(cat(enorm(embed(x_{t+1})), hnorm(state)))        state: the target's last one, or the module's own
+    input at t  = eh_proj(cat(enorm(embed(x_{t+1})), hnorm(state)))        state: the target's last
+    one, or the module's own
     next state  = norm(decoder layer(input));   logits of x_{t+2} = target's head(next state)
 
 The embedding at position 0 is zero, as in vLLM's modules.
@@ -36,13 +38,15 @@ class MtpHead(FeatureHead):
         rotary: nn.Module,
         feeds_normed: bool = True,
     ):
-        """`config` is the layer's. `feeds_normed`: drafting on, the module reads its own state after its norm."""
+        """`config` is the layer's. `feeds_normed`: drafting on, the module reads its own state
+        after its norm."""
         super().__init__()
         size = config.hidden_size
         self.config = config
         self.taps = (tap,)
         self.feeds_normed = feeds_normed
-        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary frequencies.
+        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary
+        # frequencies.
         self._target = (target,)
         self._rotary = (rotary,)
         self.enorm = norm()
@@ -64,7 +68,13 @@ class MtpHead(FeatureHead):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._target[0].embed(ids).to(self.eh_proj.weight.dtype)
 
-    def step(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> HeadStep:
+    def step(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep:
         embeds = embeds.masked_fill((positions == 0)[..., None], 0.0)
         mixed = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], dim=-1))
         rotary = self._rotary[0](mixed, positions)

@@ -1,5 +1,6 @@
-"""An MTP module that a target brought along, read from the target's own folder: MiMo's layout, which engines read for dense
-models and `export` writes (`train/export/layouts/mtp.py`). transformers leaves the module out when it loads the target.
+"""An MTP module that a target brought along, read from the target's own folder: MiMo's layout,
+which engines read for dense models and `export` writes (`train/export/layouts/mtp.py`).
+transformers leaves the module out when it loads the target.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def is_native(config: Mapping[str, Any]) -> bool:
 
 
 def read_native(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The module's tensors under our names; nothing else of the folder, which holds the whole target, is read.
+    """The module's tensors under our names; nothing else of the folder, which holds the whole
+    target, is read.
 
-    Biases of q, k and v that are all zero are left out: Qwen2 blocks have them, modules trained here need not.
+    Biases of q, k and v that are all zero are left out: Qwen2 blocks have them, modules trained
+    here need not.
     """
     tensors = module_tensors(folder, config, MODULE, needed="input_proj.weight")
     # MiMo's projection reads [state, embedding], ours [embedding, state].
@@ -42,21 +45,29 @@ def read_native(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
     return {"eh_proj.weight": torch.cat([embedding, state], dim=1), **renamed}
 
 
-def module_tensors(folder: Path, config: Mapping[str, Any], prefix: str, *, needed: str) -> dict[str, torch.Tensor]:
+def module_tensors(
+    folder: Path, config: Mapping[str, Any], prefix: str, *, needed: str
+) -> dict[str, torch.Tensor]:
     """Those of the one module under `prefix`, which their names here lack."""
     if (modules := config.get("num_nextn_predict_layers")) != 1:
-        raise UserError(f"{str(folder)!r} has num_nextn_predict_layers={modules!r}; one module, applied again and again, is read")
+        raise UserError(
+            f"{str(folder)!r} has num_nextn_predict_layers={modules!r}; one module, applied again "
+            "and again, is read"
+        )
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
             tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     if needed not in tensors:
-        raise UserError(f"{str(folder)!r} holds no {prefix}{needed}; give a target with an MTP module")
+        raise UserError(
+            f"{str(folder)!r} holds no {prefix}{needed}; give a target with an MTP module"
+        )
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.element_size() == 1:
             raise UserError(
-                f"weight {prefix + name!r} of {str(folder)!r} is stored as {str(tensor.dtype).removeprefix('torch.')}; "
+                f"weight {prefix + name!r} of {str(folder)!r} is stored as "
+                f"{str(tensor.dtype).removeprefix('torch.')}; "
                 "give a folder whose MTP module is not quantised, in bfloat16 for one"
             )
     check_finite(tensors, str(folder))

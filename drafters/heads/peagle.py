@@ -1,11 +1,13 @@
 """P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all k tokens in one pass.
 
-    slot 0      = EAGLE-3's input at the last true state: (embedding of the newest token, fc(cat(taps)))
-    slot i > 0  = (embedding of the mask token, fc(mask_hidden)) at the position after; it sees true states and slots before it
+    slot 0      = EAGLE-3's input at the last true state: (embedding of the newest token,
+    fc(cat(taps)))
+    slot i > 0  = (embedding of the mask token, fc(mask_hidden)) at the position after; it sees true
+    states and slots before it
     logits of x_{n+1+i} = lm_head(norm(state of slot i))
 
-`mask_hidden` stands for the taps of a position that the target has not read. Drafts do not see each other, so q of a chain is a
-product, and there is nothing for a tree to branch on.
+`mask_hidden` stands for the taps of a position that the target has not read. Drafts do not see each
+other, so q of a chain is a product, and there is nothing for a tree to branch on.
 """
 
 from __future__ import annotations
@@ -40,10 +42,19 @@ class Peagle(Eagle3):
     def __init__(self, *args: Any, mask_token: int | None = None, **shape: Any):
         super().__init__(*args, **shape)
         self.mask_token = checked_mask_token(self._target[0], mask_token)
-        self.mask_hidden = nn.Parameter(torch.zeros(1, self.fc.in_features, device=self.fc.weight.device))
+        self.mask_hidden = nn.Parameter(
+            torch.zeros(1, self.fc.in_features, device=self.fc.weight.device)
+        )
 
     @classmethod
-    def create(cls, options: PeagleOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> Peagle:
+    def create(
+        cls,
+        options: PeagleOptions,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> Peagle:
         drafter = super().create(options, target, seed=seed, token_counts=token_counts)
         drafter.mask_token = checked_mask_token(target, options.mask_token)
         # Taps as they are on average: of random ones the head makes worse than a uniform guess.
@@ -54,8 +65,10 @@ class Peagle(Eagle3):
         """One pass: the slots at every column t draft t + 2, t + 3, ... after it."""
         ids, (rows, length), slots = batch.input_ids, batch.input_ids.shape, batch.num_steps
         places = batch.positions
-        following = torch.roll(ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
-        # Masks of blocks before this column draft nothing that counts; their first slots are context.
+        # the last column gets a wrong one, and nothing to predict
+        following = torch.roll(ids, -1, dims=1)
+        # Masks of blocks before this column draft nothing that counts; their first slots are
+        # context.
         first = max(0, batch.first - 1 - slots)
         tokens = torch.full((rows, length - first, slots), self.mask_token, device=ids.device)
         tokens[:, :, 0] = following[:, first:]
@@ -68,7 +81,11 @@ class Peagle(Eagle3):
         positions = torch.cat([places[:, :first], positions], dim=1)
         # Masks of one block are no context of another.
         context = BlockPass(None, slots=slots, causal=True, segments=batch.segments, first=first)
-        states = self.step(self.embed(tokens), hidden, positions, context).head_input[:, first:].unflatten(1, (-1, slots))
+        states = (
+            self.step(self.embed(tokens), hidden, positions, context)
+            .head_input[:, first:]
+            .unflatten(1, (-1, slots))
+        )
         has_next = batch.has_next  # column t reads the token at t + 1
         for depth in range(slots):
             # The block that drafts the token at t + 2 at this depth stands at t - depth.
@@ -88,7 +105,9 @@ class Peagle(Eagle3):
         rows = slots.rows[inputs.num_draft[slots.rows] > 0]
         drafting = ((inputs.num_draft[slots.row] > 0) & (slots.depth >= 0)).nonzero()[:, 0]
         budgets, newest = inputs.num_draft[rows], inputs.starts[rows] + inputs.lengths[rows] - 1
-        drafting, begins, newest = sent(inputs.tokens.device, drafting, budgets.cumsum(0) - budgets, newest)
+        drafting, begins, newest = sent(
+            inputs.tokens.device, drafting, budgets.cumsum(0) - budgets, newest
+        )
         logits = self.draft_logits(states[drafting])
         for depth, (chosen, kept, _) in enumerate(drawing.depths(rows.tolist())):
             if kept is not None:
@@ -102,16 +121,31 @@ class Peagle(Eagle3):
     def _read(self, inputs: DraftInputs, slots: Slots) -> torch.Tensor:
         """True states and masks of all rows in one pass -> what the head multiplies [T, H]."""
         masked = slots.depth > 0
-        columns = (slots.rows, slots.counts, slots.position, slots.token, masked.nonzero()[:, 0], (~masked).nonzero()[:, 0])
+        columns = (
+            slots.rows,
+            slots.counts,
+            slots.position,
+            slots.token,
+            masked.nonzero()[:, 0],
+            (~masked).nonzero()[:, 0],
+        )
         rows, counts, position, token, masks, true = sent(inputs.tokens.device, *columns)
         ids = inputs.tokens[token].index_fill(0, masks, self.mask_token)
-        hidden = self.fuse(self.mask_hidden).expand(len(ids), -1).index_copy(0, true, self.fused(inputs.taps))
+        hidden = (
+            self.fuse(self.mask_hidden)
+            .expand(len(ids), -1)
+            .index_copy(0, true, self.fused(inputs.taps))
+        )
         context = PagedPass(inputs.pool, inputs.block_tables[rows], position, counts)
         return self.read_ragged(self.embed(ids), hidden, position, context).head_input
 
     def portable_config(self) -> dict[str, Any]:
-        """vLLM reads it as EAGLE-3 and is told `parallel_drafting` in its own options; the key here says so to others."""
-        return super().portable_config() | {"parallel_drafting": True, "mask_token_id": self.mask_token}
+        """vLLM reads it as EAGLE-3 and is told `parallel_drafting` in its own options; the key here
+        says so to others."""
+        return super().portable_config() | {
+            "parallel_drafting": True,
+            "mask_token_id": self.mask_token,
+        }
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Peagle:
@@ -119,20 +153,26 @@ class Peagle(Eagle3):
         values = flattened(read_config(Path(folder)))
         named = [values[key] for key in MASK_KEYS if values.get(key) is not None]
         if not named:
-            raise UserError(f"draft {str(folder)!r} does not say its 'mask_token_id'; restore config.json")
+            raise UserError(
+                f"draft {str(folder)!r} does not say its 'mask_token_id'; restore config.json"
+            )
         drafter.mask_token = checked_mask_token(target, named[0])
         return drafter
 
 
 class Slots(NamedTuple):
-    """What a pass reads, on the host: the new true states of every row that has any, and k - 1 masks. T slots, R rows."""
+    """What a pass reads, on the host: the new true states of every row that has any, and k - 1
+    masks. T slots, R rows."""
 
     rows: torch.Tensor  # [R] of the proposal
     counts: torch.Tensor  # [R] slots of each
     row: torch.Tensor  # [T]
     position: torch.Tensor  # [T]
-    token: torch.Tensor  # [T] index into the inputs' tokens of the one that is embedded; of a mask nothing that means something
-    depth: torch.Tensor  # [T] 0 at a row's last true state, beyond at its masks, below at earlier states
+    # [T] index into the inputs' tokens of the one that is embedded; of a mask nothing that means
+    # something
+    token: torch.Tensor
+    # [T] 0 at a row's last true state, beyond at its masks, below at earlier states
+    depth: torch.Tensor
 
     @classmethod
     def of(cls, inputs: DraftInputs) -> Slots:
@@ -144,9 +184,14 @@ class Slots(NamedTuple):
         row = rows[which]
         ends = inputs.lengths.cumsum(0)[row]
         token = (ends - inputs.lengths[row] + 1 + offset).minimum(ends - 1)
-        return cls(rows, counts, row, inputs.starts[row] + offset, token, offset - (true - 1)[which])
+        return cls(
+            rows, counts, row, inputs.starts[row] + offset, token, offset - (true - 1)[which]
+        )
 
 
 def drafts_in_parallel(values: Mapping[str, Any]) -> bool:
-    """Whether an EAGLE-3 `config.json` is of a draft like this; trainers name it by one of these keys alone."""
-    return bool(values.get("parallel_drafting")) or any(values.get(key) is not None for key in MASK_KEYS)
+    """Whether an EAGLE-3 `config.json` is of a draft like this; trainers name it by one of these
+    keys alone."""
+    return bool(values.get("parallel_drafting")) or any(
+        values.get(key) is not None for key in MASK_KEYS
+    )

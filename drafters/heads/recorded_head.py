@@ -24,16 +24,23 @@ class HeadForward(Protocol):
     def fuse(self, taps: torch.Tensor) -> torch.Tensor: ...
 
     def step(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
     ) -> HeadStep: ...
 
     def head_weight(self) -> torch.Tensor: ...
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool: ...
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool: ...
 
 
 class RecordedHead(NamedTuple):
-    step: Replay  # (embeds, hidden [1, T, H], positions [1, T]) -> (next_hidden, head_input), each [1, T, H]
+    # (embeds, hidden [1, T, H], positions [1, T]) -> (next_hidden, head_input), each [1, T, H]
+    step: Replay
     fuse: Replay  # [T, n * H_t] -> [T, H]
     logits: Replay  # [T, H] -> [T, Vd]
 
@@ -44,7 +51,8 @@ class RecordedHead(NamedTuple):
 
 
 def record_head(head: HeadForward) -> RecordedHead | None:
-    """None, and the reason in the log, where the head cannot be recorded or its recording is not exact."""
+    """None, and the reason in the log, where the head cannot be recorded or its recording is not
+    exact."""
     return attempt(head.family, lambda: _record(head))
 
 
@@ -52,11 +60,15 @@ def _record(head: HeadForward) -> RecordedHead:
     states = _states(head, NUM_TOKENS)
     positions = torch.arange(NUM_TOKENS, device=states.device)[None]
     recorded = RecordedHead(
-        step=Replay(lambda embeds, hidden, places, context: tuple(head.step(embeds, hidden, places, context)),
-                    [states[None], states[None], positions]),
+        step=Replay(
+            lambda embeds, hidden, places, context: tuple(
+                head.step(embeds, hidden, places, context)
+            ),
+            [states[None], states[None], positions],
+        ),
         fuse=Replay(lambda taps, context: head.fuse(taps), [_taps(head, NUM_TOKENS)]),
         logits=Replay(lambda rows, context: linear(rows, head.head_weight()), [states]),
-    )  # fmt: skip
+    )
     _check(head, recorded)
     return recorded
 
@@ -83,7 +95,9 @@ def _check(head: HeadForward, recorded: RecordedHead) -> None:
         hidden = head.fuse(taps)
         compare(recorded.fuse(taps), hidden)
         expected = head.step(embeds[None], hidden[None], positions[None], contexts[0])
-        found = recorded.step(embeds[None], hidden[None], positions[None], attention_context=contexts[1])
+        found = recorded.step(
+            embeds[None], hidden[None], positions[None], attention_context=contexts[1]
+        )
         for one, other in zip(found, expected, strict=True):
             compare(one, other)
         compare(recorded.logits(expected.head_input[0]), linear(expected.head_input[0], weight))

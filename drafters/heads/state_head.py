@@ -1,7 +1,9 @@
-"""What heads without attention (medusa, mlp) share: they draft from one final state of the target and the drafted tokens.
+"""What heads without attention (medusa, mlp) share: they draft from one final state of the target
+and the drafted tokens.
 
-At position t they know the state there and the token at t + 1, and predict the token at t + 2 first, the one at t + 2 + s at
-depth s. There is no cache, so nothing has to be read again. H width of the state, B rows, L columns, R rows that draft.
+At position t they know the state there and the token at t + 1, and predict the token at t + 2
+first, the one at t + 2 + s at depth s. There is no cache, so nothing has to be read again. H width
+of the state, B rows, L columns, R rows that draft.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class StateHead(nn.Module, ABC):
 
     @abstractmethod
     def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
-        """state [..., H] of the depth before (depth 0: of `begin`), tokens [...] the newest token known there."""
+        """state [..., H] of the depth before (depth 0: of `begin`), tokens [...] the newest token
+        known there."""
 
     @abstractmethod
     def head_at(self, depth: int) -> torch.Tensor:
@@ -41,27 +44,37 @@ class StateHead(nn.Module, ABC):
 
     @abstractmethod
     def head_weight(self) -> torch.Tensor:
-        """[V, H] of all depths; a draft whose depths have tables of their own has none and raises a `UserError`."""
+        """[V, H] of all depths; a draft whose depths have tables of their own has none and raises a
+        `UserError`."""
 
     @abstractmethod
     def read_bytes(self) -> ReadBytes: ...
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool | None:
         return None
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
-        next_ids = torch.roll(batch.input_ids, -1, dims=1)  # the last column gets a wrong one, and nothing to predict
+        # the last column gets a wrong one, and nothing to predict
+        next_ids = torch.roll(batch.input_ids, -1, dims=1)
         positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
         state = self.begin(batch.taps)
         step = None
         for depth in range(batch.num_steps):
             if depth < self.max_depth:
                 step = self.advance(state, next_ids, depth)
-                yield UnrolledStep(hidden=step.head_input, valid=has_next & (positions >= depth), offset=2)
+                yield UnrolledStep(
+                    hidden=step.head_input, valid=has_next & (positions >= depth), offset=2
+                )
                 state = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
             else:
                 # Nothing is drafted so deep, and nothing may stand in for it.
-                yield UnrolledStep(hidden=torch.zeros_like(step.head_input), valid=torch.zeros_like(has_next), offset=2)
+                yield UnrolledStep(
+                    hidden=torch.zeros_like(step.head_input),
+                    valid=torch.zeros_like(has_next),
+                    offset=2,
+                )
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
@@ -79,10 +92,13 @@ class StateHead(nn.Module, ABC):
             if kept is not None:
                 positions, tokens, state = positions[kept], tokens[kept], state[kept]
             step = self.advance(state, tokens, depth)
-            tokens = drawing.draw(chosen, depth, step.head_input @ self.head_at(depth).T, positions + 1 + depth)
+            tokens = drawing.draw(
+                chosen, depth, step.head_input @ self.head_at(depth).T, positions + 1 + depth
+            )
             state = step.next_hidden
         return drawing.proposal()
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        """There is no cache; the state of one position is wanted, the one before the newest token."""
+        """There is no cache; the state of one position is wanted, the one before the
+        newest token."""
         return last + accepted

@@ -1,4 +1,5 @@
-"""A draft language model: any Hugging Face causal LM over the target's token ids, on the same paged machinery as the target."""
+"""A draft language model: any Hugging Face causal LM over the target's token ids, on the same paged
+machinery as the target."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.drawing import Drawing
 from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
 from draftsmith.drafters.compiled.recorded import record_lm
-from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal, Recordable, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import (
+    Capturable,
+    DraftInputs,
+    Proposal,
+    Recordable,
+    UnrollBatch,
+    UnrolledStep,
+)
 from draftsmith.drafters.lm.lora import add_adapters, merged_state
 from draftsmith.drafters.lm.pruned import pruned_target
 from draftsmith.drafters.options import DraftLmOptions
@@ -27,7 +35,13 @@ from draftsmith.drafters.target.load import load_config, load_model, load_tokeni
 from draftsmith.drafters.target.probe import check_model
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
-from draftsmith.drafters.weights import ReadBytes, check_finite, read_config, read_weights, weight_bytes
+from draftsmith.drafters.weights import (
+    ReadBytes,
+    check_finite,
+    read_config,
+    read_weights,
+    weight_bytes,
+)
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
@@ -50,20 +64,34 @@ class DraftLm(nn.Module, Recordable, Capturable):
         self.linear_head = has_linear_head(self.lm)
 
     @classmethod
-    def create(cls, options: DraftLmOptions, target: Target, *, seed: int, token_counts: torch.Tensor | None = None) -> DraftLm:
+    def create(
+        cls,
+        options: DraftLmOptions,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> DraftLm:
         """`token_counts` is not needed: the vocabulary is the target's."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if options.init is None:
                 if options.lora is not None:
-                    raise UserError("option 'draft_lm.lora' adapts an existing model; give draft_lm.init too")
+                    raise UserError(
+                        "option 'draft_lm.lora' adapts an existing model; give draft_lm.init too"
+                    )
                 if options.target_layers is not None:
                     return cls(pruned_target(target, options.target_layers), "pruned target")
                 return cls(new_model(options, target), "new draft")
             if options.target_layers is not None:
-                raise UserError("options 'draft_lm.init' and 'draft_lm.target_layers' both say where to start; give one of them")
+                raise UserError(
+                    "options 'draft_lm.init' and 'draft_lm.target_layers' both say where to "
+                    "start; give one of them"
+                )
             trust = target.trust_remote_code
-            model = load_model(options.init, trust_remote_code=trust, dtype=torch.float32, device=target.device)
+            model = load_model(
+                options.init, trust_remote_code=trust, dtype=torch.float32, device=target.device
+            )
             check_tokenizer(options.init, target)
             match_vocabulary(model, target)
             if options.lora is not None:
@@ -98,7 +126,8 @@ class DraftLm(nn.Module, Recordable, Capturable):
     def head_weight(self) -> torch.Tensor:
         if not self.linear_head:
             raise UserError(
-                f"draft {self.lm.name!r} puts a soft cap, scale or bias on its logits and can be served but not trained; start "
+                f"draft {self.lm.name!r} puts a soft cap, scale or bias on its logits and can be "
+                "served but not trained; start "
                 "from another model"
             )
         return self.model.get_output_embeddings().weight
@@ -107,11 +136,14 @@ class DraftLm(nn.Module, Recordable, Capturable):
         return ReadBytes(proposal=0, token=weight_bytes([self], self.lm.output_weight))
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
-        """One step stands for all: a language model's state depends on the text alone, not on where its round began."""
+        """One step stands for all: a language model's state depends on the text alone, not on where
+        its round began."""
         hidden = self.lm.full(batch.input_ids, segments=batch.segments).final
         yield UnrolledStep(hidden=hidden, valid=batch.attention_mask.bool(), offset=1)
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool:
         return self.lm.new_pool(num_blocks, block_size, device, dtype)
 
     def record(self) -> None:
@@ -126,20 +158,37 @@ class DraftLm(nn.Module, Recordable, Capturable):
 
     def _catch_up(self, inputs: DraftInputs) -> CatchUp:
         starts, lengths = inputs.starts.tolist(), inputs.lengths.tolist()
-        places = [place for start, length in zip(starts, lengths) for place in range(start, start + length)]
+        places = [
+            place
+            for start, length in zip(starts, lengths)
+            for place in range(start, start + length)
+        ]
         ends = [end - 1 for end in itertools.accumulate(lengths)]
         # All that the host knows arrives in one copy.
         parts = torch.tensor(places + lengths + ends, device=inputs.tokens.device)
         positions, counts, last = parts.split([len(places), len(lengths), len(lengths)])
         context = PagedPass(inputs.pool, inputs.block_tables, positions, counts)
         states = self.lm.paged(inputs.tokens[None], positions[None], context).final[0, last]
-        return CatchUp(list(range(len(lengths))), positions[last], inputs.block_tables, HeadStep(states, states))
+        return CatchUp(
+            list(range(len(lengths))),
+            positions[last],
+            inputs.block_tables,
+            HeadStep(states, states),
+        )
 
-    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
-        self._graphs = ChainGraphs(self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+    def capture(
+        self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder
+    ) -> None:
+        self._graphs = ChainGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder
+        )
 
     def read_drafts(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
     ) -> HeadStep:
         """The model goes by its keys and values, not by a state handed on."""
         states = self.lm.paged(tokens[None], positions[None], context).final[0]
@@ -154,11 +203,15 @@ class DraftLm(nn.Module, Recordable, Capturable):
 
 
 def new_model(options: DraftLmOptions, target: Target) -> LlamaForCausalLM:
-    """A small Llama with tied embeddings: most of a small model's weights would be its two tables otherwise."""
+    """A small Llama with tied embeddings: most of a small model's weights would be its two tables
+    otherwise."""
     hidden = options.hidden_size or max(16, target.hidden_size // 2)
     heads = options.num_attention_heads or max(1, hidden // 64)
     if hidden % heads or (hidden // heads) % 2:
-        raise UserError(f"option 'draft_lm.hidden_size' is {hidden}; it must be an even multiple of the {heads} attention heads")
+        raise UserError(
+            f"option 'draft_lm.hidden_size' is {hidden}; it must be an even multiple of the "
+            f"{heads} attention heads"
+        )
     eos = target.eos_token_ids
     config = LlamaConfig(
         vocab_size=target.vocab_size,
@@ -177,30 +230,44 @@ def new_model(options: DraftLmOptions, target: Target) -> LlamaForCausalLM:
 
 
 def match_vocabulary(model: PreTrainedModel, target: Target) -> None:
-    """Equal tokenizers often come with tables padded to different sizes; the surplus ids are never used."""
+    """Equal tokenizers often come with tables padded to different sizes; the surplus ids are never
+    used."""
     if model.get_output_embeddings().weight.shape[0] != target.vocab_size:
         model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
 
 
 def check_tokenizer(name: str | Path, target: Target) -> None:
-    """By the tokenizer of a folder or Hub id; a folder without one, as a draft is saved, must at least have as many ids."""
+    """By the tokenizer of a folder or Hub id; a folder without one, as a draft is saved, must at
+    least have as many ids."""
     folder = Path(name)
-    has_files = (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
+    has_files = (folder / "tokenizer.json").is_file() or (
+        folder / "tokenizer_config.json"
+    ).is_file()
     if has_files or not folder.is_dir():
-        check_same_ids(load_tokenizer(name, trust_remote_code=target.trust_remote_code), target.tokenizer())
+        check_same_ids(
+            load_tokenizer(name, trust_remote_code=target.trust_remote_code), target.tokenizer()
+        )
         return
-    size = load_config(folder, trust_remote_code=target.trust_remote_code).get_text_config().vocab_size
+    size = (
+        load_config(folder, trust_remote_code=target.trust_remote_code).get_text_config().vocab_size
+    )
     if size != target.vocab_size:
         raise UserError(
-            f"draft {str(name)!r} has {size} token ids and {target.name!r} has {target.vocab_size}; "
+            f"draft {str(name)!r} has {size} token ids and {target.name!r} has "
+            f"{target.vocab_size}; "
             "use a draft with its vocabulary"
         )
 
 
 @torch.no_grad()
 def has_linear_head(lm: CausalLM) -> bool:
-    """Whether logits are the state times one table, which is what the training loss multiplies by."""
+    """Whether logits are the state times one table, which is what the training loss
+    multiplies by."""
     weight = lm.model.get_output_embeddings().weight
     states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     plain, own = states @ weight.T, lm.head(states)
-    return bool(torch.allclose(own.float(), plain.float(), rtol=0.05, atol=0.01 * float(plain.float().abs().max())))
+    return bool(
+        torch.allclose(
+            own.float(), plain.float(), rtol=0.05, atol=0.01 * float(plain.float().abs().max())
+        )
+    )

@@ -1,7 +1,9 @@
-"""A draft LM with another tokenizer than its target's: it reads the text token by token in its own ids and drafts what both know.
+"""A draft LM with another tokenizer than its target's: it reads the text token by token in its own
+ids and drafts what both know.
 
-The draft's law is taken over the tokens both have (token-level intersection, Timor et al., arXiv 2502.05202), and told as such:
-q is what was sampled, so speculation is as lossless as with any other draft.
+The draft's distribution is taken over the tokens both have (token-level intersection, Timor et al.,
+arXiv 2502.05202), and told as such: q is what was sampled, so speculation is as lossless as with
+any other draft.
 """
 
 from __future__ import annotations
@@ -49,9 +51,13 @@ class ForeignLm(DraftLm):
         model = load_model(folder, trust_remote_code=trust, device=target.device)
         size = model.get_output_embeddings().weight.shape[0]
         own = load_tokenizer(folder, trust_remote_code=trust)
-        shared = shared_tokens(own, target.tokenizer(), draft_size=size, target_size=target.vocab_size)
+        shared = shared_tokens(
+            own, target.tokenizer(), draft_size=size, target_size=target.vocab_size
+        )
         if len(shared.target_ids) == 0:
-            raise UserError(f"draft {str(folder)!r} shares no token with {target.name!r}; use another draft")
+            raise UserError(
+                f"draft {str(folder)!r} shares no token with {target.name!r}; use another draft"
+            )
         return cls(model, str(folder), shared)
 
     def head_weight(self) -> torch.Tensor:
@@ -64,7 +70,11 @@ class ForeignLm(DraftLm):
         return super()._catch_up(replace(inputs, tokens=self.to_draft[inputs.tokens]))
 
     def read_drafts(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
     ) -> HeadStep:
         return super().read_drafts(self.to_draft[tokens], hidden, positions, context)
 

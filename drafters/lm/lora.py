@@ -1,4 +1,5 @@
-"""Low-rank adapters on a draft language model through peft; a saved draft has them merged, so that every engine can load it."""
+"""Low-rank adapters on a draft language model through peft; a saved draft has them merged, so that
+every engine can load it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,17 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    ]
     config = LoraConfig(
-        r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=names, task_type="CAUSAL_LM"
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=names,
+        task_type="CAUSAL_LM",
     )
     inject_adapter_in_model(config, model)
 
@@ -33,10 +42,13 @@ def reset_adapters(model: PreTrainedModel, *, seed: int) -> None:
 
 @torch.no_grad()
 def merged_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The state dict of the plain model, with each adapter added into its layer; `model` itself is left as it is."""
+    """The state dict of the plain model, with each adapter added into its layer; `model` itself is
+    left as it is."""
     from peft.tuners.lora import LoraLayer
 
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    adapted = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
     state: dict[str, torch.Tensor] = {}
     for key, value in model.state_dict().items():
         owner = next((name for name in adapted if key.startswith(f"{name}.")), None)

@@ -1,4 +1,5 @@
-"""A draft language model cut out of its target: a few of its layers between its own embeddings, last norm and head."""
+"""A draft language model cut out of its target: a few of its layers between its own embeddings,
+last norm and head."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ from draftsmith.errors import UserError
 
 
 def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
-    """A float32 model of the target's class with copies of `layers`, ascending. It speaks badly until it is trained, but its
-    tables are the target's, which a new draft spends most of a short training on."""
+    """A float32 model of the target's class with copies of `layers`, ascending. It speaks badly
+    until it is trained, but its tables are the target's, which a new draft spends most of a short
+    training on."""
     chosen = list(layers)
-    if not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < target.num_layers:
+    if (
+        not chosen
+        or chosen != sorted(set(chosen))
+        or not 0 <= chosen[0] <= chosen[-1] < target.num_layers
+    ):
         raise UserError(
-            f"option 'draft_lm.target_layers' is {chosen}; give ascending layers between 0 and {target.num_layers - 1}"
+            f"option 'draft_lm.target_layers' is {chosen}; give ascending layers between 0 and "
+            f"{target.num_layers - 1}"
         )
     model = build_model(
         pruned_config(target, chosen),
@@ -45,7 +52,9 @@ def pruned_config(target: Target, layers: Sequence[int]) -> object:
 
 
 def pruned_state(target: Target, layers: Sequence[int]) -> dict[str, torch.Tensor]:
-    stack = next(name for name, module in target.model.named_modules() if module is target.layers) + "."
+    stack = (
+        next(name for name, module in target.model.named_modules() if module is target.layers) + "."
+    )
     state = {}
     for name, tensor in target.model.state_dict().items():
         if name.startswith(stack):

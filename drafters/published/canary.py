@@ -1,4 +1,5 @@
-"""`VERSIONS/canary.json`: a version on trial, and the share of requests that servers draft for with it. Torch-free."""
+"""`VERSIONS/canary.json`: a version on trial, and the share of requests that servers draft for with
+it. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def read_canary(root: str | Path) -> Canary | None:
         if type(version) is int and version > 0 and type(share) in (int, float) and 0 < share <= 1:
             return Canary(version, float(share))
     raise UserError(
-        f'{str(path)!r} holds {str(value)[:60]!r} instead of a trial such as {{"version": 7, "share": 0.1}}; mend or delete it'
+        f'{str(path)!r} holds {str(value)[:60]!r} instead of a trial such as {{"version": 7, '
+        '"share": 0.1}; mend or delete it'
     )
 
 
@@ -41,6 +43,7 @@ def remove_canary(root: str | Path) -> None:
 
 
 def in_canary(request: str, share: float) -> bool:
-    """Decided by the request alone, as records name it, and apart from the draw that decides whether it is recorded."""
+    """Decided by the request alone, as records name it, and apart from the draw that decides
+    whether it is recorded."""
     digest = hashlib.blake2b(request.encode(), digest_size=6, person=b"canary").digest()
     return int.from_bytes(digest, "big") < share * 2**48

@@ -1,8 +1,9 @@
 """`VERSIONS/pool/`: drafts that serve one class of requests each. Torch-free.
 
-`pool.json` names the classes that servers draft for with a draft of their own, and the versions folder of each beside it:
-`{"classes": {"code": "c01"}, "learning": {"prose": "c02"}, "clusters": null}`. `learning` is the learner's alone; `clusters`
-sorts requests without a tag (`prompt_clusters.py`). The folder of a class that lost its draft keeps its decisions, so that no
+`pool.json` names the classes that servers draft for with a draft of their own, and the versions
+folder of each beside it: `{"classes": {"code": "c01"}, "learning": {"prose": "c02"}, "clusters":
+null}`. `learning` is the learner's alone; `clusters` sorts requests without a tag
+(`prompt_clusters.py`). The folder of a class that lost its draft keeps its decisions, so that no
 folder ever means two classes.
 """
 
@@ -26,8 +27,10 @@ KEYS = {"classes", "learning", "clusters"}
 
 @dataclass(frozen=True)
 class DraftPool:
-    classes: Mapping[str, str] = field(default_factory=dict)  # class -> name of its versions folder under `pool/`
-    learning: Mapping[str, str] = field(default_factory=dict)  # likewise; servers do not draft with it yet
+    # class -> name of its versions folder under `pool/`
+    classes: Mapping[str, str] = field(default_factory=dict)
+    # likewise; servers do not draft with it yet
+    learning: Mapping[str, str] = field(default_factory=dict)
     clusters: PromptClusters | None = None
 
     def class_of(self, request_class: str, prompt: Sequence[int]) -> str:
@@ -42,7 +45,8 @@ def pool_root(root: str | Path) -> Path:
 
 
 def next_folder(root: str | Path) -> str:
-    """A name that no class ever had. A folder without a live version is one that a full disk kept from being begun."""
+    """A name that no class ever had. A folder without a live version is one that a full disk kept
+    from being begun."""
     begun = [entry.parent.name for entry in pool_root(root).glob(f"c*/{CURRENT}")]
     taken = [int(match[1]) for name in begun if (match := FOLDER.fullmatch(name))]
     return f"c{max(taken, default=0) + 1:02d}"
@@ -55,7 +59,10 @@ def read_pool(root: str | Path) -> DraftPool | None:
         return None
     value = files.read_json(path, "the pool file")
     if not (
-        isinstance(value, dict) and set(value) == KEYS and _are_folders(value["classes"]) and _are_folders(value["learning"])
+        isinstance(value, dict)
+        and set(value) == KEYS
+        and _are_folders(value["classes"])
+        and _are_folders(value["learning"])
     ):
         raise UserError(
             f"{str(path)!r} holds {str(value)[:60]!r} instead of "
@@ -72,4 +79,6 @@ def write_pool(root: str | Path, pool: DraftPool) -> None:
 
 
 def _are_folders(value: object) -> bool:
-    return isinstance(value, dict) and all(name and isinstance(at, str) and FOLDER.fullmatch(at) for name, at in value.items())
+    return isinstance(value, dict) and all(
+        name and isinstance(at, str) and FOLDER.fullmatch(at) for name, at in value.items()
+    )

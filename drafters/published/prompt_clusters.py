@@ -1,6 +1,8 @@
-"""Which kind of prompt is this? Nearest of a few centroids of hashed token counts, for requests without a tag. Torch-free.
+"""Which kind of prompt is this? Nearest of a few centroids of hashed token counts, for requests
+without a tag. Torch-free.
 
-A prompt is the unit vector of its token counts, hashed into buckets, damped by a logarithm and weighted by how rare a bucket is.
+A prompt is the unit vector of its token counts, hashed into buckets, damped by a logarithm and
+weighted by how rare a bucket is.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy as np
 
 from draftsmith.errors import UserError
 
-# Knuth's multiplier: neighbouring ids, which a tokenizer's merges make alike, come into unrelated buckets.
+# Knuth's multiplier: neighbouring ids, which a tokenizer's merges make alike, come into unrelated
+# buckets.
 SPREAD = 2654435761
 CLUSTER_NAME = re.compile(r"\(cluster \d+\)")
 
@@ -31,18 +34,31 @@ class PromptClusters:
 
     def to_dict(self) -> dict[str, Any]:
         """Four digits are far more than decide between centroids."""
-        return {"weights": _rounded(self.weights), "centroids": [_rounded(row) for row in self.centroids]}
+        return {
+            "weights": _rounded(self.weights),
+            "centroids": [_rounded(row) for row in self.centroids],
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PromptClusters:
         try:
-            weights, centroids = (np.array(values[name], dtype=np.float64) for name in ("weights", "centroids"))
+            weights, centroids = (
+                np.array(values[name], dtype=np.float64) for name in ("weights", "centroids")
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"the clusters of the pool file cannot be read ({error}); delete the file") from error
-        is_shaped = weights.ndim == 1 and centroids.ndim == 2 and centroids.shape[1] == len(weights) > 0 and len(centroids) > 0
+            raise UserError(
+                f"the clusters of the pool file cannot be read ({error}); delete the file"
+            ) from error
+        is_shaped = (
+            weights.ndim == 1
+            and centroids.ndim == 2
+            and centroids.shape[1] == len(weights) > 0
+            and len(centroids) > 0
+        )
         if not is_shaped or not np.isfinite(weights).all() or not np.isfinite(centroids).all():
             raise UserError(
-                f"the clusters of the pool file have {weights.shape} weights and {centroids.shape} centroids, which do not fit "
+                f"the clusters of the pool file have {weights.shape} weights and "
+                f"{centroids.shape} centroids, which do not fit "
                 "each other or are not finite; delete the file"
             )
         return cls(weights, centroids)

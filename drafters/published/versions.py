@@ -1,8 +1,10 @@
-"""Published drafts on disk: `VERSIONS/v000007/` folders, `current` naming the live one, `decisions.jsonl`. Torch-free.
+"""Published drafts on disk: `VERSIONS/v000007/` folders, `current` naming the live one,
+`decisions.jsonl`. Torch-free.
 
-One process publishes, any number read. A version is there whole or not at all: its folder appears by one rename, and
-readers look only at the version named by `current`, which is replaced afterwards. A kill at any point therefore leaves
-the last version readable; a folder that never became current is ignored and its number is not used again.
+One process publishes, any number read. A version is there whole or not at all: its folder appears
+by one rename, and readers look only at the version named by `current`, which is replaced
+afterwards. A kill at any point therefore leaves the last version readable; a folder that never
+became current is ignored and its number is not used again.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ def versions(root: str | Path) -> list[int]:
     if not root.is_dir():
         return []
     found = [FOLDER.fullmatch(entry.name) for entry in root.iterdir()]
-    return sorted(int(match[1]) for match in found if match and (root / match[0] / MANIFEST).is_file())
+    return sorted(
+        int(match[1]) for match in found if match and (root / match[0] / MANIFEST).is_file()
+    )
 
 
 def latest(root: str | Path) -> int | None:
-    """The version that servers should run (not the highest one after a rollback); None before the first."""
+    """The version that servers should run (not the highest one after a rollback); None before the
+    first."""
     path = Path(root) / CURRENT
     try:
         text = path.read_text(encoding="utf-8").strip()
@@ -49,7 +54,8 @@ def latest(root: str | Path) -> int | None:
         return None
     if not (text.isascii() and text.isdigit()):
         raise UserError(
-            f"{str(path)!r} holds {text[:40]!r} instead of a version number; write the number of a good version into it"
+            f"{str(path)!r} holds {text[:40]!r} instead of a version number; write the number of "
+            "a good version into it"
         )
     return int(text)
 
@@ -65,11 +71,12 @@ def publish(
     gate: Mapping[str, Any],
     live: bool = True,
 ) -> int:
-    """`save` writes the draft checkpoint into the folder it is given. Returns the new version, which is then the live one, unless
-    it is to be tried first.
+    """`save` writes the draft checkpoint into the folder it is given. Returns the new version,
+    which is then the live one, unless it is to be tried first.
 
-    `parent` is the version the draft was trained from, `data_range` the records it learned from, `gate` the numbers that
-    earned its promotion. The caller holds the folder's lock: publishing has one writer.
+    `parent` is the version the draft was trained from, `data_range` the records it learned from,
+    `gate` the numbers that earned its promotion. The caller holds the folder's lock: publishing has
+    one writer.
     """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
@@ -105,7 +112,9 @@ def _make_live(root: Path, version: int) -> None:
 
 
 def read_manifest(root: str | Path, version: int) -> dict[str, Any]:
-    manifest = files.read_json(folder_of(root, version) / MANIFEST, f"manifest of version {version}")
+    manifest = files.read_json(
+        folder_of(root, version) / MANIFEST, f"manifest of version {version}"
+    )
     is_whole = (
         isinstance(manifest, dict)
         and manifest.get("schema") == SCHEMA_VERSION
@@ -113,12 +122,16 @@ def read_manifest(root: str | Path, version: int) -> dict[str, Any]:
         and all(isinstance(manifest.get(name), dict) for name in ("target", "data_range", "hashes"))
     )
     if not is_whole:
-        raise UserError(f"version {version} in {str(root)!r} has no manifest of schema {SCHEMA_VERSION}; publish it again")
+        raise UserError(
+            f"version {version} in {str(root)!r} has no manifest of schema {SCHEMA_VERSION}; "
+            "publish it again"
+        )
     return manifest
 
 
 def stranger(root: str | Path, version: int, revision: str) -> str:
-    """The revision of the target that the version was made for, where it is another one than `revision`; else ""."""
+    """The revision of the target that the version was made for, where it is another one than
+    `revision`; else ""."""
     made_for = str(read_manifest(root, version)["target"].get("revision", ""))
     return "" if made_for == revision else made_for
 
@@ -130,10 +143,14 @@ def open_version(root: str | Path, version: int) -> Path:
     for name, digest in manifest["hashes"].items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"version {version} lacks {str(path)!r}; restore the file or roll back to another version")
+            raise UserError(
+                f"version {version} lacks {str(path)!r}; restore the file or roll back to another "
+                "version"
+            )
         if _sha256(path) != digest:
             raise UserError(
-                f"version {version} is corrupt: {str(path)!r} is not what was published; roll back to another version"
+                f"version {version} is corrupt: {str(path)!r} is not what was published; roll "
+                "back to another version"
             )
     return folder
 
@@ -142,11 +159,14 @@ def rollback(root: str | Path, version: int, reason: str) -> None:
     """Makes an older, intact version the live one again and logs why."""
     left = latest(root)
     promote(root, version)
-    record_decision(root, {"decision": "rolled back", "version": version, "left": left, "reason": reason})
+    record_decision(
+        root, {"decision": "rolled back", "version": version, "left": left, "reason": reason}
+    )
 
 
 def prune(root: str | Path, *, keep: int, needed: Collection[int | None] = ()) -> list[int]:
-    """Deletes all but the newest `keep` versions, the live one, its parent, the first and what is `needed`; returns those."""
+    """Deletes all but the newest `keep` versions, the live one, its parent, the first and what is
+    `needed`; returns those."""
     present = versions(root)
     live = latest(root)
     kept = {*present[:1], *present[-keep:], *needed} if keep > 0 else set(present)
@@ -162,7 +182,8 @@ def prune(root: str | Path, *, keep: int, needed: Collection[int | None] = ()) -
 
 
 def record_decision(root: str | Path, decision: Mapping[str, Any]) -> None:
-    """Appends one synced JSON line. A line torn by an earlier kill is closed first, so it spoils only itself."""
+    """Appends one synced JSON line. A line torn by an earlier kill is closed first, so it spoils
+    only itself."""
     path = Path(root) / DECISIONS
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(files.plain({"time_s": time.time(), **decision}), ensure_ascii=True) + "\n"
@@ -193,7 +214,8 @@ def read_decisions(root: str | Path) -> list[dict[str, Any]]:
 
 
 def _next_version(root: Path) -> int:
-    """One more than any folder, whole or broken, and than `current`: a number never means two things."""
+    """One more than any folder, whole or broken, and than `current`: a number never means two
+    things."""
     taken = [int(match[1]) for entry in root.iterdir() if (match := FOLDER.fullmatch(entry.name))]
     return max([*taken, latest(root) or 0], default=0) + 1
 

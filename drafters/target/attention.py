@@ -1,8 +1,10 @@
-"""One attention function for transformers' modules, unchanged: where keys and values live is decided by a context object.
+"""One attention function for transformers' modules, unchanged: where keys and values live is
+decided by a context object.
 
-`model(..., attention_context=context)` reaches every attention module through transformers' `AttentionInterface`. Serving
-passes a paged pass, training passes an unroll, and without a context it is plain causal attention. Register once per
-process with `register()`, load models with `attn_implementation=IMPLEMENTATION`.
+`model(..., attention_context=context)` reaches every attention module through transformers'
+`AttentionInterface`. Serving passes a paged pass, training passes an unroll, and without a context
+it is plain causal attention. Register once per process with `register()`, load models with
+`attn_implementation=IMPLEMENTATION`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class AttentionContext(Protocol):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [b, heads, t, dim], key and value [b, kv_heads, t, dim] -> [b, t, heads, value_dim]."""
+        """query [b, heads, t, dim], key and value [b, kv_heads, t, dim] -> [b, t, heads,
+        value_dim]."""
         ...
 
 
@@ -53,10 +56,14 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature; see `AttentionInterface`."""
     if attention_context is None and softcap is None and s_aux is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_context is None:
-        return _plain(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
+        return _plain(
+            query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux
+        ), None
     output = attention_context.attend(
         module.layer_idx,
         query,
@@ -80,11 +87,13 @@ def _plain(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Causal attention without a context for the models that SDPA cannot express. `mask` [b, 1, t, n] bool or None."""
+    """Causal attention without a context for the models that SDPA cannot express. `mask` [b, 1, t,
+    n] bool or None."""
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = mask.tril(key.shape[2] - query.shape[2]).expand(query.shape[0], 1, -1, -1)
-    # A padding row may look nowhere; NaN there would spread through its values, so it looks everywhere instead.
+    # A padding row may look nowhere; NaN there would spread through its values, so it looks
+    # everywhere instead.
     mask = mask | ~mask.any(dim=-1, keepdim=True)
     rows = [
         reference_attention(q, k, v, m, scaling=scaling, softcap=softcap, sinks=sinks)
@@ -94,8 +103,10 @@ def _plain(
 
 
 def register() -> str:
-    """Makes `attn_implementation="draftsmith"` known to transformers; safe to call again. Returns the name."""
+    """Makes `attn_implementation="draftsmith"` known to transformers; safe to call again. Returns
+    the name."""
     AttentionInterface.register(IMPLEMENTATION, attention)
-    # A name without a mask function silently gets no mask at all; SDPA's masks serve the passes without a context.
+    # A name without a mask function silently gets no mask at all; SDPA's masks serve the passes
+    # without a context.
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     return IMPLEMENTATION

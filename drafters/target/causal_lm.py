@@ -1,4 +1,5 @@
-"""Any Hugging Face causal LM, unchanged, as two parts: a body (tokens -> hidden states, taps) and a head (hidden -> logits).
+"""Any Hugging Face causal LM, unchanged, as two parts: a body (tokens -> hidden states, taps) and a
+head (hidden -> logits).
 
 The target and a draft language model are both one of these.
 """
@@ -39,14 +40,18 @@ class Probe(NamedTuple):
 class Replayed(Protocol):
     """A forward pass that runs from a recording of the model's own."""
 
-    def __call__(self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None) -> Any: ...
+    def __call__(
+        self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None
+    ) -> Any: ...
 
     def refresh(self) -> None:
         """Takes up weights that were written in place."""
 
 
 class RecordedLm(NamedTuple):
-    body: Replayed  # (input_ids [1, T], positions [1, T]) -> (final state, raw tap 0, ..., raw tap L), each [1, T, H]
+    # (input_ids [1, T], positions [1, T]) -> (final state, raw tap 0, ..., raw tap L), each [1, T,
+    # H]
+    body: Replayed
     head: Replayed  # [1, R, H] -> [1, R, V]
 
 
@@ -59,11 +64,11 @@ class States:
 
 
 class CausalLM:
-    """`model` must have been loaded with our attention (`load.load_model`); `check` (`probe.check_model`) runs it and gives
-    its shapes.
+    """`model` must have been loaded with our attention (`load.load_model`); `check`
+    (`probe.check_model`) runs it and gives its shapes.
 
-    Raises `UserError` for a model that does not honour the attention interface, whose keys and values could then not be
-    kept in our pool.
+    Raises `UserError` for a model that does not honour the attention interface, whose keys and
+    values could then not be kept in our pool.
     """
 
     def __init__(self, model: PreTrainedModel, name: str, check: Callable[[CausalLM], Probe]):
@@ -78,12 +83,14 @@ class CausalLM:
         self._recorded: RecordedLm | None = None
         self._probe = check(self)
         output_weight = model.get_output_embeddings().weight
-        # Gathered here, where every process of a sharded model comes by: a draft reads it on one of them.
+        # Gathered here, where every process of a sharded model comes by: a draft reads it on one of
+        # them.
         self._gathered = whole(output_weight) if isinstance(output_weight, DTensor) else None
 
     def replay(self, recorded: RecordedLm | None) -> None:
-        """Runs `paged` and `head` from `recorded` forwards (`compiled.recorded.record_lm`): the same numbers to float rounding.
-        Weights may be written in place afterwards if `refresh` is called then."""
+        """Runs `paged` and `head` from `recorded` forwards (`compiled.recorded.record_lm`): the
+        same numbers to float rounding. Weights may be written in place afterwards if `refresh` is
+        called then."""
         self._recorded = recorded
 
     @property
@@ -120,7 +127,9 @@ class CausalLM:
     @property
     def output_weight(self) -> torch.Tensor:
         """[V, H], what the head multiplies its states by, whole."""
-        return self.model.get_output_embeddings().weight if self._gathered is None else self._gathered
+        return (
+            self.model.get_output_embeddings().weight if self._gathered is None else self._gathered
+        )
 
     @property
     def max_positions(self) -> int:
@@ -129,24 +138,40 @@ class CausalLM:
         return longest if self.rope_limit is None else min(longest, self.rope_limit.positions)
 
     def check_length(self, length: int, what: str) -> None:
-        """Raises `UserError` where texts of `length` tokens, by the option or argument `what`, would depend on their batch."""
+        """Raises `UserError` where texts of `length` tokens, by the option or argument `what`,
+        would depend on their batch."""
         if self.rope_limit is not None:
             self.rope_limit.check(length, self.name, what)
 
     def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> PagedPool:
         """Zeroed keys and values for `num_blocks * block_size` positions of every layer."""
         slots = num_blocks * block_size
         place = {"device": device or self.device, "dtype": dtype or self.dtype}
-        keys = [torch.zeros(slots, shape.num_heads, shape.key_dim, **place) for shape in self._probe.layers]
-        values = [torch.zeros(slots, shape.num_heads, shape.value_dim, **place) for shape in self._probe.layers]
+        keys = [
+            torch.zeros(slots, shape.num_heads, shape.key_dim, **place)
+            for shape in self._probe.layers
+        ]
+        values = [
+            torch.zeros(slots, shape.num_heads, shape.value_dim, **place)
+            for shape in self._probe.layers
+        ]
         return PagedPool(keys, values, block_size)
 
     def paged(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, taps: Sequence[int] = ()
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        taps: Sequence[int] = (),
     ) -> States:
-        """A ragged pass, input_ids and positions [1, T]; `context` owns keys, values and causality."""
+        """A ragged pass, input_ids and positions [1, T]; `context` owns keys, values
+        and causality."""
         check_taps(taps, self.num_layers)
         if self._recorded is None or torch.is_grad_enabled():
             return _joined(self.own_paged(input_ids, positions, context, taps), taps)
@@ -154,22 +179,38 @@ class CausalLM:
         return _joined({FINAL: final, **dict(enumerate(raw))}, taps)
 
     def own_paged(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext, taps: Sequence[int]
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        taps: Sequence[int],
     ) -> dict[int, torch.Tensor]:
         """The model's own forward with `context`: the states asked for, and `FINAL`."""
         # A 4-D mask stops transformers from building one of its own; the context ignores it.
         return self._body(
-            taps, input_ids=input_ids, position_ids=positions, attention_mask=self._unused_mask, attention_context=context
+            taps,
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=self._unused_mask,
+            attention_context=context,
         )
 
-    def full(self, input_ids: torch.Tensor, taps: Sequence[int] = (), segments: torch.Tensor | None = None) -> States:
-        """Whole right-padded texts [B, L], causal; several in a row where `segments` [B, L] says so. What stands at padding is
-        meaningless, and no real token sees it."""
+    def full(
+        self,
+        input_ids: torch.Tensor,
+        taps: Sequence[int] = (),
+        segments: torch.Tensor | None = None,
+    ) -> States:
+        """Whole right-padded texts [B, L], causal; several in a row where `segments` [B, L] says
+        so. What stands at padding is meaningless, and no real token sees it."""
         check_taps(taps, self.num_layers)
         if segments is None:
             return _joined(self._body(taps, input_ids=input_ids), taps)
-        # Through our own attention rather than transformers' mask of packed texts: not every model passes its positions there.
-        return _joined(self.own_paged(input_ids, positions_of(segments), PackedPass(segments), taps), taps)
+        # Through our own attention rather than transformers' mask of packed texts: not every model
+        # passes its positions there.
+        return _joined(
+            self.own_paged(input_ids, positions_of(segments), PackedPass(segments), taps), taps
+        )
 
     def _body(self, taps: Sequence[int], **inputs: Any) -> dict[int, torch.Tensor]:
         with captured(self.layers, taps) as states:
@@ -177,7 +218,8 @@ class CausalLM:
         return states
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> logits [..., V] in the model's dtype, with the model's own scales and soft caps."""
+        """[..., H] -> logits [..., V] in the model's dtype, with the model's own scales and soft
+        caps."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         own = self._recorded is None or torch.is_grad_enabled()
         logits = self.own_head(rows) if own else self._recorded.head(rows)
@@ -212,7 +254,9 @@ class _GivenStates(torch.nn.Module):
     def decoder(self) -> _GivenStates:
         return self  # OPT's head model calls `self.model.decoder`
 
-    def forward(self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **unused: Any) -> _Output:
+    def forward(
+        self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **unused: Any
+    ) -> _Output:
         return _Output(inputs_embeds)
 
 
@@ -232,8 +276,8 @@ class _Output:
 def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
     """The same model object but for its body, sharing every parameter of the head.
 
-    Running the model's own forward over given states is the only way to its logits that needs no list of the scales,
-    soft caps and biases that families put around their head.
+    Running the model's own forward over given states is the only way to its logits that needs no
+    list of the scales, soft caps and biases that families put around their head.
     """
     head = copy.copy(model)
     head._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
@@ -241,5 +285,6 @@ def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A weight that transformers has sharded over processes, put together again on each; any other as it is."""
+    """A weight that transformers has sharded over processes, put together again on each; any other
+    as it is."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -1,4 +1,5 @@
-"""Batched answers of a target through transformers' own generation, drawn from our random streams."""
+"""Batched answers of a target through transformers' own generation, drawn from our
+random streams."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """One law for a whole call; the defaults are greedy and unfiltered."""
+    """One distribution for a whole call; the defaults are greedy and unfiltered."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -23,15 +24,18 @@ class Sampling:
 
 
 class SeededDraw(LogitsProcessor):
-    """Replaces each row of scores by the one-hot choice its own random stream makes, so that greedy search follows it.
+    """Replaces each row of scores by the one-hot choice its own random stream makes, so that greedy
+    search follows it.
 
-    A row's tokens then depend on its seed and text alone (up to rounding), not on its neighbours in the batch: a killed
-    generation resumes with the same answers. The engine draws tokens it did not speculate on from the same stream.
+    A row's tokens then depend on its seed and text alone (up to rounding), not on its neighbours in
+    the batch: a killed generation resumes with the same answers. The engine draws tokens it did not
+    speculate on from the same stream.
     """
 
     def __init__(self, sampling: Sampling, seeds: torch.Tensor, padding: torch.Tensor):
         self.seeds = seeds  # [B] int64
-        self.padding = padding  # [B] int64, left padding of each row: positions are counted without it
+        # [B] int64, left padding of each row: positions are counted without it
+        self.padding = padding
         size = len(seeds)
         self.rows = SamplingRows.of(
             [sampling.temperature] * size,
@@ -57,10 +61,18 @@ def answer_chunks(
     eos_token_ids: Sequence[int],
     batch_size: int,
 ) -> Iterator[list[list[int]]]:
-    """The answers of `batch_size` prompts at a time, in order; each ends with its end-of-text token if it reached one."""
+    """The answers of `batch_size` prompts at a time, in order; each ends with its end-of-text token
+    if it reached one."""
     for begin in range(0, len(prompts), batch_size):
         chunk = prompts[begin : begin + batch_size]
-        yield _answer(model, chunk, max_new_tokens, sampling, seeds[begin : begin + batch_size], list(eos_token_ids))
+        yield _answer(
+            model,
+            chunk,
+            max_new_tokens,
+            sampling,
+            seeds[begin : begin + batch_size],
+            list(eos_token_ids),
+        )
 
 
 @torch.no_grad()
@@ -75,7 +87,9 @@ def _answer(
     width = max(len(prompt) for prompt in prompts)
     # Padding is masked out; any id the embedding knows will do.
     filler = eos_token_ids[0] if eos_token_ids else 0
-    ids = torch.tensor([[filler] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
+    ids = torch.tensor(
+        [[filler] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device
+    )
     padding = torch.tensor([width - len(prompt) for prompt in prompts], device=model.device)
     mask = (torch.arange(width, device=model.device) >= padding[:, None]).long()
     draw = SeededDraw(sampling, torch.tensor(list(seeds), device=model.device), padding)

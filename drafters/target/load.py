@@ -1,8 +1,10 @@
-"""The one place where transformers loads a configuration, a tokenizer or a model from a folder or Hub id.
+"""The one place where transformers loads a configuration, a tokenizer or a model from a folder or
+Hub id.
 
-Such a folder may bring Python code of its own (`auto_map` in its JSON files). transformers asks on the terminal where a call
-leaves `trust_remote_code` out, so every loader here takes it and passes it on. Off, that code is never run: a class that
-transformers itself has is loaded in its place, and what has none is refused.
+Such a folder may bring Python code of its own (`auto_map` in its JSON files). transformers asks on
+the terminal where a call leaves `trust_remote_code` out, so every loader here takes it and passes
+it on. Off, that code is never run: a class that transformers itself has is loaded in its place, and
+what has none is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def load_model(
     device: torch.device | str = "cpu",
     shards: int = 1,
 ) -> PreTrainedModel:
-    """A causal LM in evaluation mode with our attention. `dtype` "auto" is the checkpoint's own. Raises `UserError`."""
+    """A causal LM in evaluation mode with our attention. `dtype` "auto" is the checkpoint's own.
+    Raises `UserError`."""
     plan = {"distributed_config": DistributedConfig(tp_size=shards)} if shards > 1 else {}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -48,14 +51,20 @@ def load_model(
     except KeyError as error:
         # Families that choose among their own attention classes by name (Falcon) do not know ours.
         raise UserError(
-            f"model {str(path)!r} cannot be served: it knows no attention named {error}; use another model"
+            f"model {str(path)!r} cannot be served: it knows no attention named {error}; use "
+            "another model"
         ) from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         _check_remote_code(path, error)
-        raise UserError(f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id") from error
+        raise UserError(
+            f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id"
+        ) from error
     if missing := sorted(report["missing_keys"]):
         # transformers would go on with random numbers in their place.
-        raise UserError(f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; restore its files")
+        raise UserError(
+            f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; "
+            "restore its files"
+        )
     return model.to(device).eval()
 
 
@@ -65,7 +74,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTo
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         _check_remote_code(path, error)
-        raise UserError(f"no tokenizer can be loaded from {str(path)!r} ({_first_line(error)}); add its files") from error
+        raise UserError(
+            f"no tokenizer can be loaded from {str(path)!r} ({_first_line(error)}); add its files"
+        ) from error
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfig:
@@ -75,12 +86,16 @@ def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfi
     except (OSError, ValueError) as error:
         _check_remote_code(path, error)
         raise UserError(
-            f"model {str(path)!r} has no readable config.json ({_first_line(error)}); check the path or Hub id"
+            f"model {str(path)!r} has no readable config.json ({_first_line(error)}); check the "
+            "path or Hub id"
         ) from error
 
 
-def build_model(config: PreTrainedConfig, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    """A causal LM of `config` whose weights are yet to be filled in; `options` as transformers' `from_config` takes them."""
+def build_model(
+    config: PreTrainedConfig, *, trust_remote_code: bool, **options: Any
+) -> PreTrainedModel:
+    """A causal LM of `config` whose weights are yet to be filled in; `options` as transformers'
+    `from_config` takes them."""
     return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
@@ -88,10 +103,15 @@ def _check_remote_code(path: str | Path, error: Exception) -> None:
     """A refusal of its own where transformers stops at code that may not run."""
     if "trust_remote_code=True" in str(error):
         raise UserError(
-            f"{str(path)!r} needs Python code of its own (auto_map) to be run; read that code, then give "
+            f"{str(path)!r} needs Python code of its own (auto_map) to be run; read that code, "
+            "then give "
             "--trust-remote-code (trust_remote_code=True in Python), or use another model"
         ) from error
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    return (
+        str(error).strip().splitlines()[0].rstrip(".")
+        if str(error).strip()
+        else type(error).__name__
+    )

@@ -1,7 +1,9 @@
-"""Block-diagonal causal attention: the texts of a packed row are attended one after another, each as if it stood alone.
+"""Block-diagonal causal attention: the texts of a packed row are attended one after another, each
+as if it stood alone.
 
-Text by text, because a mask over whole rows computes L * L scores to use a small part of them, and because it is plain causal
-attention then, for which the fast kernels are made. Legend: B rows, L columns, D width of a head.
+Text by text, because a mask over whole rows computes L * L scores to use a small part of them, and
+because it is plain causal attention then, for which the fast kernels are made. Legend: B rows, L
+columns, D width of a head.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from draftsmith.kernels.attention.paged_torch import reference_attention
 
 
 class PackedPass:
-    """An `AttentionContext` for a model's forward over `segments` [B, L]; its `position_ids` must restart in every text."""
+    """An `AttentionContext` for a model's forward over `segments` [B, L]; its `position_ids` must
+    restart in every text."""
 
     def __init__(self, segments: torch.Tensor):
         self.rows = stretches_of(segments)
@@ -59,10 +62,16 @@ def _attend(
     length = query.shape[2]
     is_windowed = window is not None and window < length
     if softcap is None and sinks is None and not is_windowed:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
     mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     if is_windowed:
         mask = mask.triu(1 - window)
     if softcap is None and sinks is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
-    return reference_attention(query, key, value, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+        )
+    return reference_attention(
+        query, key, value, mask, scaling=scaling, softcap=softcap, sinks=sinks
+    )

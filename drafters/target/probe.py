@@ -1,5 +1,5 @@
-"""What a causal LM is asked when it is loaded: are its keys and values ours to keep, is its head where we think it is, and does
-a text's state depend on that text alone?"""
+"""What a causal LM is asked when it is loaded: are its keys and values ours to keep, is its head
+where we think it is, and does a text's state depend on that text alone?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from draftsmith.kernels.attention.pool import PagedPool
 
 NUM_TOKENS, FIRST_CHUNK = 12, 4
 SHORT_TOKENS = 9  # of the text beside the long one
-# Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes near these.
+# Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes
+# near these.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
 class Recorder:
-    """An `AttentionContext` that attends causally within the pass and notes the shapes every layer asks for."""
+    """An `AttentionContext` that attends causally within the pass and notes the shapes every layer
+    asks for."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -39,44 +41,62 @@ class Recorder:
     ) -> torch.Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
         self.windowed |= sliding_window is not None
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        out = reference_attention(query[0], key[0], value[0], mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        mask = torch.ones(
+            query.shape[2], key.shape[2], dtype=torch.bool, device=query.device
+        ).tril()
+        out = reference_attention(
+            query[0], key[0], value[0], mask, scaling=scaling, softcap=softcap, sinks=sinks
+        )
         return out.transpose(0, 1).unsqueeze(0)
 
 
 @torch.no_grad()
 def check_model(lm: CausalLM) -> Probe:
-    """Compares three ways to the same logits (the model's own forward, body then head, and the paged pool in two chunks), and
-    two texts together with each alone."""
+    """Compares three ways to the same logits (the model's own forward, body then head, and the
+    paged pool in two chunks), and two texts together with each alone."""
     upper = lm.model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(upper, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).to(lm.device)
+    ids = torch.randint(upper, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).to(
+        lm.device
+    )
     try:
         return _probe(lm, ids)
     except UserError:
         raise
     except Exception as error:
         # Whatever a family's code raises here means that it cannot be run our way.
-        raise UserError(refusal(lm, f"its code fails in a probe pass ({type(error).__name__}: {error})")) from error
+        raise UserError(
+            refusal(lm, f"its code fails in a probe pass ({type(error).__name__}: {error})")
+        ) from error
 
 
 def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
     expected = lm.model(input_ids=ids, use_cache=False).logits
     positions = torch.arange(NUM_TOKENS, device=lm.device)
     final = lm.full(ids).final
-    _compare(lm, lm.head(final), expected, "its logits are not its head times its last hidden state")
+    _compare(
+        lm, lm.head(final), expected, "its logits are not its head times its last hidden state"
+    )
     recorder = Recorder()
     lm.paged(ids, positions[None], recorder)
     check_layers(lm, recorder)
     layers = [recorder.shapes[layer] for layer in range(lm.num_layers)]
-    paged = torch.cat([lm.head(chunk) for chunk in _paged_chunks(lm, layers, ids, positions)], dim=1)
-    _compare(lm, paged, expected, "its paged forward differs from its own, so some attention escapes the interface")
+    paged = torch.cat(
+        [lm.head(chunk) for chunk in _paged_chunks(lm, layers, ids, positions)], dim=1
+    )
+    _compare(
+        lm,
+        paged,
+        expected,
+        "its paged forward differs from its own, so some attention escapes the interface",
+    )
     _check_neighbours(lm, ids, positions)
     _check_padding(lm, ids)
     return Probe(final.shape[-1], expected.shape[-1], layers)
 
 
 def _check_neighbours(lm: CausalLM, ids: torch.Tensor, positions: torch.Tensor) -> None:
-    """A short text at the first positions and a longer one at the last that are served, [1, T] in one pass and each alone.
+    """A short text at the first positions and a longer one at the last that are served, [1, T] in
+    one pass and each alone.
 
     The short one runs again afterwards, for what a module keeps of the passes before.
     """
@@ -84,7 +104,10 @@ def _check_neighbours(lm: CausalLM, ids: torch.Tensor, positions: torch.Tensor) 
     short, long = (ids[:, :SHORT_TOKENS], positions[:SHORT_TOKENS]), (ids.flip(1), far)
     alone = [_packed(lm, short), _packed(lm, long)]
     together = _packed(lm, short, long).split([SHORT_TOKENS, NUM_TOKENS], dim=1)
-    reason = "a text's logits depend on which others share its pass, so no batch gives what it gives alone"
+    reason = (
+        "a text's logits depend on which others share its pass, so no batch gives what it gives "
+        "alone"
+    )
     for actual, expected in zip((*together, _packed(lm, short)), (*alone, alone[0]), strict=True):
         _compare(lm, actual, expected, reason)
 
@@ -106,7 +129,9 @@ def _check_padding(lm: CausalLM, ids: torch.Tensor) -> None:
     _compare(lm, padded, alone, "a text's logits depend on the other rows of its batch")
 
 
-def _paged_chunks(lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+def _paged_chunks(
+    lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, positions: torch.Tensor
+) -> list[torch.Tensor]:
     place = {"device": lm.device, "dtype": lm.dtype}
     pool = PagedPool(
         [torch.zeros(NUM_TOKENS, shape.num_heads, shape.key_dim, **place) for shape in layers],
@@ -125,21 +150,31 @@ def _paged_chunks(lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, pos
 def check_layers(lm: CausalLM, recorder: Recorder) -> None:
     missing = [layer for layer in range(lm.num_layers) if layer not in recorder.shapes]
     if missing:
-        raise UserError(refusal(lm, f"layer {missing[0]} has no attention that honours transformers' AttentionInterface"))
+        raise UserError(
+            refusal(
+                lm,
+                f"layer {missing[0]} has no attention that honours transformers' "
+                "AttentionInterface",
+            )
+        )
     kinds = set(lm.config.to_dict().get("layer_types") or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise UserError(refusal(lm, f"attention of type {sorted(unknown)[0]!r} is not supported"))
     if "sliding_attention" in kinds and not recorder.windowed:
-        raise UserError(refusal(lm, "it hides its sliding window in a mask instead of telling its attention"))
+        raise UserError(
+            refusal(lm, "it hides its sliding window in a mask instead of telling its attention")
+        )
 
 
 def _compare(lm: CausalLM, actual: torch.Tensor, expected: torch.Tensor, reason: str) -> None:
     if not torch.isfinite(expected).all():
         raise UserError(
-            f"{lm.name!r} gives logits that are not finite; its weights are corrupt, or {lm.dtype} is too narrow for it"
+            f"{lm.name!r} gives logits that are not finite; its weights are corrupt, or "
+            f"{lm.dtype} is too narrow for it"
         )
     spread = expected.float().std() + 1e-6
-    # By token, and the median of them: in half precision a router near a tie may send a few tokens to other experts.
+    # By token, and the median of them: in half precision a router near a tie may send a few tokens
+    # to other experts.
     error = (actual - expected).abs().amax(dim=-1).median() / spread
     if error.item() > TOLERANCE[lm.dtype]:
         raise UserError(refusal(lm, reason))

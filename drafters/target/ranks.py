@@ -1,7 +1,9 @@
-"""Several processes of one launcher where rank 0 leads: it tells the others what to call, and all of them make that call.
+"""Several processes of one launcher where rank 0 leads: it tells the others what to call, and all
+of them make that call.
 
-A rank that leaves such a call halfway leaves the others in a collective that nobody will complete, and the next call would meet
-them there. So whoever fails in one ends its process on the spot, and torchrun ends the others.
+A rank that leaves such a call halfway leaves the others in a collective that nobody will complete,
+and the next call would meet them there. So whoever fails in one ends its process on the spot, and
+torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -63,11 +65,16 @@ def in_step() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that wait for this one.
+        # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that
+        # wait for this one.
         if isinstance(error, Gone):
             log.critical("rank %d ends because another process has (%s)", dist.get_rank(), error)
         else:
-            log.critical("rank %d failed in a call that all ranks make; all of them end", dist.get_rank(), exc_info=True)
+            log.critical(
+                "rank %d failed in a call that all ranks make; all of them end",
+                dist.get_rank(),
+                exc_info=True,
+            )
         logging.shutdown()
         os._exit(FAILED)
 

@@ -1,8 +1,10 @@
-"""Rotary embeddings whose frequencies follow the longest position of a forward pass: LongRoPE and dynamic NTK.
+"""Rotary embeddings whose frequencies follow the longest position of a forward pass: LongRoPE and
+dynamic NTK.
 
-transformers chooses their frequencies once a pass, by `max(position_ids)`. A pass here holds the tokens of many requests and
-their drafts, so beyond the length at which the frequencies change, a request's text would depend on its neighbours, on how
-its prompt is cut into chunks, and on what was drafted. Up to that length they are constant.
+transformers chooses their frequencies once a pass, by `max(position_ids)`. A pass here holds the
+tokens of many requests and their drafts, so beyond the length at which the frequencies change, a
+request's text would depend on its neighbours, on how its prompt is cut into chunks, and on what was
+drafted. Up to that length they are constant.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ class RopeLimit(NamedTuple):
     positions: int  # texts of at most so many tokens are rotated alike in every pass
 
     def check(self, length: int, name: str, what: str) -> None:
-        """Raises `UserError` if texts of `length` tokens, by the option or argument `what`, pass the limit of model `name`."""
+        """Raises `UserError` if texts of `length` tokens, by the option or argument `what`, pass
+        the limit of model `name`."""
         if length > self.positions:
-            raise UserError(f"{what} is {length}: {self.reason(name)}; make it at most {self.positions}")
+            raise UserError(
+                f"{what} is {length}: {self.reason(name)}; make it at most {self.positions}"
+            )
 
     def reason(self, name: str) -> str:
         return (
@@ -34,7 +39,8 @@ class RopeLimit(NamedTuple):
 
 
 def rope_limit(config: PreTrainedConfig) -> RopeLimit | None:
-    """The tightest of all layers' limits; None where the frequencies never change. `config` is the text model's."""
+    """The tightest of all layers' limits; None where the frequencies never change. `config` is the
+    text model's."""
     longest = getattr(config, "max_position_embeddings", None)
     limits = []
     for parameters in _parameters(config):
@@ -50,7 +56,8 @@ def rope_limit(config: PreTrainedConfig) -> RopeLimit | None:
 
 
 def _parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Of every kind of layer: in a mapping of its own, or one for all; under the new name and the old one."""
+    """Of every kind of layer: in a mapping of its own, or one for all; under the new name and the
+    old one."""
     for name in ("rope_parameters", "rope_scaling"):
         given = getattr(config, name, None)
         if isinstance(given, Mapping):

@@ -1,6 +1,8 @@
-"""Several texts in one row of a batch, none of which sees another: which token belongs to which, and what follows from it.
+"""Several texts in one row of a batch, none of which sees another: which token belongs to which,
+and what follows from it.
 
-`segments` [B, L] numbers the texts of each row from 0 on, left to right; padding is -1. None means one text a row.
+`segments` [B, L] numbers the texts of each row from 0 on, left to right; padding is -1. None means
+one text a row.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ def stretches_of(segments: torch.Tensor) -> list[list[Stretch]]:
     for numbers in segments.tolist():
         begins = [at for at in range(len(numbers)) if at == 0 or numbers[at] != numbers[at - 1]]
         ends = [*begins[1:], len(numbers)]
-        rows.append([Stretch(begin, end, numbers[begin] >= 0) for begin, end in zip(begins, ends, strict=True)])
+        rows.append(
+            [
+                Stretch(begin, end, numbers[begin] >= 0)
+                for begin, end in zip(begins, ends, strict=True)
+            ]
+        )
     return rows
 
 
@@ -51,7 +58,8 @@ class Sight(NamedTuple):
     """The columns that the queries of a chunk of columns may look back to."""
 
     first: int  # none of them sees a column before this one
-    begins: torch.Tensor | None  # [B, C] each sees none before its own; None when `first` says it all
+    # [B, C] each sees none before its own; None when `first` says it all
+    begins: torch.Tensor | None
 
 
 class Sights:

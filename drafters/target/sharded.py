@@ -1,8 +1,10 @@
-"""A frozen target too large for one device, spread over several: each process holds a share of every decoder layer, which is put
-together for the moment it runs (what ZeRO-3 does, here by torch's `fully_shard`).
+"""A frozen target too large for one device, spread over several: each process holds a share of
+every decoder layer, which is put together for the moment it runs (what ZeRO-3 does, here by torch's
+`fully_shard`).
 
-Embeddings, last norm and head stay whole, because drafts read them too, each at its own pace. Processes may read different
-texts, as data-parallel training has them do and tensor parallelism cannot; but all must make equally many passes.
+Embeddings, last norm and head stay whole, because drafts read them too, each at its own pace.
+Processes may read different texts, as data-parallel training has them do and tensor parallelism
+cannot; but all must make equally many passes.
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ from draftsmith.drafters.target.taps import decoder_layers
 
 
 def load_spread(
-    path: str, *, dtype: torch.dtype, device: torch.device, shares: int, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    shares: int,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """`shares` neighbouring processes hold one copy. The processes of a machine load one after another: its memory must hold the
-    whole model once, its devices never."""
+    """`shares` neighbouring processes hold one copy. The processes of a machine load one after
+    another: its memory must hold the whole model once, its devices never."""
     mesh = share_mesh(device, shares)
     turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for turn in range(turns):
@@ -37,13 +44,16 @@ def load_spread(
 
 
 def share_mesh(device: torch.device, shares: int) -> DeviceMesh:
-    """The processes that hold one copy with this one; joins the process group where nobody has yet."""
+    """The processes that hold one copy with this one; joins the process group where
+    nobody has yet."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     copies = dist.get_world_size() // shares
-    return init_device_mesh(device.type, (copies, shares), mesh_dim_names=("copy", "share"))["share"]
+    return init_device_mesh(device.type, (copies, shares), mesh_dim_names=("copy", "share"))[
+        "share"
+    ]
 
 
 def spread(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
@@ -51,15 +61,21 @@ def spread(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     layers = decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    # The body owns no share itself; as the layers' root it lets the next layer be gathered while one computes.
+    # The body owns no share itself; as the layers' root it lets the next layer be gathered while
+    # one computes.
     in_layers = set(layers.parameters())
-    fully_shard(model.base_model, mesh=mesh, ignored_params={p for p in model.parameters() if p not in in_layers})
+    fully_shard(
+        model.base_model,
+        mesh=mesh,
+        ignored_params={p for p in model.parameters() if p not in in_layers},
+    )
     return model
 
 
 @contextmanager
 def gathered(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The layer with its weights whole, which every process must ask for; any other layer as it is."""
+    """The layer with its weights whole, which every process must ask for; any other
+    layer as it is."""
     if not isinstance(layer, FSDPModule):
         yield layer
         return

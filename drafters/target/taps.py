@@ -1,7 +1,8 @@
-"""Taps: hidden states read from a model's decoder layers by hooks, only the wanted ones, only during one forward pass.
+"""Taps: hidden states read from a model's decoder layers by hooks, only the wanted ones, only
+during one forward pass.
 
-Raw id k, 0 <= k < L, is the input of layer k; raw L is the output of the last layer, before the final norm; `FINAL` is what
-the model's head multiplies (after that norm).
+Raw id k, 0 <= k < L, is the input of layer k; raw L is the output of the last layer, before the
+final norm; `FINAL` is what the model's head multiplies (after that norm).
 """
 
 from __future__ import annotations
@@ -18,27 +19,37 @@ FINAL = -1
 
 
 def decoder_layers(body: torch.nn.Module, num_layers: int) -> torch.nn.ModuleList:
-    """The first `ModuleList` of the right length; transformers names it differently in every family."""
+    """The first `ModuleList` of the right length; transformers names it differently in every
+    family."""
     for module in body.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return module
-    raise UserError(f"{type(body).__name__} has no list of {num_layers} decoder layers to tap; use another target")
+    raise UserError(
+        f"{type(body).__name__} has no list of {num_layers} decoder layers to tap; use another "
+        "target"
+    )
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:
     for tap in taps:
         if tap != FINAL and not 0 <= tap <= num_layers:
-            raise UserError(f"tap {tap} does not exist in a target of {num_layers} layers; give raw ids from 0 to {num_layers}")
+            raise UserError(
+                f"tap {tap} does not exist in a target of {num_layers} layers; give raw ids from "
+                f"0 to {num_layers}"
+            )
 
 
 @contextmanager
 def captured(layers: torch.nn.ModuleList, taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Yields a dict that a forward pass inside the block fills with the hidden state of every raw id in `taps`."""
+    """Yields a dict that a forward pass inside the block fills with the hidden state of every raw
+    id in `taps`."""
     states: dict[int, torch.Tensor] = {}
     handles = []
     for tap in set(taps) - {FINAL}:
         if tap < len(layers):
-            handles.append(layers[tap].register_forward_pre_hook(_keep_input(states, tap), with_kwargs=True))
+            handles.append(
+                layers[tap].register_forward_pre_hook(_keep_input(states, tap), with_kwargs=True)
+            )
         else:
             handles.append(layers[-1].register_forward_hook(_keep_output(states, tap)))
     try:

@@ -1,4 +1,5 @@
-"""The target: the model whose output law is preserved. Wraps any Hugging Face causal LM, unchanged."""
+"""The target: the model whose output distribution is preserved. Wraps any Hugging Face causal LM,
+unchanged."""
 
 from __future__ import annotations
 
@@ -34,14 +35,16 @@ class TargetOutput:
 class Target(CausalLM):
     """A frozen causal LM with taps. No method records gradients.
 
-    `trust_remote_code` says whether code that a model's folder brings may be run: this target's, and that of drafts for it.
+    `trust_remote_code` says whether code that a model's folder brings may be run: this target's,
+    and that of drafts for it.
     """
 
     def __init__(self, model: PreTrainedModel, name: str, *, trust_remote_code: bool = False):
         super().__init__(model, name, check_model)
         self.trust_remote_code = trust_remote_code
         model.requires_grad_(False)
-        # `generate` would fill in what it finds there: penalties and filters that are no part of the target's law.
+        # `generate` would fill in what it finds there: penalties and filters that are no part of
+        # the target's distribution.
         model.generation_config = GenerationConfig()
         self.revision = revision_of(model)
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -56,9 +59,12 @@ class Target(CausalLM):
         shards: int = 1,
         trust_remote_code: bool = False,
     ) -> Self:
-        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own. With `shards` above 1 every process of the group
-        calls this and holds its share of the weights, by the model's own tensor-parallel plan."""
-        model = load_model(path, trust_remote_code=trust_remote_code, dtype=dtype, device=device, shards=shards)
+        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own. With `shards` above 1
+        every process of the group calls this and holds its share of the weights, by the model's own
+        tensor-parallel plan."""
+        model = load_model(
+            path, trust_remote_code=trust_remote_code, dtype=dtype, device=device, shards=shards
+        )
         return cls(model, str(path), trust_remote_code=trust_remote_code)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -75,21 +81,28 @@ class Target(CausalLM):
         logit_rows: torch.Tensor,
         taps: Sequence[int] = (),
     ) -> TargetOutput:
-        """A serving pass: input_ids and positions [1, T], logits only at `logit_rows` [R] int64 (indices into T)."""
+        """A serving pass: input_ids and positions [1, T], logits only at `logit_rows` [R] int64
+        (indices into T)."""
         states = self.paged(input_ids, positions, attention_context, taps)
         logits = self.head(states.final[0, logit_rows]).float()
         return TargetOutput(logits, None if states.taps is None else states.taps[0])
 
     @torch.no_grad()
     def states(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: Sequence[int], segments: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        taps: Sequence[int],
+        segments: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """A training pass over right-padded texts [B, L] -> (taps [B, L, n * H] or None, hidden [B, L, H] for `head`).
-        `segments` as in `drafters/target/segments.py`."""
+        """A training pass over right-padded texts [B, L] -> (taps [B, L, n * H] or None, hidden [B,
+        L, H] for `head`). `segments` as in `drafters/target/segments.py`."""
         if (attention_mask.diff(dim=1) > 0).any():
             raise ValueError("attention_mask is padded on the left; pad texts on the right")
         if self.rope_limit is not None:
-            longest = input_ids.shape[1] if segments is None else int(positions_of(segments).max()) + 1
+            longest = (
+                input_ids.shape[1] if segments is None else int(positions_of(segments).max()) + 1
+            )
             self.check_length(longest, "the longest text of the batch, in tokens,")
         states = self.full(input_ids, taps, segments)
         return states.taps, states.final
@@ -115,14 +128,17 @@ class Target(CausalLM):
         batch_size: int = 16,
         ignore_eos: bool = False,
     ) -> list[list[int]]:
-        """The target's continuation of each prompt (token ids), an end-of-text token included where it reached one.
+        """The target's continuation of each prompt (token ids), an end-of-text token included where
+        it reached one.
 
-        `seeds` gives every prompt its own random stream (default: its index), so that an answer does not depend on which
-        others share its batch.
+        `seeds` gives every prompt its own random stream (default: its index), so that an answer
+        does not depend on which others share its batch.
         """
         if prompts:
             longest = max(len(prompt) for prompt in prompts)
-            self.check_length(longest + max_new_tokens, "the longest prompt and its answer, in tokens,")
+            self.check_length(
+                longest + max_new_tokens, "the longest prompt and its answer, in tokens,"
+            )
         chunks = answer_chunks(
             self.model,
             prompts,
@@ -136,7 +152,8 @@ class Target(CausalLM):
 
 
 def revision_of(model: PreTrainedModel) -> str:
-    """A digest of a few weights of every parameter: it changes whenever the weights do, for a folder as for a Hub id.
+    """A digest of a few weights of every parameter: it changes whenever the weights do, for a
+    folder as for a Hub id.
 
     Rounded to bfloat16 first, so that loading in another dtype is the same revision.
     """

@@ -1,6 +1,8 @@
-"""Drafts by copying: the text that followed an earlier occurrence of the last few tokens. No weights, no cache, one-hot q.
+"""Drafts by copying: the text that followed an earlier occurrence of the last few tokens. No
+weights, no cache, one-hot q.
 
-The longest matching n wins, then the earliest occurrence (as in vLLM): [1, 2, 3, 4, 1, 2, 3] with n = 2, k = 3 gives [4, 1, 2].
+The longest matching n wins, then the earliest occurrence (as in vLLM): [1, 2, 3, 4, 1, 2, 3] with n
+= 2, k = 3 gives [4, 1, 2].
 """
 
 from __future__ import annotations
@@ -25,14 +27,23 @@ class Ngram:
             raise UserError(f"n-gram lengths {min_n} to {max_n} are no range; give 1 <= min <= max")
         self.min_n, self.max_n, self.window = min_n, max_n, window
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool | None:
         return None
 
     def propose(self, inputs: DraftInputs) -> Proposal:
-        drafts = [self._continuation(history, k) for history, k in zip(inputs.histories, inputs.num_draft.tolist())]
+        drafts = [
+            self._continuation(history, k)
+            for history, k in zip(inputs.histories, inputs.num_draft.tolist())
+        ]
         width = int(inputs.num_draft.max())
         device = inputs.tokens.device
-        tokens = torch.tensor([draft + [-1] * (width - len(draft)) for draft in drafts], dtype=torch.int64, device=device)
+        tokens = torch.tensor(
+            [draft + [-1] * (width - len(draft)) for draft in drafts],
+            dtype=torch.int64,
+            device=device,
+        )
         lengths = torch.tensor([len(draft) for draft in drafts], device=device)
         return Proposal(tokens=tokens.view(len(drafts), width), lengths=lengths, logits=None)
 
@@ -51,7 +62,8 @@ class Ngram:
 
 
 def find(text: np.ndarray, min_n: int, max_n: int) -> int | None:
-    """Where the continuation of the longest repeated suffix of at most `max_n` tokens starts; None when none is `min_n` long."""
+    """Where the continuation of the longest repeated suffix of at most `max_n` tokens starts; None
+    when none is `min_n` long."""
     ends = np.arange(len(text) - 1)  # candidates for the last token of an earlier occurrence
     best: np.ndarray = ends[:0]
     for n in range(1, min(max_n, len(text) - 1) + 1):

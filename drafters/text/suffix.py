@@ -1,9 +1,10 @@
-"""Suffix decoding (arXiv 2411.04975): drafts the most frequent continuation of what the text ends with, as seen in this request
-and in those that have finished. No weights, no cache, one-hot q.
+"""Suffix decoding (arXiv 2411.04975): drafts the most frequent continuation of what the text ends
+with, as seen in this request and in those that have finished. No weights, no cache, one-hot q.
 
-A context of L matching tokens earns a draft of at most L * max_spec_factor + max_spec_offset tokens. The draft follows the most
-frequent next token while the estimated probability of having come so far is at least min_token_prob; its score is the sum of
-those probabilities, the number of tokens it expects to have accepted. The best score wins, and of equals the longer context.
+A context of L matching tokens earns a draft of at most L * max_spec_factor + max_spec_offset
+tokens. The draft follows the most frequent next token while the estimated probability of having
+come so far is at least min_token_prob; its score is the sum of those probabilities, the number of
+tokens it expects to have accepted. The best score wins, and of equals the longer context.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Draft(NamedTuple):
 
 
 class Suffix:
-    """What requests share is bounded by `max_cached_requests` and `max_cached_tokens`, the oldest going first."""
+    """What requests share is bounded by `max_cached_requests` and `max_cached_tokens`, the oldest
+    going first."""
 
     family = "suffix"
     taps: tuple[int, ...] = ()
@@ -40,16 +42,24 @@ class Suffix:
     def __init__(self, options: SuffixOptions | None = None):
         self.options = options or SuffixOptions()
         check(self.options)
-        self.shared = SuffixIndex(self.options.max_cached_tokens, max_texts=max(1, self.options.max_cached_requests))
+        self.shared = SuffixIndex(
+            self.options.max_cached_tokens, max_texts=max(1, self.options.max_cached_requests)
+        )
         self._own: dict[str, OwnText] = {}
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool | None:
         return None
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         drafts = [draft.tokens for draft in self.drafts(inputs)]
         width, device = int(inputs.num_draft.max()), inputs.tokens.device
-        tokens = torch.tensor([draft + [-1] * (width - len(draft)) for draft in drafts], dtype=torch.int64, device=device)
+        tokens = torch.tensor(
+            [draft + [-1] * (width - len(draft)) for draft in drafts],
+            dtype=torch.int64,
+            device=device,
+        )
         lengths = torch.tensor([len(draft) for draft in drafts], device=device)
         return Proposal(tokens=tokens.view(len(drafts), width), lengths=lengths, logits=None)
 
@@ -101,7 +111,9 @@ class Suffix:
         return best
 
     def _budget(self, length: int, k: int) -> int:
-        return max(0, min(k, int(length * self.options.max_spec_factor + self.options.max_spec_offset)))
+        return max(
+            0, min(k, int(length * self.options.max_spec_factor + self.options.max_spec_offset))
+        )
 
 
 class OwnText:
@@ -122,7 +134,8 @@ class OwnText:
 
 
 def most_frequent(continuations: np.ndarray, budget: int, min_prob: float) -> Draft:
-    """Follows the most frequent next token (of equals, the one seen last) of continuations [C, K], newest first."""
+    """Follows the most frequent next token (of equals, the one seen last) of continuations [C, K],
+    newest first."""
     rows: list[list[int]] = continuations[:, :budget].tolist()
     tokens: list[int] = []
     score, prob = 0.0, 1.0
@@ -153,4 +166,7 @@ def check(options: SuffixOptions) -> None:
         if value < low:
             raise UserError(f"suffix option {name!r} is {value}; it must be at least {low}")
     if not 0.0 <= options.min_token_prob <= 1.0:
-        raise UserError(f"suffix option 'min_token_prob' is {options.min_token_prob}; it must lie between 0 and 1")
+        raise UserError(
+            f"suffix option 'min_token_prob' is {options.min_token_prob}; it must lie between 0 "
+            "and 1"
+        )

@@ -1,8 +1,10 @@
-"""An index of the recent past of a text, or of many: where did the last few tokens occur before, and what followed them?
+"""An index of the recent past of a text, or of many: where did the last few tokens occur before,
+and what followed them?
 
-Hash chains over a ring, as in LZ77 compressors: for each order o a table maps the hash of o consecutive tokens to the newest
-position where they end, and every position points to the one before it with the same hash. The oldest tokens are overwritten, so
-memory is bounded (about 70 bytes a token), a token costs a few operations, and nothing is ever searched in full. Hashes only
+Hash chains over a ring, as in LZ77 compressors: for each order o a table maps the hash of o
+consecutive tokens to the newest position where they end, and every position points to the one
+before it with the same hash. The oldest tokens are overwritten, so memory is bounded (about 70
+bytes a token), a token costs a few operations, and nothing is ever searched in full. Hashes only
 find candidates; what is believed is the tokens themselves.
 """
 
@@ -14,9 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Lengths of context with a table of their own. Longer contexts are found among the occurrences of the next shorter order.
+# Lengths of context with a table of their own. Longer contexts are found among the occurrences of
+# the next shorter order.
 ORDERS = (1, 2, 4, 8)
-# Occurrences of a context that are looked at, newest first: enough to rank what follows by frequency.
+# Occurrences of a context that are looked at, newest first: enough to rank what follows by
+# frequency.
 MAX_OCCURRENCES = 128
 # Below this, Python's own numbers are faster than arrays.
 FEW = 24
@@ -35,7 +39,8 @@ class Occurrences(NamedTuple):
 
 
 class SuffixIndex:
-    """Texts are appended one after another; the newest may be extended. `capacity` tokens, rounded up to a power of two."""
+    """Texts are appended one after another; the newest may be extended. `capacity` tokens, rounded
+    up to a power of two."""
 
     def __init__(self, capacity: int, *, max_texts: int = 1):
         bits = max(6, (capacity - 1).bit_length())
@@ -47,7 +52,9 @@ class SuffixIndex:
         self._previous = [np.zeros(self.capacity, dtype=np.int64) for _ in ORDERS]
         # Views that give Python's own numbers.
         self._cells = memoryview(self._text)
-        self._links = [(memoryview(head), memoryview(link)) for head, link in zip(self._heads, self._previous)]
+        self._links = [
+            (memoryview(head), memoryview(link)) for head, link in zip(self._heads, self._previous)
+        ]
         self._starts: deque[int] = deque()  # of the texts still held
         self.end = 0  # positions are never reused; slots are
 
@@ -66,11 +73,14 @@ class SuffixIndex:
             self._cells[self.end & self._mask] = SEPARATOR
             self.end += 1
         self._starts.append(self.end)
-        while len(self._starts) > self.max_texts or (len(self._starts) > 1 and self._starts[1] <= self.end - self.capacity):
+        while len(self._starts) > self.max_texts or (
+            len(self._starts) > 1 and self._starts[1] <= self.end - self.capacity
+        ):
             self._starts.popleft()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the newest text. Of more than the ring holds beside their context, the last ones."""
+        """Appends tokens to the newest text. Of more than the ring holds beside their context, the
+        last ones."""
         tokens = tokens[-(self.capacity - ORDERS[-1]) :]
         if len(tokens) < FEW:
             for token in tokens:
@@ -79,7 +89,8 @@ class SuffixIndex:
             self._append_many(np.asarray(tokens, dtype=np.int32))
 
     def occurrences(self, context: Sequence[int], order: int, num_following: int) -> Occurrences:
-        """Earlier places of the last `ORDERS[order]` tokens of `context`, but for the end of the newest text: nothing follows."""
+        """Earlier places of the last `ORDERS[order]` tokens of `context`, but for the end of the
+        newest text: nothing follows."""
         keys = _keys(context)
         places = self._chain(order, keys[order]) if order < len(keys) else []
         depth = len(context)
@@ -111,7 +122,9 @@ class SuffixIndex:
         self._cells[place & self._mask] = token
         self.end = place + 1
         known = min(ORDERS[-1], self.end - self._starts[-1])
-        recent = [self._cells[position & self._mask] for position in range(self.end - known, self.end)]
+        recent = [
+            self._cells[position & self._mask] for position in range(self.end - known, self.end)
+        ]
         for (heads, previous), key in zip(self._links, _keys(recent)):
             slot = self._slot(key)
             previous[place & self._mask] = heads[slot]
@@ -135,7 +148,8 @@ class SuffixIndex:
             self._link(order, places, slots.astype(np.int64))
 
     def _link(self, order: int, places: np.ndarray, slots: np.ndarray) -> None:
-        """As one place after the other would: those of one slot point back to each other, the first to the head there."""
+        """As one place after the other would: those of one slot point back to each other, the first
+        to the head there."""
         if len(places) == 0:
             return
         sequence = np.argsort(slots, kind="stable")

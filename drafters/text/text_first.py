@@ -1,7 +1,8 @@
-"""Suffix decoding in front of a trained draft: text that repeats itself is copied, the model drafts the rest.
+"""Suffix decoding in front of a trained draft: text that repeats itself is copied, the model drafts
+the rest.
 
-Who drafts a row is decided from committed text alone, before anything is drawn (law 4). The model reads every true state all
-the same, so that it can go on at any time.
+Who drafts a row is decided from committed text alone, before anything is drawn (invariant 4). The
+model reads every true state all the same, so that it can go on at any time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal, Recordable, ServingDrafter
+from draftsmith.drafters.interface import (
+    Capturable,
+    DraftInputs,
+    Proposal,
+    Recordable,
+    ServingDrafter,
+)
 from draftsmith.drafters.text.suffix import Draft, Suffix
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
@@ -18,7 +25,8 @@ from draftsmith.kernels.cuda_graphs import Recorder
 
 
 class TextFirst(Recordable, Capturable):
-    """`share`: text drafts a row where it expects at least this share of k tokens to be accepted."""
+    """`share`: text drafts a row where it expects at least this share of k tokens to be
+    accepted."""
 
     def __init__(self, model: ServingDrafter, text: Suffix, *, share: float = 0.8):
         if not 0.0 < share <= 1.0:
@@ -34,22 +42,32 @@ class TextFirst(Recordable, Capturable):
         if isinstance(self.model, Recordable):
             self.model.record()
 
-    def capture(self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder) -> None:
+    def capture(
+        self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder
+    ) -> None:
         if isinstance(self.model, Capturable):
             self.model.capture(pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool | None:
         return self.model.new_pool(num_blocks, block_size, device, dtype)
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         counts: list[int] = inputs.num_draft.tolist()
         drafts = self.text.drafts(inputs)
-        taken = [k > 0 and draft.score >= self.share * k for draft, k in zip(drafts, counts, strict=True)]
+        taken = [
+            k > 0 and draft.score >= self.share * k for draft, k in zip(drafts, counts, strict=True)
+        ]
         if not any(taken):
             return self.model.propose(inputs)
         is_taken = torch.tensor(taken)
-        modelled = self.model.propose(replace(inputs, num_draft=inputs.num_draft.masked_fill(is_taken, 0)))
-        return joined(modelled, {row: draft for row, draft in enumerate(drafts) if taken[row]}, max(counts))
+        modelled = self.model.propose(
+            replace(inputs, num_draft=inputs.num_draft.masked_fill(is_taken, 0))
+        )
+        return joined(
+            modelled, {row: draft for row, draft in enumerate(drafts) if taken[row]}, max(counts)
+        )
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """Tokens copied from text were never read by the model."""
@@ -60,7 +78,7 @@ class TextFirst(Recordable, Capturable):
 
 
 def joined(modelled: Proposal, texts: dict[int, Draft], width: int) -> Proposal:
-    """The model's proposal with the rows of `texts` put in; their law is one-hot."""
+    """The model's proposal with the rows of `texts` put in; their distribution is one-hot."""
     missing = width - modelled.tokens.shape[1]
     tokens = torch.nn.functional.pad(modelled.tokens, (0, missing), value=-1)
     lengths, logits = modelled.lengths.clone(), modelled.logits
@@ -75,4 +93,6 @@ def joined(modelled: Proposal, texts: dict[int, Draft], width: int) -> Proposal:
     sound = None
     if modelled.sound is not None:
         sound = torch.nn.functional.pad(modelled.sound, (0, missing), value=True)
-    return Proposal(tokens=tokens, lengths=lengths, logits=logits, sound=sound, copied=frozenset(texts))
+    return Proposal(
+        tokens=tokens, lengths=lengths, logits=logits, sound=sound, copied=frozenset(texts)
+    )

@@ -1,8 +1,11 @@
-"""Training-time attention of a block drafter: at every column of a text stands a block of slots, as it would when serving.
+"""Training-time attention of a block drafter: at every column of a text stands a block of slots, as
+it would when serving.
 
-The block at column n sees the context keys of the columns before n and its own slots, if causal only those up to each.
+The block at column n sees the context keys of the columns before n and its own slots, if causal
+only those up to each.
 
-Legend: B rows, L columns, S slots of a block, C columns of a chunk, G queries a key-value head, D width of a head.
+Legend: B rows, L columns, S slots of a block, C columns of a chunk, G queries a key-value head, D
+width of a head.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ LONG = 512
 
 
 class BlockPass:
-    """An `AttentionContext`. `context`: of every layer, keys and values [B, kv_heads, L, D] of the context; None where the first
-    slot of each block is the context of those after it. Blocks stand at the columns from `first` on; where they are the context,
-    the columns before have that slot alone. Where a row holds several texts, a block sees its own only."""
+    """An `AttentionContext`. `context`: of every layer, keys and values [B, kv_heads, L, D] of the
+    context; None where the first slot of each block is the context of those after it. Blocks stand
+    at the columns from `first` on; where they are the context, the columns before have that slot
+    alone. Where a row holds several texts, a block sees its own only."""
 
     def __init__(
         self,
@@ -51,19 +55,34 @@ class BlockPass:
     ) -> torch.Tensor:
         """Of (L - first) * S slots, block after block, behind the slots that stand alone."""
         if sliding_window is not None or softcap is not None or sinks is not None:
-            raise ValueError("a block drafter with a sliding window, soft cap or sinks cannot be trained; use plain attention")
+            raise ValueError(
+                "a block drafter with a sliding window, soft cap or sinks cannot be trained; use "
+                "plain attention"
+            )
         # Under autocast the rotated queries and keys come wider than the values.
         own = [states.to(value.dtype) for states in (query * scaling, key, value)]
         if self.context is not None:
-            return self._blocks(own, [states.to(value.dtype) for states in self.context[layer]], self.first, self.slots)
+            return self._blocks(
+                own,
+                [states.to(value.dtype) for states in self.context[layer]],
+                self.first,
+                self.slots,
+            )
         first = self.first
-        context = [torch.cat([states[:, :, :first], states[:, :, first :: self.slots]], dim=2) for states in own[1:]]
+        context = [
+            torch.cat([states[:, :, :first], states[:, :, first :: self.slots]], dim=2)
+            for states in own[1:]
+        ]
         blocks = self._blocks([states[:, :, first:] for states in own], context, first, self.slots)
         if first == 0:
             return blocks
-        return torch.cat([self._blocks([states[:, :, :first] for states in own], context, 0, 1), blocks], dim=1)
+        return torch.cat(
+            [self._blocks([states[:, :, :first] for states in own], context, 0, 1), blocks], dim=1
+        )
 
-    def _blocks(self, own: list[torch.Tensor], context: list[torch.Tensor], first: int, slots: int) -> torch.Tensor:
+    def _blocks(
+        self, own: list[torch.Tensor], context: list[torch.Tensor], first: int, slots: int
+    ) -> torch.Tensor:
         """Queries, keys and values [B, ., C * slots, D] of C blocks from the column `first` on."""
         own = [states.unflatten(2, (-1, slots)) for states in own]
         length, outputs = first + own[0].shape[2], []
@@ -73,7 +92,9 @@ class BlockPass:
             seen = (states[:, :, sight.first : end - 1] for states in context)
             inputs = (*chunk, *seen, begin, sight, self.causal)
             is_long = context[0].shape[2] > LONG
-            outputs.append(checkpoint(_attend, *inputs, use_reentrant=False) if is_long else _attend(*inputs))
+            outputs.append(
+                checkpoint(_attend, *inputs, use_reentrant=False) if is_long else _attend(*inputs)
+            )
         return torch.cat(outputs, dim=2).flatten(2, 3).transpose(1, 2)
 
 
@@ -87,8 +108,8 @@ def _attend(
     sight: Sight,
     causal: bool,
 ) -> torch.Tensor:
-    """Scaled queries [B, heads, C, S, D] of the columns from `begin`; key and value [B, kv_heads, C, S, D]; the context's from
-    the column `sight.first` on."""
+    """Scaled queries [B, heads, C, S, D] of the columns from `begin`; key and value [B, kv_heads,
+    C, S, D]; the context's from the column `sight.first` on."""
     heads, size, slots = query.shape[1:4]
     kv_heads, visible = key.shape[1], context_key.shape[2]
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))  # [B, kv_heads, G, C, S, D]
@@ -102,7 +123,9 @@ def _attend(
     seen = seen.masked_fill(hidden, -torch.inf)
     own = torch.einsum("bkgcsd,bkctd->bkgcst", grouped, key)
     if causal:
-        own = own.masked_fill(torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1), -torch.inf)
+        own = own.masked_fill(
+            torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1), -torch.inf
+        )
 
     precise = torch.promote_types(query.dtype, torch.float32)
     weights = torch.cat([seen, own], dim=-1).softmax(dim=-1, dtype=precise).to(query.dtype)

@@ -1,12 +1,16 @@
-"""Training-time unrolling of a feature head: every anchor drafts at once, each query seeing exactly what it would when serving.
+"""Training-time unrolling of a feature head: every anchor drafts at once, each query seeing exactly
+what it would when serving.
 
-Step 0 runs the head over true states. At step s the query at column t continues the draft that was anchored at column t - s, so
-it sees the true keys (of step 0) at columns <= t - s, and of each later step j only its own chain's key, at column t - (s - j).
-The scores are therefore a causal block and s diagonals: much less than the s + 1 blocks of a masked attention over all keys,
-and 2.6 times faster on a CPU (hidden 256, 8 x 160 tokens, 4 steps, forward and backward). Where a row holds several texts, a
-query sees the true keys of its own only; the diagonals of every depth that is valid there lie in it anyway.
+Step 0 runs the head over true states. At step s the query at column t continues the draft that was
+anchored at column t - s, so it sees the true keys (of step 0) at columns <= t - s, and of each
+later step j only its own chain's key, at column t - (s - j). The scores are therefore a causal
+block and s diagonals: much less than the s + 1 blocks of a masked attention over all keys, and 2.6
+times faster on a CPU (hidden 256, 8 x 160 tokens, 4 steps, forward and backward). Where a row holds
+several texts, a query sees the true keys of its own only; the diagonals of every depth that is
+valid there lie in it anyway.
 
-Legend: B rows, L columns, C columns of a chunk, G queries a key-value head, D width of a head; keys are [B, kv_heads, L, D].
+Legend: B rows, L columns, C columns of a chunk, G queries a key-value head, D width of a head; keys
+are [B, kv_heads, L, D].
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from draftsmith.drafters.target.segments import Sight, Sights, chunks
 
 # A chunk of queries skips the step-0 keys that none of them may see.
 CHUNK = 128
-# Longer texts recompute their attention weights in the backward pass instead of keeping L * L of them a head and step.
+# Longer texts recompute their attention weights in the backward pass instead of keeping L * L of
+# them a head and step.
 LONG = 1024
 
 
 class UnrollPass:
-    """An `AttentionContext` for the attention layers of a head; call `next_step()` between steps. Steps after step 0 have the
-    columns from `first` on alone."""
+    """An `AttentionContext` for the attention layers of a head; call `next_step()` between steps.
+    Steps after step 0 have the columns from `first` on alone."""
 
     def __init__(self, segments: torch.Tensor | None = None, *, first: int = 0) -> None:
         self.first = first
@@ -39,7 +44,9 @@ class UnrollPass:
         self.step = 0
 
     def next_step(self) -> None:
-        assert all(len(keys) == self.step + 1 for keys in self.keys.values()), "one attention call a layer and step"
+        assert all(len(keys) == self.step + 1 for keys in self.keys.values()), (
+            "one attention call a layer and step"
+        )
         self.step += 1
 
     def attend(
@@ -55,7 +62,10 @@ class UnrollPass:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if sliding_window is not None or softcap is not None or sinks is not None:
-            raise ValueError("a feature head with a sliding window, soft cap or sinks cannot be unrolled; use plain attention")
+            raise ValueError(
+                "a feature head with a sliding window, soft cap or sinks cannot be unrolled; use "
+                "plain attention"
+            )
         # Under autocast the rotated queries and keys come wider than the values.
         query, key = query.to(value.dtype) * scaling, key.to(value.dtype)
         keys, values = self.keys[layer], self.values[layer]
@@ -63,7 +73,9 @@ class UnrollPass:
         values.append(value)
         return self.weigh(query, keys, values).transpose(1, 2)
 
-    def weigh(self, query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def weigh(
+        self, query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Scaled queries of the newest step, keys and values of all -> [B, heads, L, value dim]."""
         first = self.first if self.step else 0
         length = first + query.shape[2]
@@ -71,12 +83,19 @@ class UnrollPass:
         for begin, end in chunks(first, length, CHUNK):
             part = query[:, :, begin - first : end - first]
             inputs = (part, begin, first, self.sights.of(begin, end), tuple(keys), tuple(values))
-            outputs.append(_attend(*inputs) if length <= LONG else checkpoint(_attend, *inputs, use_reentrant=False))
+            outputs.append(
+                _attend(*inputs)
+                if length <= LONG
+                else checkpoint(_attend, *inputs, use_reentrant=False)
+            )
         return torch.cat(outputs, dim=2)
 
 
-def is_hidden(columns: torch.Tensor, key_columns: torch.Tensor, step: int, begins: torch.Tensor | None) -> torch.Tensor:
-    """Of true keys: those behind the column at which a query's draft is anchored, and those before its text `begins`."""
+def is_hidden(
+    columns: torch.Tensor, key_columns: torch.Tensor, step: int, begins: torch.Tensor | None
+) -> torch.Tensor:
+    """Of true keys: those behind the column at which a query's draft is anchored, and those before
+    its text `begins`."""
     hidden = key_columns > columns - step
     return hidden if begins is None else hidden | (key_columns < begins)
 
@@ -89,8 +108,9 @@ def _attend(
     keys: tuple[torch.Tensor, ...],
     values: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Scaled queries [B, heads, C, D] of the columns from `begin` at the newest step -> [B, heads, C, value dim]. Keys and values
-    of the later steps are those of the columns from `later_first` on."""
+    """Scaled queries [B, heads, C, D] of the columns from `begin` at the newest step -> [B, heads,
+    C, value dim]. Keys and values of the later steps are those of the columns from `later_first`
+    on."""
     rows, heads, size, _ = query.shape
     kv_heads, step, first, end = keys[0].shape[1], len(keys) - 1, sight.first, begin + size
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, size, -1)  # [B, kv_heads, G, C, D]
@@ -112,12 +132,15 @@ def _attend(
 
     precise = torch.promote_types(query.dtype, torch.float32)
     weights = torch.cat(scores, dim=-1).softmax(dim=-1, dtype=precise).to(query.dtype)
-    output = (weights[..., : last - first].flatten(2, 3) @ values[0][:, :, first:last]).unflatten(2, (-1, size))
+    output = (weights[..., : last - first].flatten(2, 3) @ values[0][:, :, first:last]).unflatten(
+        2, (-1, size)
+    )
     for index, value in enumerate(chain_values, start=last - first):
         output = output + weights[..., index, None] * value
     return output.flatten(1, 2)
 
 
 def _shifted(states: torch.Tensor, back: int, place: slice) -> torch.Tensor:
-    """What lies `back` before each of these, [B, kv_heads, 1, C, D]; before the first there are zeros, unused."""
+    """What lies `back` before each of these, [B, kv_heads, 1, C, D]; before the first there are
+    zeros, unused."""
     return pad(states, (0, 0, back, 0))[:, :, None, place]

@@ -1,7 +1,8 @@
-"""The draft's laws at the nodes of a tree, over the draft's ids, and the children chosen or drawn from them, in the target's.
+"""The draft's distributions at the nodes of a tree, over the draft's ids, and the children chosen
+or drawn from them, in the target's.
 
-Everything has the shape of the level, whatever its nodes are, so that no size has to be read back from a device.
-Legend: R rows, W nodes of a level, Vd draft vocabulary, V the target's.
+Everything has the shape of the level, whatever its nodes are, so that no size has to be read back
+from a device. Legend: R rows, W nodes of a level, Vd draft vocabulary, V the target's.
 """
 
 from __future__ import annotations
@@ -30,63 +31,90 @@ class Children(NamedTuple):
     """`count` of each node, in the order they are to be tested."""
 
     tokens: torch.Tensor  # [R, W, count] target ids
-    logprobs: torch.Tensor  # [R, W, count] of the ranking law; -inf where there are not so many
+    # [R, W, count] of the ranking distribution; -inf where there are not so many
+    logprobs: torch.Tensor
 
 
-class TreeLaws:
+class TreeDistributions:
     """`rows` [R] are the rows' indices in the batch."""
 
-    def __init__(self, inputs: DraftInputs, rows: torch.Tensor, *, vocab_size: int, vocab_map: torch.Tensor | None):
-        self.inputs, self.rows, self.vocab_size, self.vocab_map = inputs, rows, vocab_size, vocab_map
+    def __init__(
+        self,
+        inputs: DraftInputs,
+        rows: torch.Tensor,
+        *,
+        vocab_size: int,
+        vocab_map: torch.Tensor | None,
+    ):
+        self.inputs, self.rows, self.vocab_size, self.vocab_map = (
+            inputs,
+            rows,
+            vocab_size,
+            vocab_map,
+        )
         self.sampling = inputs.sampling.select(rows)
         self.greedy = self.sampling.temperature == 0
         self.seeds = inputs.seeds[rows]
         self._ranking = self.sampling.ranking()
 
     def likeliest(self, parents: Parents, count: int) -> Children:
-        law = self._law(parents, self._ranking)
-        logprobs = torch.log_softmax(law, dim=-1)
-        best = torch.where(logprobs.isnan(), -torch.inf, logprobs).topk(min(count, law.shape[1]), dim=-1)
+        distribution = self._distribution(parents, self._ranking)
+        logprobs = torch.log_softmax(distribution, dim=-1)
+        best = torch.where(logprobs.isnan(), -torch.inf, logprobs).topk(
+            min(count, distribution.shape[1]), dim=-1
+        )
         missing = count - best.values.shape[1]
         tokens = torch.nn.functional.pad(self._target_ids(best.indices), (0, missing))
         values = torch.nn.functional.pad(best.values, (0, missing), value=-torch.inf)
         shape = parents.at.shape
         return Children(tokens.unflatten(0, shape), values.unflatten(0, shape))
 
-    def draw(self, parents: Parents, positions: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(children [R, W, count] at `positions` [R], the processed laws [R * W, V] they were drawn from without replacement,
-        over the target's ids).
+    def draw(
+        self, parents: Parents, positions: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(children [R, W, count] at `positions` [R], the processed distributions [R * W, V] they
+        were drawn from without replacement, over the target's ids).
 
-        A child that the law has no more token for repeats the first one, which no verification keeps again. A law without mass
-        (NaN weights) gives token 0, at -inf.
+        A child that the distribution has no more token for repeats the first one, which no
+        verification keeps again. A distribution without mass (NaN weights) gives token 0, at -inf.
         """
         width = parents.at.shape[1]
-        law = self._law(parents, self.sampling)
+        distribution = self._distribution(parents, self.sampling)
         seeds, places = self.seeds.repeat_interleave(width), positions.repeat_interleave(width)
-        ids = sample_without_replacement(law, seeds, places, Purpose.DRAFT, count)
+        ids = sample_without_replacement(distribution, seeds, places, Purpose.DRAFT, count)
         ids = torch.where(ids < 0, ids[:, :1], ids).clamp(min=0)
-        return self._target_ids(ids).unflatten(0, parents.at.shape), self._over_target_ids(law)
+        return self._target_ids(ids).unflatten(0, parents.at.shape), self._over_target_ids(
+            distribution
+        )
 
-    def _law(self, parents: Parents, sampling: SamplingRows) -> torch.Tensor:
+    def _distribution(self, parents: Parents, sampling: SamplingRows) -> torch.Tensor:
         """[R * W, Vd] processed."""
         num_rows, width = parents.at.shape
         owners = torch.arange(num_rows, device=parents.at.device).repeat_interleave(width)
         logits = parents.logits.flatten(0, 1)
         if self.inputs.adjust is not None:
-            # What requests ask beyond filters is worked out on the host, from the tokens drafted so far.
+            # What requests ask beyond filters is worked out on the host, from the tokens drafted so
+            # far.
             chosen = parents.alive.flatten().nonzero()[:, 0]
             prefixes = parents.nodes.prefixes(owners[chosen], parents.at.flatten()[chosen])
             rows = self.rows[owners[chosen]]
-            changed = adjusted(self.inputs.adjust, logits[chosen], rows, prefixes, self.vocab_size, self.vocab_map)
+            changed = adjusted(
+                self.inputs.adjust, logits[chosen], rows, prefixes, self.vocab_size, self.vocab_map
+            )
             logits = logits.index_copy(0, chosen, changed)
         return process(logits, sampling if width == 1 else sampling.select(owners))
 
     def _target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return ids if self.vocab_map is None else self.vocab_map[ids]
 
-    def _over_target_ids(self, law: torch.Tensor) -> torch.Tensor:
+    def _over_target_ids(self, distribution: torch.Tensor) -> torch.Tensor:
         if self.vocab_map is None:
-            return law
-        whole = torch.full((len(law), self.vocab_size), -torch.inf, dtype=law.dtype, device=law.device)
-        whole[:, self.vocab_map] = law
+            return distribution
+        whole = torch.full(
+            (len(distribution), self.vocab_size),
+            -torch.inf,
+            dtype=distribution.dtype,
+            device=distribution.device,
+        )
+        whole[:, self.vocab_map] = distribution
         return whole

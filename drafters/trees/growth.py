@@ -1,8 +1,8 @@
 """Draft trees from a feature head: EAGLE-2's dynamic ones, and sampled ones that have a true q.
 
-How many nodes a level has is known beforehand, from the shape and the budgets; which of them are alive is not, and stays on the
-device: nothing is read back from it.
-Legend: R rows that can draft, W nodes of a level, C nodes in all, H hidden width, Vd draft vocabulary.
+How many nodes a level has is known beforehand, from the shape and the budgets; which of them are
+alive is not, and stays on the device: nothing is read back from it. Legend: R rows that can draft,
+W nodes of a level, C nodes in all, H hidden width, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from draftsmith.drafters.autoregressive.state import CatchUp
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape
-from draftsmith.drafters.trees.candidates import Parents, TreeLaws
+from draftsmith.drafters.tree_shape import DynamicTree, SampledShape, SampledTree, TreeShape
+from draftsmith.drafters.trees.candidates import Parents, TreeDistributions
 from draftsmith.drafters.trees.nodes import TreeNodes, merged
 from draftsmith.drafters.trees.tree_reader import Level, TreeDrafter, TreeReader
 
@@ -23,24 +23,43 @@ class Growth(NamedTuple):
     """What growing trees of one kind needs."""
 
     inputs: DraftInputs
-    laws: TreeLaws
+    distributions: TreeDistributions
     reader: TreeReader
     budgets: torch.Tensor  # [R] most nodes of each row, at least 1
     most: int  # the largest budget
 
 
-def grow(head: TreeDrafter, inputs: DraftInputs, caught: CatchUp | None, shape: TreeShape, greedy: list[bool]) -> Proposal:
-    """A tree for every row that has caught up, of `shape` but with no more than the row's `num_draft` nodes; `greedy` says
-    which rows of the batch are."""
-    if isinstance(shape, TreeByLaw):
-        by_law = {True: shape.greedy, False: shape.sampled}
-        grown = [_grow_rows(head, inputs, caught, by_law[law], [one == law for one in greedy]) for law in sorted({*greedy})]
+def grow(
+    head: TreeDrafter,
+    inputs: DraftInputs,
+    caught: CatchUp | None,
+    shape: TreeShape,
+    greedy: list[bool],
+) -> Proposal:
+    """A tree for every row that has caught up, of `shape` but with no more than the row's
+    `num_draft` nodes; `greedy` says which rows of the batch are."""
+    if isinstance(shape, SampledShape):
+        by_distribution = {True: shape.greedy, False: shape.sampled}
+        grown = [
+            _grow_rows(
+                head,
+                inputs,
+                caught,
+                by_distribution[distribution],
+                [one == distribution for one in greedy],
+            )
+            for distribution in sorted({*greedy})
+        ]
         return grown[0] if len(grown) == 1 else merged(*grown)
     return _grow_rows(head, inputs, caught, shape, [True] * len(greedy))
 
 
 def _grow_rows(
-    head: TreeDrafter, inputs: DraftInputs, caught: CatchUp | None, shape: DynamicTree | SampledTree, wanted: list[bool]
+    head: TreeDrafter,
+    inputs: DraftInputs,
+    caught: CatchUp | None,
+    shape: DynamicTree | SampledTree,
+    wanted: list[bool],
 ) -> Proposal:
     device, allowed = inputs.tokens.device, inputs.num_draft.tolist()
     indices = [] if caught is None else caught.indices
@@ -49,16 +68,26 @@ def _grow_rows(
         none = torch.empty(0, 1, dtype=torch.int64, device=device)
         return TreeNodes(0, device).proposal(inputs, none[:, 0], None, none, none[:, 0] > 0)
     budgets = [min(allowed[indices[at]], shape.nodes) for at in chosen]
-    picked, limits, rows = torch.tensor([chosen, budgets, [indices[at] for at in chosen]], device=device)
+    picked, limits, rows = torch.tensor(
+        [chosen, budgets, [indices[at] for at in chosen]], device=device
+    )
     if len(chosen) < len(indices):
         caught = caught.select(picked, [indices[at] for at in chosen])
-    laws = TreeLaws(inputs, rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map)
-    growth = Growth(inputs, laws, TreeReader(head, inputs, caught, limits), limits, max(budgets))
-    return SampledGrowth(growth).grow(shape) if isinstance(shape, SampledTree) else grow_dynamic(growth, shape)
+    distributions = TreeDistributions(
+        inputs, rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map
+    )
+    growth = Growth(
+        inputs, distributions, TreeReader(head, inputs, caught, limits), limits, max(budgets)
+    )
+    return (
+        SampledGrowth(growth).grow(shape)
+        if isinstance(shape, SampledTree)
+        else grow_dynamic(growth, shape)
+    )
 
 
 def grow_dynamic(growth: Growth, shape: DynamicTree) -> Proposal:
-    inputs, laws, reader, budgets, most = growth
+    inputs, distributions, reader, budgets, most = growth
     nodes = TreeNodes(len(budgets), budgets.device)
     # A row with a small budget has few places for nodes that are read.
     deepest, readable = min(shape.depth, most), max(shape.depth - 1, 1)
@@ -70,7 +99,9 @@ def grow_dynamic(growth: Growth, shape: DynamicTree) -> Proposal:
     ranks = torch.zeros(at.shape, device=at.device)
     sound = torch.ones_like(budgets, dtype=torch.bool)
     for depth in range(deepest):
-        children = laws.likeliest(Parents(level.logits, nodes, at, ranks > -torch.inf), shape.width)
+        children = distributions.likeliest(
+            Parents(level.logits, nodes, at, ranks > -torch.inf), shape.width
+        )
         if depth == 0:
             sound = children.logprobs[:, 0, 0] > -torch.inf
         worth = (ranks[..., None] + children.logprobs).flatten(1)
@@ -79,7 +110,9 @@ def grow_dynamic(growth: Growth, shape: DynamicTree) -> Proposal:
         if depth + 1 == deepest:
             break
         best = worth.topk(min(widest, worth.shape[1]), dim=1)
-        read = (torch.arange(best.values.shape[1], device=at.device) < widths[:, None]) & (depth + 1 < depths[:, None])
+        read = (torch.arange(best.values.shape[1], device=at.device) < widths[:, None]) & (
+            depth + 1 < depths[:, None]
+        )
         ranks = torch.where(read, best.values, -torch.inf)
         above, at = best.indices // shape.width, best.indices + first
         states = level.next_hidden.take_along_dim(above[..., None], dim=1)
@@ -87,14 +120,16 @@ def grow_dynamic(growth: Growth, shape: DynamicTree) -> Proposal:
         level = reader.read(tokens.gather(1, best.indices), states, bits, ranks > -torch.inf, depth)
     kept = nodes.best(budgets, min(shape.nodes, most))
     q_rows = torch.full((len(sound), kept.count + 1), -1, dtype=torch.int64, device=sound.device)
-    return kept.proposal(inputs, laws.rows, None, q_rows, sound)
+    return kept.proposal(inputs, distributions.rows, None, q_rows, sound)
 
 
 class SampledGrowth:
-    """Nodes in order of depth; a row with a smaller budget than the shape has stops earlier in that order.
+    """Nodes in order of depth; a row with a smaller budget than the shape has stops earlier in that
+    order.
 
-    Which nodes there are follows from shape and budget alone, before anything is drawn. Cousins of one depth share the noise
-    of their position; verification visits one node of a depth, so that it never sees the same noise twice.
+    Which nodes there are follows from shape and budget alone, before anything is drawn. Cousins of
+    one depth share the noise of their position; verification visits one node of a depth, so that it
+    never sees the same noise twice.
     """
 
     def __init__(self, growth: Growth):
@@ -103,10 +138,10 @@ class SampledGrowth:
         self.sound = torch.ones_like(growth.budgets, dtype=torch.bool)
         self.q_rows: list[torch.Tensor] = []  # [R, W] a level
         self.q_logits: list[torch.Tensor] = []
-        self.num_laws = 0
+        self.num_distributions = 0
 
     def grow(self, shape: SampledTree) -> Proposal:
-        inputs, laws, reader, budgets, most = self.growth
+        inputs, distributions, reader, budgets, most = self.growth
         level, at = reader.root, torch.full_like(budgets, -1)[:, None]
         for depth, count in enumerate(shape.branches):
             first = self.nodes.count
@@ -114,40 +149,61 @@ class SampledGrowth:
             # Read are the nodes whose first child is within the budget: the first ones of a level.
             num_read = 0
             if depth + 1 < shape.depth:
-                num_read = min(tokens.shape[1], -(-(most - self.nodes.count) // shape.branches[depth + 1]))
+                num_read = min(
+                    tokens.shape[1], -(-(most - self.nodes.count) // shape.branches[depth + 1])
+                )
             if num_read <= 0:
                 break
             indices = torch.arange(num_read, device=at.device)
             read = self.nodes.count + indices * shape.branches[depth + 1] < budgets[:, None]
             above, at = indices // count, (first + indices).expand(len(budgets), -1)
-            level = reader.read(tokens[:, :num_read], level.next_hidden[:, above], level.bits[:, above], read, depth)
+            level = reader.read(
+                tokens[:, :num_read], level.next_hidden[:, above], level.bits[:, above], read, depth
+            )
         told = torch.cat(self.q_rows, dim=1)
         q_rows = torch.nn.functional.pad(told, (0, self.nodes.count + 1 - told.shape[1]), value=-1)
         logits = torch.cat(self.q_logits) if self.q_logits else None
-        return self.nodes.proposal(inputs, laws.rows, logits, q_rows, self.sound)
+        return self.nodes.proposal(inputs, distributions.rows, logits, q_rows, self.sound)
 
     def _branch(self, level: Level, at: torch.Tensor, depth: int, count: int) -> torch.Tensor:
-        """Gives `count` children to each of the nodes `at` [R, W] that have any; their tokens [R, W * count]."""
-        laws, budgets = self.growth.laws, self.growth.budgets
+        """Gives `count` children to each of the nodes `at` [R, W] that have any; their tokens [R, W
+        * count]."""
+        distributions, budgets = self.growth.distributions, self.growth.budgets
         first = self.nodes.count + torch.arange(at.shape[1] * count, device=at.device)
         real = first < budgets[:, None]
-        alive, greedy = real[:, ::count], laws.greedy[:, None]
-        parents, passes = Parents(level.logits, self.nodes, at, alive), laws.sampling.passes
-        tokens, told = torch.zeros(*at.shape, count, dtype=torch.int64, device=at.device), torch.full_like(at, -1)
+        alive, greedy = real[:, ::count], distributions.greedy[:, None]
+        parents, passes = (
+            Parents(level.logits, self.nodes, at, alive),
+            distributions.sampling.passes,
+        )
+        tokens, told = (
+            torch.zeros(*at.shape, count, dtype=torch.int64, device=at.device),
+            torch.full_like(at, -1),
+        )
         if not passes.all_greedy:
             # The newest committed token is at `first`; its successors are the children of the root.
-            tokens, law = laws.draw(parents, self.growth.reader.first + 1 + depth, count)
-            told = torch.where(alive & ~greedy, self._tell(law).view(at.shape), -1)
+            tokens, distribution = distributions.draw(
+                parents, self.growth.reader.first + 1 + depth, count
+            )
+            told = torch.where(alive & ~greedy, self._tell(distribution).view(at.shape), -1)
         if passes.greedy:
-            children = laws.likeliest(parents, count)
+            children = distributions.likeliest(parents, count)
             tokens = torch.where(greedy[..., None], children.tokens, tokens)
             self.sound &= ~(alive & greedy & (children.logprobs[..., 0] == -torch.inf)).any(dim=1)
         self.q_rows.append(told)
-        self.nodes.add(tokens.flatten(1), at.repeat_interleave(count, dim=1), torch.where(real, 0.0, -torch.inf))
+        self.nodes.add(
+            tokens.flatten(1),
+            at.repeat_interleave(count, dim=1),
+            torch.where(real, 0.0, -torch.inf),
+        )
         return tokens.flatten(1)
 
-    def _tell(self, law: torch.Tensor) -> torch.Tensor:
-        """The rows of q that processed laws [n, V] get."""
-        self.q_logits.append(law)
-        self.num_laws += len(law)
-        return torch.arange(self.num_laws - len(law), self.num_laws, device=law.device)
+    def _tell(self, distribution: torch.Tensor) -> torch.Tensor:
+        """The rows of q that processed distributions [n, V] get."""
+        self.q_logits.append(distribution)
+        self.num_distributions += len(distribution)
+        return torch.arange(
+            self.num_distributions - len(distribution),
+            self.num_distributions,
+            device=distribution.device,
+        )

@@ -1,7 +1,8 @@
 """CUDA graphs of the levels of draft trees: reading all nodes of a level costs one launch.
 
-A graph is captured once for each (bucket of rows, nodes of a row) and stays valid across swaps, as those of `chain_graphs.py`.
-Surplus rows read and write the null block. Legend: R rows, W nodes of a level, H hidden width, Vd draft vocabulary.
+A graph is captured once for each (bucket of rows, nodes of a row) and stays valid across swaps, as
+those of `chain_graphs.py`. Surplus rows read and write the null block. Legend: R rows, W nodes of a
+level, H hidden width, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -40,14 +41,25 @@ def read_level(drafter: ReadsOwnDrafts, pool: PagedPool, inputs: LevelInputs) ->
     positions = inputs.positions.flatten()
     layout = TreeLayout(*(part.flatten() for part in inputs.layout))
     context = PagedPass(pool, inputs.tables, positions, lengths, tree=layout)
-    step = drafter.read_drafts(inputs.tokens.flatten(), inputs.hidden.flatten(0, 1), positions, context)
+    step = drafter.read_drafts(
+        inputs.tokens.flatten(), inputs.hidden.flatten(0, 1), positions, context
+    )
     return LevelOutput(step.next_hidden, drafter.draft_logits(step.head_input))
 
 
 class LevelGraphs:
-    """`read` gives a level from a graph, good until the next one is read, or None where it must be read without."""
+    """`read` gives a level from a graph, good until the next one is read, or None where it must be
+    read without."""
 
-    def __init__(self, drafter: ReadsOwnDrafts, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder):
+    def __init__(
+        self,
+        drafter: ReadsOwnDrafts,
+        pool: PagedPool,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        recorder: Recorder,
+    ):
         self.drafter, self.pool, self.recorder = drafter, pool, recorder
         self.max_blocks = max_blocks + spare_blocks(pool)
         self.rows = row_buckets(max_batch)
@@ -73,10 +85,15 @@ class LevelGraphs:
     def _capture(self, num_rows: int, width: int, like: LevelInputs) -> bool:
         static = empty_level(num_rows, width, self.max_blocks, like.hidden)
         try:
-            graph, output = self.recorder.record(lambda: read_level(self.drafter, self.pool, static))
+            graph, output = self.recorder.record(
+                lambda: read_level(self.drafter, self.pool, static)
+            )
         except RuntimeError as error:
             # A model that looks at values on the host cannot be captured; it drafts without graphs.
-            log.warning("levels of trees cannot be captured as CUDA graphs (%s)", str(error).strip().splitlines()[0])
+            log.warning(
+                "levels of trees cannot be captured as CUDA graphs (%s)",
+                str(error).strip().splitlines()[0],
+            )
             self._broken = True
             return False
         self._graphs[num_rows, width] = (static, graph, output)
@@ -102,10 +119,21 @@ def fill(static: LevelInputs, inputs: LevelInputs) -> None:
     count, blocks = inputs.tables.shape
     static.tables.fill_(NULL_BLOCK)
     static.tables[:count, :blocks].copy_(inputs.tables)
-    # What an earlier level has left in surplus rows may be NaN, which the null block must not get, or far away.
-    for part in (static.tokens, static.hidden, static.positions, static.layout.places, static.layout.first):
+    # What an earlier level has left in surplus rows may be NaN, which the null block must not get,
+    # or far away.
+    for part in (
+        static.tokens,
+        static.hidden,
+        static.positions,
+        static.layout.places,
+        static.layout.first,
+    ):
         part[count:].zero_()
     static.layout.ancestors[count:] = -1
-    pairs = [(static.tokens, inputs.tokens), (static.hidden, inputs.hidden), (static.positions, inputs.positions)]
+    pairs = [
+        (static.tokens, inputs.tokens),
+        (static.hidden, inputs.hidden),
+        (static.positions, inputs.positions),
+    ]
     for buffer, values in (*pairs, *zip(static.layout, inputs.layout, strict=True)):
         buffer[:count].copy_(values)

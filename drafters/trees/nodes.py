@@ -13,9 +13,12 @@ class TreeNodes:
     """C nodes so far for each of R rows, in order of creation: a node's parent comes before it."""
 
     def __init__(self, num_rows: int, device: torch.device):
-        self.tokens = torch.empty(num_rows, 0, dtype=torch.int64, device=device)  # [R, C] target ids
-        self.parents = torch.empty(num_rows, 0, dtype=torch.int64, device=device)  # [R, C], -1: the root
-        self.ranks = torch.empty(num_rows, 0, dtype=torch.float32, device=device)  # [R, C], higher is better; -inf: no node
+        # [R, C] target ids
+        self.tokens = torch.empty(num_rows, 0, dtype=torch.int64, device=device)
+        # [R, C], -1: the root
+        self.parents = torch.empty(num_rows, 0, dtype=torch.int64, device=device)
+        # [R, C], higher is better; -inf: no node
+        self.ranks = torch.empty(num_rows, 0, dtype=torch.float32, device=device)
 
     def add(self, tokens: torch.Tensor, parents: torch.Tensor, ranks: torch.Tensor) -> None:
         """[R, n] each."""
@@ -28,7 +31,8 @@ class TreeNodes:
         return self.tokens.shape[1]
 
     def prefixes(self, rows: torch.Tensor, nodes: torch.Tensor) -> list[list[int]]:
-        """The tokens from the root to each node [n] of `rows` [n], its own included; none for the root, -1."""
+        """The tokens from the root to each node [n] of `rows` [n], its own included; none for the
+        root, -1."""
         tokens, parents = self.tokens.tolist(), self.parents.tolist()
         found = []
         for row, node in zip(rows.tolist(), nodes.tolist()):
@@ -40,9 +44,11 @@ class TreeNodes:
         return found
 
     def best(self, budgets: torch.Tensor, most: int) -> TreeNodes:
-        """The `budgets` [R] (<= most) best nodes of each row, still in order of creation, the others left out.
+        """The `budgets` [R] (<= most) best nodes of each row, still in order of creation, the
+        others left out.
 
-        No node ranks above its parent, and of equals the elder comes first: so parents are never left out alone.
+        No node ranks above its parent, and of equals the elder comes first: so parents are never
+        left out alone.
         """
         order = self.ranks.argsort(dim=1, descending=True, stable=True)[:, :most]
         wanted = torch.arange(order.shape[1], device=order.device) < budgets[:, None]
@@ -53,23 +59,45 @@ class TreeNodes:
         places = torch.where(kept, kept.cumsum(dim=1) - 1, width)
         best = TreeNodes(len(budgets), order.device)
         moved = torch.where(self.parents < 0, -1, places.gather(1, self.parents.clamp(min=0)))
-        best.add(_put(places, self.tokens, width, 0), _put(places, moved, width, -1), _put(places, self.ranks, width, -torch.inf))
+        best.add(
+            _put(places, self.tokens, width, 0),
+            _put(places, moved, width, -1),
+            _put(places, self.ranks, width, -torch.inf),
+        )
         return best
 
     def proposal(
-        self, inputs: DraftInputs, rows: torch.Tensor, logits: torch.Tensor | None, q_rows: torch.Tensor, sound: torch.Tensor
+        self,
+        inputs: DraftInputs,
+        rows: torch.Tensor,
+        logits: torch.Tensor | None,
+        q_rows: torch.Tensor,
+        sound: torch.Tensor,
     ) -> Proposal:
-        """Rows [R] of the batch get these nodes, the others none; q_rows [R, C + 1]. `sound` [R]: all their laws had mass."""
+        """Rows [R] of the batch get these nodes, the others none; q_rows [R, C + 1]. `sound` [R]:
+        all their distributions had mass."""
         size = len(inputs.num_draft)
-        tokens, parents = (torch.full((size, self.count), -1, dtype=torch.int64, device=rows.device) for _ in range(2))
-        laws = torch.full((size, self.count + 1), -1, dtype=torch.int64, device=rows.device)
+        tokens, parents = (
+            torch.full((size, self.count), -1, dtype=torch.int64, device=rows.device)
+            for _ in range(2)
+        )
+        distributions = torch.full(
+            (size, self.count + 1), -1, dtype=torch.int64, device=rows.device
+        )
         lengths = torch.zeros(size, dtype=torch.int64, device=rows.device)
         whole = torch.ones(size, self.count, dtype=torch.bool, device=rows.device)
         real = self.ranks > -torch.inf
         tokens[rows] = torch.where(real, self.tokens, -1)
-        parents[rows], laws[rows], lengths[rows] = self.parents, q_rows, real.sum(dim=1)
+        parents[rows], distributions[rows], lengths[rows] = self.parents, q_rows, real.sum(dim=1)
         whole[rows] = sound[:, None].expand(-1, self.count)
-        return Proposal(tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=laws, sound=whole)
+        return Proposal(
+            tokens=tokens,
+            lengths=lengths,
+            logits=logits,
+            parents=parents,
+            q_rows=distributions,
+            sound=whole,
+        )
 
 
 def merged(one: Proposal, other: Proposal) -> Proposal:
@@ -78,9 +106,11 @@ def merged(one: Proposal, other: Proposal) -> Proposal:
         one, other = other, one
     width = one.tokens.shape[1]
     mine, theirs = _parts(one, width), _parts(other, width)
-    logits, laws = one.logits, theirs.q_rows
+    logits, distributions = one.logits, theirs.q_rows
     if other.logits is not None:
-        laws = torch.where(laws < 0, -1, laws + (0 if logits is None else len(logits)))
+        distributions = torch.where(
+            distributions < 0, -1, distributions + (0 if logits is None else len(logits))
+        )
         logits = other.logits if logits is None else torch.cat([logits, other.logits])
     chosen = (other.lengths > 0)[:, None]
     return Proposal(
@@ -88,7 +118,7 @@ def merged(one: Proposal, other: Proposal) -> Proposal:
         lengths=one.lengths + other.lengths,
         logits=logits,
         parents=torch.where(chosen, theirs.parents, mine.parents),
-        q_rows=torch.where(chosen, laws, mine.q_rows),
+        q_rows=torch.where(chosen, distributions, mine.q_rows),
         sound=mine.sound & theirs.sound,
     )
 
@@ -102,13 +132,18 @@ class _Parts(NamedTuple):
 
 def _parts(proposal: Proposal, width: int) -> _Parts:
     """What a proposal has a column of for every node, for `width` nodes."""
-    tokens, parents, laws, sound = proposal.tokens, proposal.parents, proposal.q_rows, proposal.sound
-    assert parents is not None and laws is not None and sound is not None
+    tokens, parents, distributions, sound = (
+        proposal.tokens,
+        proposal.parents,
+        proposal.q_rows,
+        proposal.sound,
+    )
+    assert parents is not None and distributions is not None and sound is not None
     missing, pad = (0, width - tokens.shape[1]), torch.nn.functional.pad
     return _Parts(
         pad(tokens, missing, value=-1),
         pad(parents, missing, value=-1),
-        pad(laws, missing, value=-1),
+        pad(distributions, missing, value=-1),
         pad(sound, missing, value=True),
     )
 

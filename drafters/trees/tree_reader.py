@@ -1,4 +1,5 @@
-"""Reads the nodes of growing draft trees with a feature head, a level at a time, over scratch places of the draft's own pool."""
+"""Reads the nodes of growing draft trees with a feature head, a level at a time, over scratch
+places of the draft's own pool."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from transformers import LlamaConfig
 from draftsmith.drafters.autoregressive.state import CatchUp, ReadsOwnDrafts
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.tree_shape import MAX_NODES
-from draftsmith.drafters.trees.level_graphs import LevelGraphs, LevelInputs, read_level, spare_blocks
+from draftsmith.drafters.trees.level_graphs import (
+    LevelGraphs,
+    LevelInputs,
+    read_level,
+    spare_blocks,
+)
 from draftsmith.kernels.attention.pool import NULL_BLOCK, PagedPool, TreeLayout
 
 
@@ -22,7 +28,8 @@ class TreeDrafter(ReadsOwnDrafts, Protocol):
 
 
 class Level(NamedTuple):
-    """What the head says after the nodes of one level; W nodes for each of R rows, arbitrary where a node is not alive."""
+    """What the head says after the nodes of one level; W nodes for each of R rows, arbitrary where
+    a node is not alive."""
 
     next_hidden: torch.Tensor  # [R, W, H]
     logits: torch.Tensor  # [R, W, Vd] raw
@@ -30,14 +37,18 @@ class Level(NamedTuple):
 
 
 class TreeReader:
-    """The i-th node read of a row keeps its keys at place n + i, n being the row's newest committed token, which has no state.
+    """The i-th node read of a row keeps its keys at place n + i, n being the row's newest committed
+    token, which has no state.
 
-    The engine has reserved a place for every token it may be offered there; what is left behind is overwritten by true states.
-    A level is read whole: nodes that are not alive come last in it and take the places after the others, where the next level
-    writes over them or, beyond what is reserved, the null block has them.
+    The engine has reserved a place for every token it may be offered there; what is left behind is
+    overwritten by true states. A level is read whole: nodes that are not alive come last in it and
+    take the places after the others, where the next level writes over them or, beyond what is
+    reserved, the null block has them.
     """
 
-    def __init__(self, head: TreeDrafter, inputs: DraftInputs, caught: CatchUp, budgets: torch.Tensor):
+    def __init__(
+        self, head: TreeDrafter, inputs: DraftInputs, caught: CatchUp, budgets: torch.Tensor
+    ):
         assert inputs.pool is not None
         self.head, self.pool = head, inputs.pool
         self.first = caught.positions + 1
@@ -45,11 +56,21 @@ class TreeReader:
         self.used = torch.zeros_like(self.first)
         step = caught.step
         self.root = Level(
-            step.next_hidden[:, None], head.draft_logits(step.head_input)[:, None], torch.zeros_like(self.first)[:, None]
+            step.next_hidden[:, None],
+            head.draft_logits(step.head_input)[:, None],
+            torch.zeros_like(self.first)[:, None],
         )
 
-    def read(self, tokens: torch.Tensor, hidden: torch.Tensor, bits: torch.Tensor, alive: torch.Tensor, depth: int) -> Level:
-        """tokens [R, W] at `depth` below the root (0: its children); states [R, W, H] and bits [R, W] of the nodes above.
+    def read(
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        bits: torch.Tensor,
+        alive: torch.Tensor,
+        depth: int,
+    ) -> Level:
+        """tokens [R, W] at `depth` below the root (0: its children); states [R, W, H] and bits [R,
+        W] of the nodes above.
 
         `alive` [R, W]: in each row, all before the first that is not.
         """
@@ -59,7 +80,9 @@ class TreeReader:
         first = self.first[:, None].expand_as(tokens)
         # A node that is not alive may come from a state of NaN, which the null block must not get.
         states = torch.where(alive[..., None], hidden, 0.0)
-        inputs = LevelInputs(tokens, states, first + depth, TreeLayout(first + index, bits, first), self.tables)
+        inputs = LevelInputs(
+            tokens, states, first + depth, TreeLayout(first + index, bits, first), self.tables
+        )
         graphs = self.head.level_graphs
         output = None if graphs is None else graphs.read(inputs, self.pool)
         if output is None:
@@ -68,7 +91,8 @@ class TreeReader:
 
 
 def reserved(tables: torch.Tensor, last: torch.Tensor, pool: PagedPool) -> torch.Tensor:
-    """Block tables [R, n] with the null block for all places after `last` [R], and enough of it for a whole level more."""
+    """Block tables [R, n] with the null block for all places after `last` [R], and enough of it for
+    a whole level more."""
     tables = torch.nn.functional.pad(tables, (0, spare_blocks(pool)), value=NULL_BLOCK)
     begins = torch.arange(tables.shape[1], device=tables.device) * pool.block_size
     return torch.where(begins <= last[:, None], tables, NULL_BLOCK)

@@ -1,7 +1,8 @@
-"""Attention in which a masked value that is not finite does not matter: 0 * NaN is NaN, so a weight of zero does not mask it.
+"""Attention in which a masked value that is not finite does not matter: 0 * NaN is NaN, so a weight
+of zero does not mask it.
 
-A target may overflow behind a token that it would never choose. Where a draft offers that token, the other positions of the
-row must not notice.
+A target may overflow behind a token that it would never choose. Where a draft offers that token,
+the other positions of the row must not notice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Attention of a ragged batch over a paged pool of keys and values; a chain is its causal case, a tree has masks of its own.
+"""Attention of a ragged batch over a paged pool of keys and values; a chain is its causal case, a
+tree has masks of its own.
 
-Legend: T tokens of the pass, rows one after another; B rows; L layers; S = num_blocks * block_size slots.
-Place p of a row lives in slot `block_tables[row, p // block_size] * block_size + p % block_size`. A token's place is its
-position, but for the nodes of a tree: several have one position, each has a place of its own.
+Legend: T tokens of the pass, rows one after another; B rows; L layers; S = num_blocks * block_size
+slots. Place p of a row lives in slot `block_tables[row, p // block_size] * block_size + p %
+block_size`. A token's place is its position, but for the nodes of a tree: several have one
+position, each has a place of its own.
 """
 
 from __future__ import annotations
@@ -21,15 +23,18 @@ if TYPE_CHECKING:
 
 
 class PagedPass:
-    """The `AttentionContext` of one forward pass: writes the pass's keys and values to the pool, then attends.
+    """The `AttentionContext` of one forward pass: writes the pass's keys and values to the pool,
+    then attends.
 
     Args:
         pool: where keys and values live; written in place.
         block_tables: [B, max_blocks] int64.
-        positions: [T] int64, absolute, ascending within a row without a tree; a row's context is everything up to its last place.
+        positions: [T] int64, absolute, ascending within a row without a tree; a row's context is
+        everything up to its last place.
         lengths: [B] int64, tokens of each row in this pass, each >= 1; sums to T.
         tree: None when no row is a tree.
-        impl: "auto", "triton" or "torch". With Triton nothing is read back from the device, so a CUDA graph can hold the pass.
+        impl: "auto", "triton" or "torch". With Triton nothing is read back from the device, so a
+        CUDA graph can hold the pass.
     """
 
     def __init__(
@@ -45,9 +50,13 @@ class PagedPass:
         self.pool = pool
         self.layout = PassLayout(block_tables, lengths, tree)
         places = positions if tree is None else tree.places
-        rows = 0 if len(lengths) == 1 else torch.repeat_interleave(lengths, output_size=len(positions))
+        rows = (
+            0 if len(lengths) == 1 else torch.repeat_interleave(lengths, output_size=len(positions))
+        )
         self.slots = pool.slots_of(block_tables, rows, places)
-        self.context = _context(impl, pool.keys[0])(pool.block_size, block_tables, positions, lengths, tree)
+        self.context = _context(impl, pool.keys[0])(
+            pool.block_size, block_tables, positions, lengths, tree
+        )
 
     def attend(
         self,
@@ -61,11 +70,20 @@ class PagedPass:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, value_dim]."""
+        """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads,
+        value_dim]."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         keys.index_copy_(0, self.slots, key[0].transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, self.slots, value[0].transpose(0, 1).to(values.dtype))
-        out = self.context.attend(query, keys, values, scaling=scaling, window=sliding_window, softcap=softcap, sinks=sinks)
+        out = self.context.attend(
+            query,
+            keys,
+            values,
+            scaling=scaling,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
         return out.unsqueeze(0)
 
 

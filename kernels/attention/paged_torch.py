@@ -1,4 +1,5 @@
-"""Paged attention in plain torch, the CPU's way and the reference: rows are gathered out of the pool and attended by SDPA.
+"""Paged attention in plain torch, the CPU's way and the reference: rows are gathered out of the
+pool and attended by SDPA.
 
 Legend as in `paged_attention.py`.
 """
@@ -13,7 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.kernels.attention.masked_values import all_finite, spoil, spoiled_rows, without_spoiled
+from draftsmith.kernels.attention.masked_values import (
+    all_finite,
+    spoil,
+    spoiled_rows,
+    without_spoiled,
+)
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.pool import TreeLayout
@@ -44,7 +50,11 @@ def _find_runs(lengths: list[int], places: torch.Tensor) -> list[_Run]:
     runs: list[_Run] = []
     for row, (length, end, context) in enumerate(zip(lengths, ends, contexts)):
         last = runs[-1] if runs else None
-        if last is not None and last.length == length and max(last.context, context) <= _SHORT_CONTEXT:
+        if (
+            last is not None
+            and last.length == length
+            and max(last.context, context) <= _SHORT_CONTEXT
+        ):
             runs[-1] = last._replace(num_rows=last.num_rows + 1, context=max(last.context, context))
         else:
             runs.append(_Run(row, 1, end - length, length, context))
@@ -56,8 +66,10 @@ class _Part:
     """A run with its context resolved to slots; the same for every layer of one window."""
 
     run: _Run
-    slots: torch.Tensor | slice  # [num_rows * n], or a slice where a lone row's blocks lie side by side
-    visible: torch.Tensor | None  # [num_rows, 1, length, n] bool; None where every query sees all of the context
+    # [num_rows * n], or a slice where a lone row's blocks lie side by side
+    slots: torch.Tensor | slice
+    # [num_rows, 1, length, n] bool; None where every query sees all of the context
+    visible: torch.Tensor | None
     biases: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
@@ -65,37 +77,50 @@ class _Part:
         rows, begin, length = self.run.num_rows, self.run.begin, self.run.length
         if rows == 1:
             return query[:, :, begin : begin + length]
-        return query[0, :, begin : begin + rows * length].unflatten(1, (rows, length)).transpose(0, 1)
+        return (
+            query[0, :, begin : begin + rows * length].unflatten(1, (rows, length)).transpose(0, 1)
+        )
 
     def gather(self, pool: torch.Tensor) -> torch.Tensor:
         """[S, kv_heads, dim] -> [num_rows, kv_heads, n, dim]."""
         # index_select is several times faster than indexing on a CPU, and a slice costs nothing.
-        found = pool[self.slots] if isinstance(self.slots, slice) else pool.index_select(0, self.slots)
+        found = (
+            pool[self.slots] if isinstance(self.slots, slice) else pool.index_select(0, self.slots)
+        )
         if self.run.num_rows == 1:
             return found.transpose(0, 1).unsqueeze(0)
         return found.view(self.run.num_rows, -1, *found.shape[1:]).transpose(1, 2)
 
-    def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         groups, length = query.shape[1] // key.shape[1], query.shape[2]
         if groups == 1 or groups * length > _FEW_QUERIES:
             bias = self._bias(1, query.dtype)
-            return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=groups > 1)
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask=bias, scale=scaling, enable_gqa=groups > 1
+            )
         # Folding the heads of a group into the queries reads each key once instead of repeating it.
         folded = query.reshape(len(query), key.shape[1], groups * length, -1)
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=self._bias(groups, query.dtype), scale=scaling)
+        out = scaled_dot_product_attention(
+            folded, key, value, attn_mask=self._bias(groups, query.dtype), scale=scaling
+        )
         return out.reshape(len(query), query.shape[1], length, -1)
 
     def _bias(self, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         if self.visible is None:
             return None
         if (repeats, dtype) not in self.biases:
-            bias = torch.zeros(self.visible.shape, dtype=dtype, device=self.visible.device).masked_fill_(~self.visible, -math.inf)
+            bias = torch.zeros(
+                self.visible.shape, dtype=dtype, device=self.visible.device
+            ).masked_fill_(~self.visible, -math.inf)
             self.biases[repeats, dtype] = bias.repeat(1, 1, repeats, 1)
         return self.biases[repeats, dtype]
 
 
 class GatheredContext:
-    """What the tokens of one pass see: the same for every layer of one window, so it is worked out once. Args as `PagedPass`."""
+    """What the tokens of one pass see: the same for every layer of one window, so it is worked out
+    once. Args as `PagedPass`."""
 
     def __init__(
         self,
@@ -105,7 +130,12 @@ class GatheredContext:
         lengths: torch.Tensor,
         tree: TreeLayout | None,
     ):
-        self.block_size, self.block_tables, self.positions, self.tree = block_size, block_tables, positions, tree
+        self.block_size, self.block_tables, self.positions, self.tree = (
+            block_size,
+            block_tables,
+            positions,
+            tree,
+        )
         self.places = positions if tree is None else tree.places
         self._runs = _find_runs(lengths.tolist(), self.places)
         self._parts: dict[int | None, list[_Part]] = {}
@@ -121,7 +151,8 @@ class GatheredContext:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them -> [T, heads, value_dim]."""
+        """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them
+        -> [T, heads, value_dim]."""
         if window not in self._parts:
             self._parts[window] = [self._make_part(run, window) for run in self._runs]
         outputs = []
@@ -131,9 +162,13 @@ class GatheredContext:
             if softcap is None and sinks is None:
                 out = part.attention(q, k, v, scaling)
             else:
-                out = reference_attention(q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks)
+                out = reference_attention(
+                    q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks
+                )
             if part.visible is not None and not all_finite(out):
-                out = _unspoiled(out, q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks)
+                out = _unspoiled(
+                    out, q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks
+                )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -154,7 +189,10 @@ class GatheredContext:
             slots = self._slots(run, context, places)
         visible = None
         if self.tree is not None:
-            ancestors, first = self.tree.ancestors[tokens].view(shape), self.tree.first[tokens].view(shape)
+            ancestors, first = (
+                self.tree.ancestors[tokens].view(shape),
+                self.tree.first[tokens].view(shape),
+            )
             visible = _tree_sight(context, places, positions, ancestors, first, window)[:, None]
         elif run.num_rows > 1 or run.length > 1:
             visible = context <= places
@@ -181,7 +219,8 @@ class GatheredContext:
         table = self.block_tables[run.first_row : run.first_row + run.num_rows]
         slots = table[:, context // size] * size + context % size
         if run.num_rows > 1:
-            # Padding reads slot 0. What an earlier owner left in a row's own blocks could be NaN, and 0 * NaN is NaN.
+            # Padding reads slot 0. What an earlier owner left in a row's own blocks could be NaN,
+            # and 0 * NaN is NaN.
             slots = torch.where(context <= places[:, -1], slots, 0)
         return slots.flatten()
 
@@ -197,10 +236,13 @@ def _unspoiled(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`out` with its rows that are not finite computed again, so that what is not finite reaches only queries that see it."""
+    """`out` with its rows that are not finite computed again, so that what is not finite reaches
+    only queries that see it."""
     rows = spoiled_rows(out)
     q, k, v, mask = query[rows], key[rows], value[rows], visible[rows]
-    again = reference_attention(q, k, without_spoiled(v), mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    again = reference_attention(
+        q, k, without_spoiled(v), mask, scaling=scaling, softcap=softcap, sinks=sinks
+    )
     return out.index_copy(0, rows, spoil(again, v, mask).to(out.dtype))
 
 
@@ -214,13 +256,17 @@ def _tree_sight(
 ) -> torch.Tensor:
     """Places `context` [n] seen by tokens [rows, length, 1] -> [rows, length, n] bool."""
     index = context - first
-    bits = (ancestors >> torch.arange(NUM_BITS, device=context.device)) & 1  # [rows, length, NUM_BITS]
+    # [rows, length, NUM_BITS]
+    bits = (ancestors >> torch.arange(NUM_BITS, device=context.device)) & 1
     node = index.clamp(0, NUM_BITS - 1)
     plain = ancestors == -1
-    visible = torch.where(plain, context <= places, (index < 0) | ((index < NUM_BITS) & (bits.gather(-1, node) == 1)))
+    visible = torch.where(
+        plain, context <= places, (index < 0) | ((index < NUM_BITS) & (bits.gather(-1, node) == 1))
+    )
     if window is None:
         return visible
-    # Positions of a path follow one another: the distance to an ancestor is the number of bits above its own.
+    # Positions of a path follow one another: the distance to an ancestor is the number of bits
+    # above its own.
     above = bits.flip(-1).cumsum(-1).flip(-1) - bits
     distance = torch.where(plain | (index < 0), positions - context, above.gather(-1, node))
     return visible & (distance < window)
@@ -236,7 +282,8 @@ def reference_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Soft-capped scores (Gemma 2) and per-head sinks: [..., heads, t, dim] x [..., kv_heads, n, dim] -> [..., heads, t, dim].
+    """Soft-capped scores (Gemma 2) and per-head sinks: [..., heads, t, dim] x [..., kv_heads, n,
+    dim] -> [..., heads, t, dim].
 
     `mask` is boolean and broadcasts to [..., heads, t, n]; True where a query may look.
     """

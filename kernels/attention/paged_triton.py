@@ -1,12 +1,16 @@
-"""Paged attention in Triton, one kernel for prompt pieces, chains, trees and single tokens of any mix of rows.
+"""Paged attention in Triton, one kernel for prompt pieces, chains, trees and single tokens of any
+mix of rows.
 
-1. `_attend`: program (tile, kv head, split). A tile is some tokens of one row times the query heads that share the kv head, so
-   that each key is read once for all of them; a split is a share of the row's context (flash decoding). Softmax runs online.
+1. `_attend`: program (tile, kv head, split). A tile is some tokens of one row times the query heads
+  that share the kv head, so
+   that each key is read once for all of them; a split is a share of the row's context (flash
+   decoding). Softmax runs online.
 2. `_merge`: puts the splits of a (token, head) together. Left out when there is one.
 
-What a token sees is worked out from positions, places and ancestor bits block by block: no mask is stored. All sizes of a
-launch come from the shapes of tensors, never from their values: nothing waits for the device, a CUDA graph can hold the pass.
-`paged_attention_torch.py` is the reference. Legend as in `paged_attention.py`.
+What a token sees is worked out from positions, places and ancestor bits block by block: no mask is
+stored. All sizes of a launch come from the shapes of tensors, never from their values: nothing
+waits for the device, a CUDA graph can hold the pass. `paged_attention_torch.py` is the reference.
+Legend as in `paged_attention.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _MINUS_INF = tl.constexpr(float("-inf"))
 _FAR = tl.constexpr(1 << 60)  # a place beyond every context
 
-# Queries of a tile (tokens times grouped heads): tensor cores want 16 at least, registers hold results for no more than 64.
+# Queries of a tile (tokens times grouped heads): tensor cores want 16 at least, registers hold
+# results for no more than 64.
 _FEWEST_QUERIES, _MOST_QUERIES = 16, 64
 # A split shorter than this costs more in merging than it gains.
 _SHORTEST_SPLIT = 256
@@ -84,10 +89,12 @@ def _attend(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """With one split `out` [T, heads, VALUE_DIM] gets the result; else its float32 [SPLITS, T, heads, VALUE_DIM] sums of a split,
-    `maxima` and `sums` [SPLITS, T, heads] what they are relative to (scores in units of log 2)."""
+    """With one split `out` [T, heads, VALUE_DIM] gets the result; else its float32 [SPLITS, T,
+    heads, VALUE_DIM] sums of a split, `maxima` and `sums` [SPLITS, T, heads] what they are relative
+    to (scores in units of log 2)."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Row b owns tiles from starts[b] // TILE + b on: always enough of them, and known without asking anyone.
+    # Row b owns tiles from starts[b] // TILE + b on: always enough of them, and known without
+    # asking anyone.
     every = tl.arange(0, ROWS)
     begins = tl.load(starts + every, mask=every < num_rows, other=_FAR)
     row = tl.sum((begins // TILE + every <= tile).to(tl.int32), axis=0) - 1
@@ -121,12 +128,15 @@ def _attend(
     key_dims, value_dims = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
     places_of_query = tokens * query_token_stride + heads * query_head_stride
     q = tl.load(
-        query + places_of_query[:, None] + key_dims[None, :], mask=real[:, None] & (key_dims[None, :] < KEY_DIM), other=0.0
+        query + places_of_query[:, None] + key_dims[None, :],
+        mask=real[:, None] & (key_dims[None, :] < KEY_DIM),
+        other=0.0,
     )
     top = tl.full((QUERIES,), _MINUS_INF, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     if HAS_SINKS:  # noqa: SIM102
-        # A sink is a key without a value, seen by the first split. Nested, because one part is decided when it is compiled.
+        # A sink is a key without a value, seen by the first split. Nested, because one part is
+        # decided when it is compiled.
         if split == 0:
             top = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * _LOG2E
             total = total + 1.0
@@ -138,10 +148,14 @@ def _attend(
     for begin_key in range(low, high, KEYS):
         at = begin_key + tl.arange(0, KEYS)
         inside = at < high
-        block = tl.load(block_tables + row.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=inside, other=0)
+        block = tl.load(
+            block_tables + row.to(tl.int64) * table_stride + at // BLOCK_SIZE, mask=inside, other=0
+        )
         slot = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * KV_HEADS + kv_head
         k = tl.load(
-            keys + slot[None, :] * KEY_DIM + key_dims[:, None], mask=inside[None, :] & (key_dims[:, None] < KEY_DIM), other=0.0
+            keys + slot[None, :] * KEY_DIM + key_dims[:, None],
+            mask=inside[None, :] & (key_dims[:, None] < KEY_DIM),
+            other=0.0,
         )
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         if HAS_SOFTCAP:
@@ -155,7 +169,8 @@ def _attend(
                 node = tl.minimum(tl.maximum(index, 0), 62)
                 seen = seen & ((index < 0) | ((bits[:, None] >> node) & 1 == 1))
                 if HAS_WINDOW:
-                    # Positions of a path follow one another: the bits above an ancestor's count the steps to it.
+                    # Positions of a path follow one another: the bits above an ancestor's count the
+                    # steps to it.
                     above = (tl.maximum(bits[:, None], 0) >> node) >> 1
                     distance = tl.where(index < 0, distance, _num_bits(above))
         if HAS_WINDOW:
@@ -171,13 +186,16 @@ def _attend(
             other=0.0,
         )
         if begin_key + KEYS > nearest:
-            # Behind a drafted token the target may overflow, and 0 * NaN is NaN: only queries that see it may notice.
+            # Behind a drafted token the target may overflow, and 0 * NaN is NaN: only queries that
+            # see it may notice.
             finite = tl.abs(v) < float("inf")
             v = tl.where(finite, v, 0.0)
             spoiled = tl.min(finite.to(tl.int32), axis=1) == 0
             noticed = tl.max((seen & spoiled[None, :]).to(tl.int32), axis=1)
             gathered = tl.where((noticed > 0)[:, None], float("nan"), gathered)
-        gathered = gathered * decay[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        gathered = gathered * decay[:, None] + tl.dot(
+            weights.to(q.dtype), v.to(q.dtype), input_precision="ieee"
+        )
         total = total * decay + tl.sum(weights, axis=1)
         top = new_top
 
@@ -191,7 +209,11 @@ def _attend(
         tl.store(sums + flat, total, mask=real)
         # Short contexts leave most splits of a long table empty, which then cost no memory traffic.
         written = written & (top > _MINUS_INF)[:, None]
-    tl.store(out + flat[:, None] * VALUE_DIM + value_dims[None, :], gathered.to(out.dtype.element_ty), mask=written)
+    tl.store(
+        out + flat[:, None] * VALUE_DIM + value_dims[None, :],
+        gathered.to(out.dtype.element_ty),
+        mask=written,
+    )
 
 
 @triton.jit
@@ -224,7 +246,8 @@ def _merge(
 
 @dataclass(frozen=True)
 class TritonContext:
-    """What the tokens of one pass see, as the kernel reads it. Args as `PagedPass`; every tensor stays where it is."""
+    """What the tokens of one pass see, as the kernel reads it. Args as `PagedPass`; every tensor
+    stays where it is."""
 
     block_size: int
     block_tables: torch.Tensor  # [B, max_blocks]
@@ -256,7 +279,8 @@ class TritonContext:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them -> [T, heads, value_dim]."""
+        """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them
+        -> [T, heads, value_dim]."""
         if query.stride(-1) != 1:
             query = query.contiguous()
         num_heads, num_tokens = query.shape[1], query.shape[2]
@@ -333,20 +357,23 @@ class TritonContext:
 
 
 def _tile(num_tokens: int, num_rows: int, groups: int) -> tuple[int, int]:
-    """Tokens of a tile, and its queries padded to a power of two: as many as an average row of the pass has use for."""
+    """Tokens of a tile, and its queries padded to a power of two: as many as an average row of the
+    pass has use for."""
     wanted = triton.next_power_of_2(groups * -(-num_tokens // num_rows))
     num_queries = max(_FEWEST_QUERIES, min(wanted, _MOST_QUERIES), triton.next_power_of_2(groups))
     return num_queries // groups, num_queries
 
 
 def _num_keys(width: int, element_size: int) -> int:
-    """Keys of a step: the pipeline holds three steps of keys and values in at most 160 KiB of shared memory."""
+    """Keys of a step: the pipeline holds three steps of keys and values in at most 160 KiB of
+    shared memory."""
     fitting = 160 * 1024 // (3 * width * element_size)
     return max(16, min(64, 1 << max(fitting, 1).bit_length() - 1))
 
 
 def _num_splits(num_programs: int, max_context: int, device: torch.device) -> int:
-    """Two programs a multiprocessor where the context can be cut so far; a power of two, so that few variants are compiled."""
+    """Two programs a multiprocessor where the context can be cut so far; a power of two, so that
+    few variants are compiled."""
     wanted = -(-2 * _num_multiprocessors(device) // num_programs)
     most = min(max_context // _SHORTEST_SPLIT, _MOST_SPLITS)
     return triton.next_power_of_2(max(1, min(wanted, most)))
@@ -354,4 +381,8 @@ def _num_splits(num_programs: int, max_context: int, device: torch.device) -> in
 
 @lru_cache(maxsize=16)
 def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )

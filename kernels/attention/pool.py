@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-NULL_BLOCK = 0  # nobody's: what is written there is never read, see serve/cache/blocks.py, which knows no torch
+# nobody's: what is written there is never read, see serve/cache/blocks.py, which knows no torch
+NULL_BLOCK = 0
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,32 @@ class PagedPool:
         dtype: torch.dtype = torch.float32,
     ) -> PagedPool:
         slots = num_blocks * block_size
-        # Zeros, not uninitialised memory: a masked slot still meets a zero weight, and 0 * NaN is NaN.
-        keys = [torch.zeros(slots, num_kv_heads, key_dim, device=device, dtype=dtype) for _ in range(num_layers)]
-        values = [torch.zeros(slots, num_kv_heads, value_dim or key_dim, device=device, dtype=dtype) for _ in range(num_layers)]
+        # Zeros, not uninitialised memory: a masked slot still meets a zero weight, and 0 * NaN is
+        # NaN.
+        keys = [
+            torch.zeros(slots, num_kv_heads, key_dim, device=device, dtype=dtype)
+            for _ in range(num_layers)
+        ]
+        values = [
+            torch.zeros(slots, num_kv_heads, value_dim or key_dim, device=device, dtype=dtype)
+            for _ in range(num_layers)
+        ]
         return cls(keys, values, block_size)
 
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
-    def slots_of(self, block_tables: torch.Tensor, rows: torch.Tensor | int, places: torch.Tensor) -> torch.Tensor:
+    def slots_of(
+        self, block_tables: torch.Tensor, rows: torch.Tensor | int, places: torch.Tensor
+    ) -> torch.Tensor:
         """`places` [n] of `rows` [n] of `block_tables` [B, max_blocks] -> [n] int64."""
         size = self.block_size
         return block_tables[rows, places // size] * size + places % size
 
     def move(self, block_table: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> None:
-        """Copies keys and values of a row's places `sources` [n] to `places` [n] in every layer; the two may overlap."""
+        """Copies keys and values of a row's places `sources` [n] to `places` [n] in every layer;
+        the two may overlap."""
         tables = block_table[None]
         self.move_slots(self.slots_of(tables, 0, sources), self.slots_of(tables, 0, places))
 
@@ -59,16 +70,18 @@ class PagedPool:
 
 
 class TreeLayout(NamedTuple):
-    """Where the tokens of a pass keep their keys and what they see, when some rows are trees. Without it places are positions.
+    """Where the tokens of a pass keep their keys and what they see, when some rows are trees.
+    Without it places are positions.
 
     A node's position is its depth in the tree, which rotary embeddings and sliding windows go by.
     """
 
     places: torch.Tensor  # [T] int64, consecutive within a row
-    ancestors: (
-        torch.Tensor
-    )  # [T] int64, bit j: sees place first + j (its own bit is its highest); -1: sees all places up to its own
-    first: torch.Tensor  # [T] int64: all places before it are seen; not read where `ancestors` is -1
+    # [T] int64, bit j: sees place first + j (its own bit is its highest); -1: sees all places up to
+    # its own
+    ancestors: torch.Tensor
+    # [T] int64: all places before it are seen; not read where `ancestors` is -1
+    first: torch.Tensor
 
 
 class PassLayout(NamedTuple):

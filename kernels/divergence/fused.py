@@ -1,9 +1,11 @@
-"""Divergences of a draft from the target from hidden states, in chunks of rows, so that nothing of size [T, V] is kept.
+"""Divergences of a draft from the target from hidden states, in chunks of rows, so that nothing of
+size [T, V] is kept.
 
-The gradient needs the logits that the loss needs, so forward computes both in one walk and backward only scales it (as Liger's
-fused losses do). The divergences themselves are in `divergence_rows.py`.
+The gradient needs the logits that the loss needs, so forward computes both in one walk and backward
+only scales it (as Liger's fused losses do). The divergences themselves are in `divergence_rows.py`.
 
-Legend: T rows, H draft width, V target vocabulary, Vd draft vocabulary (V without a subset), t rows of a chunk.
+Legend: T rows, H draft width, V target vocabulary, Vd draft vocabulary (V without a subset), t rows
+of a chunk.
 """
 
 from __future__ import annotations
@@ -15,15 +17,22 @@ import torch
 
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.divergence.kind import Kind
-from draftsmith.kernels.divergence.rows import RowInputs, RowTerms, divergence_rows, divergence_rows_blocked, draft_columns
+from draftsmith.kernels.divergence.rows import (
+    RowInputs,
+    RowTerms,
+    divergence_rows,
+    divergence_rows_blocked,
+    draft_columns,
+)
 from draftsmith.kernels.divergence.sparse import check_sparse, sparse_rows
-from draftsmith.kernels.sampling.top_tokens import TopLaw
+from draftsmith.kernels.sampling.top_tokens import TopProbs
 
-# Draft logits of one chunk on an accelerator. Every chunk reads the draft head twice and its gradient once more, so few
-# large ones: 1024 rows of bfloat16 at V = 128,256.
+# Draft logits of one chunk on an accelerator. Every chunk reads the draft head twice and its
+# gradient once more, so few large ones: 1024 rows of bfloat16 at V = 128,256.
 CHUNK_BYTES = 1 << 28
-# The gradient of a bfloat16 head is added up in bfloat16 when the chunks are few: each of them then rounds once, as the result
-# does anyway, and the buffer is half as large. More chunks, or any other head, add up in float32.
+# The gradient of a bfloat16 head is added up in bfloat16 when the chunks are few: each of them then
+# rounds once, as the result does anyway, and the buffer is half as large. More chunks, or any other
+# head, add up in float32.
 FEW_CHUNKS = 16
 # A block of the head's gradient while it is added up in more digits than the product has.
 PRODUCT_ELEMENTS = 1 << 26
@@ -50,15 +59,17 @@ class Divergence(NamedTuple):
     loss: torch.Tensor  # scalar, sum_t weights_t rows_t; see `divergence_weights` for means
     rows: torch.Tensor  # [T] divergence of each row, 0 where the weight is 0
     alpha: torch.Tensor  # [T] sum_v min(p_v, q_v) over the full vocabulary
-    keep: torch.Tensor | None  # [T] min(1, q(x) / p(x)) at the given tokens; 0 outside the draft vocabulary
-    outside: torch.Tensor  # [T] target mass outside the draft vocabulary: alpha is at most 1 minus it
+    # [T] min(1, q(x) / p(x)) at the given tokens; 0 outside the draft vocabulary
+    keep: torch.Tensor | None
+    # [T] target mass outside the draft vocabulary: alpha is at most 1 minus it
+    outside: torch.Tensor
 
 
 def divergence(
     kind: Kind,
     draft_hidden: torch.Tensor,
     draft_head: torch.Tensor,
-    target: TargetLogits | TopLaw,
+    target: TargetLogits | TopProbs,
     weights: torch.Tensor,
     *,
     vocab_map: torch.Tensor | None = None,
@@ -66,28 +77,32 @@ def divergence(
     impl: str = "auto",
     chunk_size: int | None = None,
 ) -> Divergence:
-    """Weighted sum of a divergence over rows, with exact gradients to `draft_hidden` and `draft_head`.
+    """Weighted sum of a divergence over rows, with exact gradients to `draft_hidden` and
+    `draft_head`.
 
     Args:
         kind: `divergence_kind.kind_of("forward-kl")` and so on.
         draft_hidden: [T, H].
-        draft_head: [Vd, H]; logits are `draft_hidden @ draft_head.T`. When it needs a gradient, one [Vd, H] buffer a call is
+        draft_head: [Vd, H]; logits are `draft_hidden @ draft_head.T`. When it needs a gradient, one
+        [Vd, H] buffer a call is
             held until backward.
-        target: gives the target's raw logits [t, V] of a slice of rows, called without gradients, once a slice
-            (`HeadLogits` where they are a plain product); or the sparse law of every row.
+        target: gives the target's raw logits [t, V] of a slice of rows, called without gradients,
+        once a slice
+            (`HeadLogits` where they are a plain product); or the sparse distribution of every row.
         weights: [T], constant; a row of weight 0 adds exactly nothing to loss and gradients.
         vocab_map: [Vd] target id of each draft id; None when the vocabularies are the same.
         tokens: [T] target ids of the text, for `keep` and for ce.
-        impl: "auto", "triton" or "torch", for the row-wise part; the products are torch's, and so is all of a sparse law.
+        impl: "auto", "triton" or "torch", for the row-wise part; the products are torch's, and so
+        is all of a sparse distribution.
         chunk_size: rows a chunk; by default what suits the device.
 
     Under autocast the products run in its type. Backward runs once.
     """
     dtype = _product_dtype(draft_hidden)
     weights = weights.detach().to(torch.float64 if dtype == torch.float64 else torch.float32)
-    if isinstance(target, TopLaw):
+    if isinstance(target, TopProbs):
         check_sparse(kind, target, vocab_map, len(draft_hidden), len(draft_head))
-        rows, tokens = _from_law(kind, target, weights, vocab_map), None
+        rows, tokens = _from_distribution(kind, target, weights, vocab_map), None
     else:
         function = _row_function(choose(impl, draft_hidden.device, dtype), draft_hidden.device)
         columns = None if tokens is None else draft_columns(tokens, vocab_map)
@@ -97,7 +112,9 @@ def divergence(
     return Divergence(*_Fused.apply(draft_hidden, draft_head, job))
 
 
-def default_chunk_size(device: torch.device, vocab_size: int, dtype: torch.dtype = torch.float32) -> int:
+def default_chunk_size(
+    device: torch.device, vocab_size: int, dtype: torch.dtype = torch.float32
+) -> int:
     if device.type == "cpu":
         return max(CPU_CHUNK_ROWS, CPU_CHUNK_ELEMENTS // vocab_size)
     rows = CHUNK_BYTES // (vocab_size * dtype.itemsize)
@@ -134,14 +151,24 @@ def _from_logits(
         target_logits = target(part).detach()
         _check_sizes(draft_logits, target_logits, vocab_map)
         of_part = None if columns is None else columns[part]
-        return function(kind, RowInputs(draft_logits, target_logits, weights[part], vocab_map, of_part))
+        return function(
+            kind, RowInputs(draft_logits, target_logits, weights[part], vocab_map, of_part)
+        )
 
     return rows
 
 
-def _from_law(kind: Kind, law: TopLaw, weights: torch.Tensor, vocab_map: torch.Tensor | None) -> ChunkRows:
+def _from_distribution(
+    kind: Kind, distribution: TopProbs, weights: torch.Tensor, vocab_map: torch.Tensor | None
+) -> ChunkRows:
     def rows(draft_logits: torch.Tensor, part: slice) -> RowTerms:
-        return sparse_rows(kind, draft_logits, TopLaw(*(values[part] for values in law)), weights[part], vocab_map)
+        return sparse_rows(
+            kind,
+            draft_logits,
+            TopProbs(*(values[part] for values in distribution)),
+            weights[part],
+            vocab_map,
+        )
 
     return rows
 
@@ -171,28 +198,42 @@ def _walk(hidden: torch.Tensor, head: torch.Tensor, job: _Job, gradients: _Gradi
         for begin in range(0, len(hidden), job.chunk_size)
     ]
     nothing = job.weights.new_zeros(0)
-    rows, alpha, keep, outside = ([nothing, *values] for values in zip(*chunks)) if chunks else ([nothing] for _ in range(4))
+    rows, alpha, keep, outside = (
+        ([nothing, *values] for values in zip(*chunks)) if chunks else ([nothing] for _ in range(4))
+    )
     losses = torch.cat(rows)
     return Divergence(
-        (losses * job.weights).sum(), losses, torch.cat(alpha), torch.cat(keep) if job.has_keep else None, torch.cat(outside)
+        (losses * job.weights).sum(),
+        losses,
+        torch.cat(alpha),
+        torch.cat(keep) if job.has_keep else None,
+        torch.cat(outside),
     )
 
 
-def _chunk(hidden: torch.Tensor, head: torch.Tensor, job: _Job, gradients: _Gradients, part: slice) -> tuple:
-    """(loss, alpha, keep, outside) of the rows of one chunk; its logits are gone when it returns."""
+def _chunk(
+    hidden: torch.Tensor, head: torch.Tensor, job: _Job, gradients: _Gradients, part: slice
+) -> tuple:
+    """(loss, alpha, keep, outside) of the rows of one chunk; its logits are gone when
+    it returns."""
     states = hidden[part].to(job.dtype)
     terms = job.rows(states @ head.T, part)
     if gradients.hidden is not None:
         gradients.hidden[part] = terms.grad @ head
     if gradients.head is not None:
-        # 0 * NaN is NaN: the hidden state of a row without weight must not reach the product either.
-        _add_product(gradients.head, terms.grad, torch.where((job.weights[part] != 0)[:, None], states, 0.0))
+        # 0 * NaN is NaN: the hidden state of a row without weight must not reach the product
+        # either.
+        _add_product(
+            gradients.head, terms.grad, torch.where((job.weights[part] != 0)[:, None], states, 0.0)
+        )
     return terms.loss, terms.alpha, terms.keep, terms.outside
 
 
 def _sum_dtype(head: torch.Tensor, job: _Job) -> torch.dtype:
     is_short = len(job.weights) <= FEW_CHUNKS * job.chunk_size
-    return head.dtype if head.dtype == job.dtype == torch.bfloat16 and is_short else job.weights.dtype
+    return (
+        head.dtype if head.dtype == job.dtype == torch.bfloat16 and is_short else job.weights.dtype
+    )
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, states: torch.Tensor) -> None:
@@ -214,7 +255,10 @@ class _Fused(torch.autograd.Function):
             torch.zeros_like(draft_head, dtype=_sum_dtype(draft_head, job)) if wants_head else None,
         )
         terms = _walk(draft_hidden.detach(), draft_head.detach(), job, gradients)
-        ctx.grads = gradients.hidden, None if gradients.head is None else gradients.head.to(draft_head.dtype)
+        ctx.grads = (
+            gradients.hidden,
+            None if gradients.head is None else gradients.head.to(draft_head.dtype),
+        )
         ctx.mark_non_differentiable(*(value for value in terms[1:] if value is not None))
         return tuple(terms)
 
@@ -222,18 +266,27 @@ class _Fused(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, *_):
         if ctx.grads is None:
-            raise ValueError("the gradients of this divergence were already used; call divergence again for a second backward")
+            raise ValueError(
+                "the gradients of this divergence were already used; call divergence again for a "
+                "second backward"
+            )
         # In place: a second [Vd, H] would be the largest thing of the whole step.
         grads = tuple(None if grad is None else grad.mul_(grad_loss) for grad in ctx.grads)
         ctx.grads = None
         return (*grads, None)
 
 
-def _check_sizes(draft_logits: torch.Tensor, target_logits: torch.Tensor, vocab_map: torch.Tensor | None) -> None:
+def _check_sizes(
+    draft_logits: torch.Tensor, target_logits: torch.Tensor, vocab_map: torch.Tensor | None
+) -> None:
     if target_logits.shape[0] != draft_logits.shape[0]:
-        raise ValueError(f"target_logits gave {target_logits.shape[0]} rows for a slice of {draft_logits.shape[0]}")
+        raise ValueError(
+            f"target_logits gave {target_logits.shape[0]} rows for a slice of "
+            f"{draft_logits.shape[0]}"
+        )
     num_mapped = target_logits.shape[-1] if vocab_map is None else len(vocab_map)
     if num_mapped != draft_logits.shape[-1]:
         raise ValueError(
-            f"the draft head has {draft_logits.shape[-1]} tokens and {num_mapped} are expected; give the vocab_map of that head"
+            f"the draft head has {draft_logits.shape[-1]} tokens and {num_mapped} are expected; "
+            "give the vocab_map of that head"
         )

@@ -1,4 +1,5 @@
-"""Which divergence a draft is trained by, as a value: a name and, for some, one parameter. Torch-free."""
+"""Which divergence a draft is trained by, as a value: a name and, for some, one parameter.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -15,15 +16,18 @@ class Parameter(NamedTuple):
     high: float  # exclusive
 
 
-# Every divergence, with its parameter where it has one. p is the target's law, q the draft's.
+# Every divergence, with its parameter where it has one. p is the target's distribution, q the
+# draft's.
 PARAMETERS: dict[str, Parameter | None] = {
     "forward-kl": None,
     "reverse-kl": None,
-    "jsd": Parameter("beta", 0.5, 0.0, 1.0),  # weight of p in the mixture; towards 0 forward KL, towards 1 reverse KL
+    # weight of p in the mixture; towards 0 forward KL, towards 1 reverse KL
+    "jsd": Parameter("beta", 0.5, 0.0, 1.0),
     "tv": None,
     "tvd++": None,
     "lk-alpha": None,
-    "lk-hybrid": Parameter("decay", 3.0, 0.0, float("inf")),  # the share of KL is exp(-decay * alpha)
+    # the share of KL is exp(-decay * alpha)
+    "lk-hybrid": Parameter("decay", 3.0, 0.0, float("inf")),
     "ce": None,
 }
 
@@ -65,12 +69,14 @@ def _number(text: str, given: str, parameter: Parameter) -> float:
         value = float("nan")
     if not parameter.low < value < parameter.high:
         raise UserError(
-            f"divergence is {text!r} and {parameter.name} must lie between {parameter.low:g} and {parameter.high:g}; "
+            f"divergence is {text!r} and {parameter.name} must lie between {parameter.low:g} and "
+            f"{parameter.high:g}; "
             f"the usual value is {parameter.default:g}"
         )
     return value
 
 
 DIVERGENCE_HELP = "what is minimised: " + ", ".join(
-    name if parameter is None else f"{name}[:{parameter.name}]" for name, parameter in PARAMETERS.items()
+    name if parameter is None else f"{name}[:{parameter.name}]"
+    for name, parameter in PARAMETERS.items()
 )

@@ -1,27 +1,39 @@
-"""The divergences of rows of logits with their gradients in closed form: the reference of the Triton kernel, and what a CPU runs.
+"""The divergences of rows of logits with their gradients in closed form: the reference of the
+Triton kernel, and what a CPU runs.
 
-Target law p, normalised over the full target vocabulary; draft law q = softmax(z) over the draft vocabulary S. With
-push_v = -q_v dL/dq_v, how hard L wants the probability of v up, the gradient of any L is dL/dz_v = q_v sum_u push_u - push_v.
-A = {v in S: q_v < p_v}; o = the target's mass outside S.
+Target distribution p, normalised over the full target vocabulary; draft distribution q = softmax(z)
+over the draft vocabulary S. With push_v = -q_v dL/dq_v, how hard L wants the probability of v up,
+the gradient of any L is dL/dz_v = q_v sum_u push_u - push_v. A = {v in S: q_v < p_v}; o = the
+target's mass outside S.
 
     name        L                                                  push_v              what o adds
-    forward-kl  sum_S p log(p/q)                                   p_v                 nothing (its own term is infinite)
-    reverse-kl  sum_S q log(q/p)                                   -q_v log(q_v/p_v)   nothing (q is 0 there)
-    jsd         b KL(p || m) + (1-b) KL(q || m), m = b p + (1-b) q -(1-b) q_v log(q_v/m_v)  -b o log b
-    tv          1 - alpha, alpha = sum_S min(p, q)                 q_v [v in A]        o, inside 1 - alpha
-    tvd++       2 asin sqrt P(A) - 2 asin sqrt q(A)                q_v [v in A] / s    o, inside P(A) = p(A) + o
-    lk-alpha    -log alpha                                         q_v [v in A] / alpha  its part of -log alpha
-    lk-hybrid   h KL + (1-h) TV, h = exp(-decay alpha), constant   h p_v + (1-h) q_v [v in A]  as in its parts
-    ce          -log q(x), x the token of the text                 [v = x]             a row whose x is outside S gives 0
+    forward-kl  sum_S p log(p/q)                                   p_v                 nothing (its
+    own term is infinite)
+    reverse-kl  sum_S q log(q/p)                                   -q_v log(q_v/p_v)   nothing (q is
+    0 there)
+    jsd         b KL(p || m) + (1-b) KL(q || m), m = b p + (1-b) q -(1-b) q_v log(q_v/m_v)  -b o log
+    b
+    tv          1 - alpha, alpha = sum_S min(p, q)                 q_v [v in A]        o, inside 1 -
+    alpha
+    tvd++       2 asin sqrt P(A) - 2 asin sqrt q(A)                q_v [v in A] / s    o, inside
+    P(A) = p(A) + o
+    lk-alpha    -log alpha                                         q_v [v in A] / alpha  its part of
+    -log alpha
+    lk-hybrid   h KL + (1-h) TV, h = exp(-decay alpha), constant   h p_v + (1-h) q_v [v in A]  as in
+    its parts
+    ce          -log q(x), x the token of the text                 [v = x]             a row whose x
+    is outside S gives 0
 
 forward-kl and reverse-kl keep p unnormalised on S: the least reverse-kl is -log(1 - o) and not 0.
 
-tvd++ (Goel et al. 2024, arXiv:2403.00858) is the policy gradient of TV, reward r = [v in A] for draws from q, with the reward
-less its mean and over its deviation s = sqrt(q(A) (1 - q(A))). The expectation over q is summed here and not sampled, so the mean
-drops out and the deviation is each row's own. While A stays the same, that is the gradient of the arc in the table: its value.
-So it is what the sampled estimator of one row tends to (tested). A deviation taken over many rows would scale all of them alike,
-which is plain TV at another learning rate; each row's own is where the two differ. On-policy text changes which rows there are.
-lk-alpha and lk-hybrid are from arXiv:2602.23881, here with every row's own alpha.
+tvd++ (Goel et al. 2024, arXiv:2403.00858) is the policy gradient of TV, reward r = [v in A] for
+draws from q, with the reward less its mean and over its deviation s = sqrt(q(A) (1 - q(A))). The
+expectation over q is summed here and not sampled, so the mean drops out and the deviation is each
+row's own. While A stays the same, that is the gradient of the arc in the table: its value. So it is
+what the sampled estimator of one row tends to (tested). A deviation taken over many rows would
+scale all of them alike, which is plain TV at another learning rate; each row's own is where the two
+differ. On-policy text changes which rows there are. lk-alpha and lk-hybrid are from
+arXiv:2602.23881, here with every row's own alpha.
 
 Legend: t rows of a chunk, V target vocabulary, Vd draft vocabulary (V without a subset).
 """
@@ -37,9 +49,11 @@ import torch
 from draftsmith.kernels.divergence.kind import Kind
 
 LOG_ZERO = -1e30  # stands in for log 0 where it meets a zero weight; 0 * -inf would be NaN
-LEAST_LOG_P = -100.0  # reverse KL: a token that the target rules out costs a hundred nats, not infinitely many
-LEAST_ALPHA = 1e-30  # laws that share nothing
-# Logits a block on a CPU: every one of a dozen passes finds them in its cache, which is more than twice as fast.
+# reverse KL: a token that the target rules out costs a hundred nats, not infinitely many
+LEAST_LOG_P = -100.0
+LEAST_ALPHA = 1e-30  # distributions that share nothing
+# Logits a block on a CPU: every one of a dozen passes finds them in its cache, which is more than
+# twice as fast.
 CPU_BLOCK_ELEMENTS = 1 << 16
 LEAST_DEVIATION = 1e-4  # of tvd++'s reward, lest rounding be blown up
 
@@ -49,15 +63,23 @@ class RowInputs(NamedTuple):
     target_logits: torch.Tensor  # [t, V] raw
     weights: torch.Tensor  # [t]; the reference computes in their dtype
     vocab_map: torch.Tensor | None  # [Vd] target id of each draft id
-    columns: torch.Tensor | None  # [t] draft ids of the text's tokens, -1 outside the draft vocabulary (`draft_columns`)
+    # [t] draft ids of the text's tokens, -1 outside the draft vocabulary (`draft_columns`)
+    columns: torch.Tensor | None
 
     def part(self, rows: slice) -> RowInputs:
         columns = None if self.columns is None else self.columns[rows]
-        return RowInputs(self.draft_logits[rows], self.target_logits[rows], self.weights[rows], self.vocab_map, columns)
+        return RowInputs(
+            self.draft_logits[rows],
+            self.target_logits[rows],
+            self.weights[rows],
+            self.vocab_map,
+            columns,
+        )
 
 
 class RowTerms(NamedTuple):
-    """What one chunk yields. A row of weight 0 may hold anything, NaN included; its loss and grad are 0 all the same."""
+    """What one chunk yields. A row of weight 0 may hold anything, NaN included; its loss and grad
+    are 0 all the same."""
 
     loss: torch.Tensor  # [t], not weighted
     alpha: torch.Tensor  # [t] sum_v min(p_v, q_v)
@@ -66,8 +88,9 @@ class RowTerms(NamedTuple):
     grad: torch.Tensor  # [t, Vd] weight * dL/dz, in the dtype of the draft logits
 
 
-class Laws(NamedTuple):
-    """Both laws on the same tokens or buckets. A divergence may overwrite `log_p` and `log_q`, and nothing else."""
+class Distributions(NamedTuple):
+    """Both distributions on the same tokens or buckets. A divergence may overwrite `log_p` and
+    `log_q`, and nothing else."""
 
     log_p: torch.Tensor  # [t, Vd]
     log_q: torch.Tensor  # [t, Vd]
@@ -80,76 +103,85 @@ class Laws(NamedTuple):
 
 class Push(NamedTuple):
     loss: torch.Tensor  # [t]
-    push: torch.Tensor  # [t, Vd] -q dL/dq; may be `Laws.p`
+    push: torch.Tensor  # [t, Vd] -q dL/dq; may be `Distributions.p`
     total: torch.Tensor  # [t] its sum
 
 
-def _forward_kl(laws: Laws, parameter: float) -> Push:
-    loss = laws.log_p.sub_(laws.log_q).mul_(laws.p).sum(dim=-1)
-    return Push(loss, laws.p, laws.p.sum(dim=-1))
+def _forward_kl(distributions: Distributions, parameter: float) -> Push:
+    loss = distributions.log_p.sub_(distributions.log_q).mul_(distributions.p).sum(dim=-1)
+    return Push(loss, distributions.p, distributions.p.sum(dim=-1))
 
 
-def _reverse_kl(laws: Laws, parameter: float) -> Push:
-    terms = laws.log_q.sub_(laws.log_p.clamp_(min=LEAST_LOG_P)).mul_(laws.q)
+def _reverse_kl(distributions: Distributions, parameter: float) -> Push:
+    terms = distributions.log_q.sub_(distributions.log_p.clamp_(min=LEAST_LOG_P)).mul_(
+        distributions.q
+    )
     loss = terms.sum(dim=-1)
     return Push(loss, terms.neg_(), -loss)
 
 
-def _jsd(laws: Laws, beta: float) -> Push:
-    log_mixture = (beta * laws.p).add_(laws.q, alpha=1 - beta).log_().clamp_(min=LOG_ZERO)
-    of_p = laws.log_p.sub_(log_mixture).mul_(laws.p).sum(dim=-1)
-    terms = laws.log_q.sub_(log_mixture).mul_(laws.q).mul_(beta - 1)
+def _jsd(distributions: Distributions, beta: float) -> Push:
+    log_mixture = (
+        (beta * distributions.p).add_(distributions.q, alpha=1 - beta).log_().clamp_(min=LOG_ZERO)
+    )
+    of_p = distributions.log_p.sub_(log_mixture).mul_(distributions.p).sum(dim=-1)
+    terms = distributions.log_q.sub_(log_mixture).mul_(distributions.q).mul_(beta - 1)
     total = terms.sum(dim=-1)
-    return Push(beta * (of_p - math.log(beta) * laws.outside) - total, terms, total)
+    return Push(beta * (of_p - math.log(beta) * distributions.outside) - total, terms, total)
 
 
-def _tv(laws: Laws, parameter: float) -> Push:
-    below = _below(laws)
-    return Push((1 - laws.alpha).clamp(min=0), below, below.sum(dim=-1))
+def _tv(distributions: Distributions, parameter: float) -> Push:
+    below = _below(distributions)
+    return Push((1 - distributions.alpha).clamp(min=0), below, below.sum(dim=-1))
 
 
-def _tvd_plus_plus(laws: Laws, parameter: float) -> Push:
-    below = _below(laws)
+def _tvd_plus_plus(distributions: Distributions, parameter: float) -> Push:
+    below = _below(distributions)
     q_mass = below.sum(dim=-1).clamp(max=1)
-    p_mass = (_wanted(laws).mul_(laws.p).sum(dim=-1) + laws.outside).clamp(max=1)
+    p_mass = (
+        _wanted(distributions).mul_(distributions.p).sum(dim=-1) + distributions.outside
+    ).clamp(max=1)
     deviation = (q_mass * (1 - q_mass)).sqrt().clamp(min=LEAST_DEVIATION)
     loss = 2 * (p_mass.sqrt().asin() - q_mass.sqrt().asin())
     return Push(loss, below.div_(deviation[:, None]), q_mass / deviation)
 
 
-def _lk_alpha(laws: Laws, parameter: float) -> Push:
-    alpha = laws.alpha.clamp(min=LEAST_ALPHA)
-    below = _below(laws).div_(alpha[:, None])
+def _lk_alpha(distributions: Distributions, parameter: float) -> Push:
+    alpha = distributions.alpha.clamp(min=LEAST_ALPHA)
+    below = _below(distributions).div_(alpha[:, None])
     return Push(-alpha.log(), below, below.sum(dim=-1))
 
 
-def _lk_hybrid(laws: Laws, decay: float) -> Push:
-    share = torch.exp(-decay * laws.alpha)
-    kl, tv = _forward_kl(laws, 0.0), _tv(laws, 0.0)
+def _lk_hybrid(distributions: Distributions, decay: float) -> Push:
+    share = torch.exp(-decay * distributions.alpha)
+    kl, tv = _forward_kl(distributions, 0.0), _tv(distributions, 0.0)
     push = tv.push.mul_((1 - share)[:, None]).addcmul_(kl.push, share[:, None])
-    return Push(share * kl.loss + (1 - share) * tv.loss, push, share * kl.total + (1 - share) * tv.total)
+    return Push(
+        share * kl.loss + (1 - share) * tv.loss, push, share * kl.total + (1 - share) * tv.total
+    )
 
 
-def _ce(laws: Laws, parameter: float) -> Push:
-    if laws.columns is None:
+def _ce(distributions: Distributions, parameter: float) -> Push:
+    if distributions.columns is None:
         raise ValueError("divergence 'ce' needs the tokens of the text; give tokens")
-    known, at = laws.columns >= 0, laws.columns.clamp(min=0)[:, None]
-    total = known.to(laws.q.dtype)
-    push = torch.zeros_like(laws.q).scatter_(-1, at, total[:, None])
-    return Push(torch.where(known, -laws.log_q.gather(-1, at)[:, 0], 0.0), push, total)
+    known, at = distributions.columns >= 0, distributions.columns.clamp(min=0)[:, None]
+    total = known.to(distributions.q.dtype)
+    push = torch.zeros_like(distributions.q).scatter_(-1, at, total[:, None])
+    return Push(torch.where(known, -distributions.log_q.gather(-1, at)[:, 0], 0.0), push, total)
 
 
-def _below(laws: Laws) -> torch.Tensor:
+def _below(distributions: Distributions) -> torch.Tensor:
     """q in A, 0 elsewhere: what every more of would be kept."""
-    return _wanted(laws).mul_(laws.q)
+    return _wanted(distributions).mul_(distributions.q)
 
 
-def _wanted(laws: Laws) -> torch.Tensor:
-    """1 in A, 0 elsewhere. On a CPU `torch.where` is ten times slower when neighbours differ, as they do here."""
-    return torch.gt(laws.p, laws.q, out=torch.empty_like(laws.q))
+def _wanted(distributions: Distributions) -> torch.Tensor:
+    """1 in A, 0 elsewhere. On a CPU `torch.where` is ten times slower when neighbours differ, as
+    they do here."""
+    return torch.gt(distributions.p, distributions.q, out=torch.empty_like(distributions.q))
 
 
-DIVERGENCES: dict[str, Callable[[Laws, float], Push]] = {
+DIVERGENCES: dict[str, Callable[[Distributions, float], Push]] = {
     "forward-kl": _forward_kl,
     "reverse-kl": _reverse_kl,
     "jsd": _jsd,
@@ -172,7 +204,9 @@ def divergence_rows(kind: Kind, rows: RowInputs) -> RowTerms:
     alpha = torch.minimum(p, q).sum(dim=-1)
     outside = torch.zeros_like(alpha) if vocab_map is None else (1 - p.sum(dim=-1)).clamp(min=0)
     keep = None if rows.columns is None else _keep(log_p, log_q, rows.columns)
-    push = DIVERGENCES[kind.name](Laws(log_p, log_q, p, q, alpha, outside, rows.columns), kind.parameter)
+    push = DIVERGENCES[kind.name](
+        Distributions(log_p, log_q, p, q, alpha, outside, rows.columns), kind.parameter
+    )
     loss, grad = _finish(push, q, weights)
     return RowTerms(loss, alpha, keep, outside, grad.to(rows.draft_logits.dtype))
 
@@ -183,7 +217,9 @@ def _keep(log_p: torch.Tensor, log_q: torch.Tensor, columns: torch.Tensor) -> to
     return torch.where(columns >= 0, ratio, 0.0)
 
 
-def _finish(push: Push, q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _finish(
+    push: Push, q: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss [t], weighted gradient [t, Vd]), both 0 in rows that do not count. Overwrites q."""
     counted = weights != 0
     grad = q.mul_(push.total[:, None]).sub_(push.push).mul_(weights[:, None])
@@ -192,7 +228,8 @@ def _finish(push: Push, q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.T
 
 
 def divergence_rows_blocked(kind: Kind, rows: RowInputs) -> RowTerms:
-    """`divergence_rows` for a CPU, a few rows at a time; the gradient lies over the draft logits."""
+    """`divergence_rows` for a CPU, a few rows at a time; the gradient lies over the
+    draft logits."""
     step = max(1, CPU_BLOCK_ELEMENTS // rows.draft_logits.shape[-1])
     blocks = []
     for begin in range(0, len(rows.weights), step):

@@ -1,7 +1,9 @@
-"""Divergences of rows in Triton: one program a row, three walks over its logits, the gradient written over the draft's.
+"""Divergences of rows in Triton: one program a row, three walks over its logits, the gradient
+written over the draft's.
 
-The first walk gathers the normalisers (online softmax: a running maximum and a sum that is rescaled when it moves), the second
-the sums, the third writes the gradient, which for every divergence of `divergence_rows.py` is q_v * total - push_v with
+The first walk gathers the normalisers (online softmax: a running maximum and a sum that is rescaled
+when it moves), the second the sums, the third writes the gradient, which for every divergence of
+`divergence_rows.py` is q_v * total - push_v with
 
     push_v = a p_v + b q_v [q_v < p_v] + c q_v (log ref_v - log q_v) + d [v = x],   total its sum,
 
@@ -26,11 +28,17 @@ from draftsmith.kernels.divergence.rows import (
 
 BLOCK = 4096
 CODES = {
-    "forward-kl": 0, "reverse-kl": 1, "jsd": 2, "tv": 3, "tvd++": 4, "lk-alpha": 5, "lk-hybrid": 6, "ce": 7,
+    "forward-kl": 0, "reverse-kl": 1, "jsd": 2, "tv": 3, "tvd++": 4, "lk-alpha": 5, "lk-hybrid": 6,
+    "ce": 7,
 }  # fmt: skip
 HELD_AGAINST = ("reverse-kl", "jsd")  # those whose c is not 0
 _FORWARD_KL, _REVERSE_KL, _JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_TVD, _LK_ALPHA, _LK_HYBRID, _CE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+_TVD, _LK_ALPHA, _LK_HYBRID, _CE = (
+    tl.constexpr(4),
+    tl.constexpr(5),
+    tl.constexpr(6),
+    tl.constexpr(7),
+)
 _MINUS_INF = tl.constexpr(float("-inf"))
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LEAST_LOG_P = tl.constexpr(LEAST_LOG_P)
@@ -57,7 +65,9 @@ def _log_normaliser(row, size, lanes, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _log_laws(draft, target, vocab_map, at, size, log_norm_p, log_norm_q, HAS_MAP: tl.constexpr):
+def _log_distributions(
+    draft, target, vocab_map, at, size, log_norm_p, log_norm_q, HAS_MAP: tl.constexpr
+):
     """(log p, log q) of a block of draft tokens."""
     inside = at < size
     ids = at
@@ -86,11 +96,14 @@ def _root(x):
 
 @triton.jit
 def _arc_sine(x):
-    """Of 0 <= x <= 1: a polynomial on [0, 1/2] (fitted, off by 5e-9), the half-angle formula above."""
+    """Of 0 <= x <= 1: a polynomial on [0, 1/2] (fitted, off by 5e-9), the half-angle
+    formula above."""
     small = x <= 0.5
     y = tl.where(small, x, tl.sqrt((1 - x) * 0.5))
     s = y * y
-    tail = ((((0.04214736 * s + 0.02418865) * s + 0.04546919) * s + 0.07495298) * s + 0.16666753) * s
+    tail = (
+        (((0.04214736 * s + 0.02418865) * s + 0.04546919) * s + 0.07495298) * s + 0.16666753
+    ) * s
     arc = y + y * tail
     return tl.where(small, arc, 1.5707963267948966 - 2 * arc)
 
@@ -159,10 +172,16 @@ def _divergence_rows(
     log_norm_q = _log_normaliser(draft, num_draft_tokens, lanes, BLOCK)
 
     mass, alpha = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    below, above, against = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    below, above, against = (
+        tl.full((), 0.0, tl.float32),
+        tl.full((), 0.0, tl.float32),
+        tl.full((), 0.0, tl.float32),
+    )
     for begin in range(0, num_draft_tokens, BLOCK):
         at = begin + lanes
-        log_p, log_q = _log_laws(draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q, HAS_MAP)
+        log_p, log_q = _log_distributions(
+            draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q, HAS_MAP
+        )
         p, q = tl.exp(log_p), tl.exp(log_q)
         mass += tl.sum(p, axis=0)
         alpha += tl.sum(tl.minimum(p, q), axis=0)
@@ -193,14 +212,18 @@ def _divergence_rows(
         ratio = tl.exp(tl.minimum(log_q_x - tl.maximum(x - log_norm_p, _LOG_ZERO), 0.0))
         tl.store(keeps + row, tl.where(column >= 0, ratio, 0.0))
 
-    loss, a, b, c, d = _finish(mass, outside, alpha, below, above, against, log_q_x, parameter, KIND)
+    loss, a, b, c, d = _finish(
+        mass, outside, alpha, below, above, against, log_q_x, parameter, KIND
+    )
     total = a * mass + b * below + d * tl.where(column >= 0, 1.0, 0.0)
     if HAS_REF:
         total += c * against
     # Every lane reads its logits before it writes them, and no other lane reads those.
     for begin in range(0, num_draft_tokens, BLOCK):
         at = begin + lanes
-        log_p, log_q = _log_laws(draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q, HAS_MAP)
+        log_p, log_q = _log_distributions(
+            draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q, HAS_MAP
+        )
         p, q = tl.exp(log_p), tl.exp(log_q)
         push = a * p + b * tl.where(q < p, q, 0.0) + d * tl.where(at == column, 1.0, 0.0)
         if HAS_REF:
@@ -214,13 +237,16 @@ def _divergence_rows(
 
 
 def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -> RowTerms:
-    """`divergence_rows` in float32; `block` tokens of the vocabulary a step. The gradient lies over the draft logits."""
+    """`divergence_rows` in float32; `block` tokens of the vocabulary a step. The gradient lies over
+    the draft logits."""
     if kind.name == "ce" and rows.columns is None:
         raise ValueError("divergence 'ce' needs the tokens of the text; give tokens")
     grad, target_logits = _rows(rows.draft_logits), _rows(rows.target_logits)
     num_rows, num_draft_tokens = grad.shape
     weights = rows.weights.float().contiguous()
-    loss, alpha, keep, outside = (torch.empty(num_rows, dtype=torch.float32, device=weights.device) for _ in range(4))
+    loss, alpha, keep, outside = (
+        torch.empty(num_rows, dtype=torch.float32, device=weights.device) for _ in range(4)
+    )
     # Arguments that a variant of the kernel does not read still need a pointer.
     has_columns = rows.columns is not None
     if num_rows:
@@ -243,7 +269,9 @@ def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -
             HAS_REF=kind.name in HELD_AGAINST,
             HAS_MAP=rows.vocab_map is not None,
             HAS_COLUMNS=has_columns,
-            BLOCK=min(block, triton.next_power_of_2(max(num_draft_tokens, target_logits.shape[-1]))),
+            BLOCK=min(
+                block, triton.next_power_of_2(max(num_draft_tokens, target_logits.shape[-1]))
+            ),
             num_warps=8,
         )
     return RowTerms(loss, alpha, keep if has_columns else None, outside, grad)

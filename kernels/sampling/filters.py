@@ -1,6 +1,8 @@
-"""The sampling law of a request: temperature, then top-k, top-p and min-p, in transformers' order (sequential).
+"""The sampling distribution of a request: temperature, then top-k, top-p and min-p, in
+transformers' order (sequential).
 
-Sequential means that each filter sees the law the filter before it left, renormalised. N rows, V vocabulary.
+Sequential means that each filter sees the distribution the filter before it left, renormalised. N
+rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import reads_freely
 
-# Below this, logits / temperature of ordinary models nears the float32 range and the law is greedy anyway.
+# Below this, logits / temperature of ordinary models nears the float32 range and the distribution
+# is greedy anyway.
 MIN_TEMPERATURE = 1e-6
-# Nearly always enough tokens to reach top-p, and far cheaper to find than an order of the whole vocabulary.
+# Nearly always enough tokens to reach top-p, and far cheaper to find than an order of the whole
+# vocabulary.
 HEAD = 512
 
 
 class Passes(NamedTuple):
-    """Which passes over its logits a batch needs, known to the host, so that nothing has to be read back from a device.
+    """Which passes over its logits a batch needs, known to the host, so that nothing has to be read
+    back from a device.
 
     More than needed is harmless.
     """
@@ -35,7 +40,13 @@ class Passes(NamedTuple):
     min_p: bool
 
     @classmethod
-    def of(cls, temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> Passes:
+    def of(
+        cls,
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+    ) -> Passes:
         sampled = [row for row, value in enumerate(temperature) if value != 0]
         return cls(
             greedy=len(sampled) < len(temperature),
@@ -49,8 +60,8 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Sampling parameters of N rows, made by `of`. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch their
-    filter off."""
+    """Sampling parameters of N rows, made by `of`. `temperature` 0 is greedy; `top_k` 0, `top_p` 1
+    and `min_p` 0 switch their filter off."""
 
     temperature: torch.Tensor  # [N] float32
     top_k: torch.Tensor  # [N] int64
@@ -68,14 +79,17 @@ class SamplingRows:
         min_p: Sequence[float] | None = None,
         device: torch.device | str = "cpu",
     ) -> SamplingRows:
-        """From one Python value a row; a filter left out is off. A value outside its range raises a `UserError`."""
+        """From one Python value a row; a filter left out is off. A value outside its range raises a
+        `UserError`."""
         num_rows = len(temperature)
         top_k = [0] * num_rows if top_k is None else top_k
         top_p = [1.0] * num_rows if top_p is None else top_p
         min_p = [0.0] * num_rows if min_p is None else min_p
         for value in temperature:
             if not (value == 0 or MIN_TEMPERATURE <= value < math.inf):
-                raise UserError(f"temperature is {value}; it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+                raise UserError(
+                    f"temperature is {value}; it must be 0 (greedy) or at least {MIN_TEMPERATURE}"
+                )
         _check("top_k", top_k, 0, math.inf)
         _check("top_p", top_p, 0, 1)
         _check("min_p", min_p, 0, 1)
@@ -88,7 +102,13 @@ class SamplingRows:
         )
 
     def select(self, rows: torch.Tensor | slice) -> SamplingRows:
-        return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.passes)
+        return SamplingRows(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.passes,
+        )
 
     def repeat(self, counts: Sequence[int]) -> SamplingRows:
         """Row b becomes `counts[b]` consecutive rows."""
@@ -96,8 +116,8 @@ class SamplingRows:
         return self.select(torch.tensor(rows, device=self.temperature.device))
 
     def ranking(self) -> SamplingRows:
-        """The laws that order tokens by how likely they are: a greedy row says nothing about second choices, and is taken at
-        temperature 1 and unfiltered."""
+        """The distributions that order tokens by how likely they are: a greedy row says nothing
+        about second choices, and is taken at temperature 1 and unfiltered."""
         greedy = self.temperature == 0
         return SamplingRows(
             torch.where(greedy, 1.0, self.temperature),
@@ -115,10 +135,12 @@ def _check(name: str, values: Sequence[float], low: float, high: float) -> None:
 
 
 def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Raw logits [N, V] -> processed float32 logits [N, V], a new tensor: divided by temperature, filtered tokens at -inf.
+    """Raw logits [N, V] -> processed float32 logits [N, V], a new tensor: divided by temperature,
+    filtered tokens at -inf.
 
-    A greedy row becomes 0 at its argmax (the lowest id on a tie) and -inf elsewhere. NaN counts as -inf, +inf as the largest
-    float. Every filter keeps one of the likeliest tokens, so a row is all -inf only when its input is.
+    A greedy row becomes 0 at its argmax (the lowest id on a tie) and -inf elsewhere. NaN counts as
+    -inf, +inf as the largest float. Every filter keeps one of the likeliest tokens, so a row is all
+    -inf only when its input is.
     """
     processed = clean(logits.float())
     passes, greedy = rows.passes, rows.temperature == 0
@@ -131,7 +153,10 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if passes.top_k:
         most = passes.top_k
         processed = _filter(
-            lambda part, counts: keep_top_k(part, counts, most), processed, rows.top_k, (rows.top_k > 0) & ~greedy
+            lambda part, counts: keep_top_k(part, counts, most),
+            processed,
+            rows.top_k,
+            (rows.top_k > 0) & ~greedy,
         )
     if passes.top_p:
         processed = _filter(keep_top_p, processed, rows.top_p, (rows.top_p < 1) & ~greedy)
@@ -144,26 +169,34 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 def clean(logits: torch.Tensor) -> torch.Tensor:
     """A copy with NaN as -inf and +inf as the largest float."""
-    return torch.nan_to_num(logits, nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+    return torch.nan_to_num(
+        logits, nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf
+    )
 
 
 def greedy_logits(logits: torch.Tensor) -> torch.Tensor:
-    """[N, V] without NaN -> 0 at the argmax (lowest id on a tie), -inf elsewhere; an all -inf row stays so."""
+    """[N, V] without NaN -> 0 at the argmax (lowest id on a tie), -inf elsewhere; an all -inf row
+    stays so."""
     best, chosen = logits.max(dim=-1, keepdim=True)  # torch promises the first of several maxima
     one_hot = torch.full_like(logits, -math.inf)
     return one_hot.scatter_(-1, chosen, torch.where(best == -math.inf, best, 0.0))
 
 
 def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Tensor:
-    """Keeps the `top_k` [N] likeliest tokens of a row, `most` at most, and all that tie with the last of them."""
+    """Keeps the `top_k` [N] likeliest tokens of a row, `most` at most, and all that tie with the
+    last of them."""
     most = min(most, logits.shape[-1])
     largest = torch.topk(logits, most, dim=-1).values
-    return logits.masked_fill(logits < largest.gather(-1, top_k.clamp(1, most)[:, None] - 1), -math.inf)
+    return logits.masked_fill(
+        logits < largest.gather(-1, top_k.clamp(1, most)[:, None] - 1), -math.inf
+    )
 
 
 def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keeps the smallest set of likeliest tokens of a row whose probabilities reach `top_p` [N]; at least one."""
-    # Whether the head was enough is only known to those who wait for the result: on an accelerator everything is ordered.
+    """Keeps the smallest set of likeliest tokens of a row whose probabilities reach `top_p` [N]; at
+    least one."""
+    # Whether the head was enough is only known to those who wait for the result: on an accelerator
+    # everything is ordered.
     if logits.shape[-1] <= HEAD or not reads_freely(logits.device):
         return _top_p_by_order(logits, top_p)
     kept, unsettled = _top_p_by_head(logits, top_p)
@@ -174,15 +207,19 @@ def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 def _top_p_by_order(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     ascending, order = torch.sort(logits, dim=-1, stable=True)
-    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p.double()).to(logits.dtype)[:, None]
+    removed = (
+        ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p.double()).to(logits.dtype)[:, None]
+    )
     removed[:, -1] = False
     return logits.masked_fill(removed.scatter(-1, order, removed), -math.inf)
 
 
 def _top_p_by_head(logits: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from the `HEAD` likeliest tokens: (filtered [N, V], rows [N] whose set may be larger or ends within a tie)."""
+    """The same from the `HEAD` likeliest tokens: (filtered [N, V], rows [N] whose set may be larger
+    or ends within a tie)."""
     head = torch.topk(logits, HEAD, dim=-1).values
-    # exp(x - logsumexp) of the head only; logsumexp itself is many slow passes on a CPU, log_softmax one.
+    # exp(x - logsumexp) of the head only; logsumexp itself is many slow passes on a CPU,
+    # log_softmax one.
     normaliser = head[:, :1] - torch.log_softmax(logits, dim=-1).amax(dim=-1, keepdim=True)
     reach = torch.exp(head - normaliser).double().cumsum(dim=-1)
     counts = (reach < top_p.double()[:, None]).sum(dim=-1, keepdim=True) + 1
@@ -195,11 +232,16 @@ def _top_p_by_head(logits: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Ten
 def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Keeps the tokens at least `min_p` [N] times as likely as the likeliest of their row."""
     probs = logits.softmax(dim=-1)
-    return logits.masked_fill(probs < min_p.to(probs.dtype)[:, None] * probs.amax(dim=-1, keepdim=True), -math.inf)
+    return logits.masked_fill(
+        probs < min_p.to(probs.dtype)[:, None] * probs.amax(dim=-1, keepdim=True), -math.inf
+    )
 
 
 def _filter(
-    keep: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], logits: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor
+    keep: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    logits: torch.Tensor,
+    values: torch.Tensor,
+    wanted: torch.Tensor,
 ) -> torch.Tensor:
     """Applies `keep` to the wanted rows only."""
     if not reads_freely(logits.device):

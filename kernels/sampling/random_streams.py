@@ -1,11 +1,13 @@
-"""Counter-based random streams: every draw is a pure function of (request seed, absolute position, purpose, number).
+"""Counter-based random streams: every draw is a pure function of (request seed, absolute position,
+purpose, number).
 
-The hash is SplitMix64's finaliser over int64, so CPU, CUDA and Triton give the same bits, and a request draws the same
-numbers in any batch row, after preemption and with any chunking.
+The hash is SplitMix64's finaliser over int64, so CPU, CUDA and Triton give the same bits, and a
+request draws the same numbers in any batch row, after preemption and with any chunking.
 
-The number tells the draws of one stream apart: a race over the vocabulary takes token id + 1. No race is run on the ACCEPT
-stream, whose numbers count tests instead: the siblings of a tree (0 for the first, which is a chain's only one), the drafted
-tokens of a block. Key plus number times `GOLDEN`, finalised, is the published SplitMix64 sequence started at the key.
+The number tells the draws of one stream apart: a race over the vocabulary takes token id + 1. No
+race is run on the ACCEPT stream, whose numbers count tests instead: the siblings of a tree (0 for
+the first, which is a chain's only one), the drafted tokens of a block. Key plus number times
+`GOLDEN`, finalised, is the published SplitMix64 sequence started at the key.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ GOLDEN = signed(0x9E3779B97F4A7C15)
 MIX_1 = signed(0xBF58476D1CE4E5B9)
 MIX_2 = signed(0x94D049BB133111EB)
 UNIT = 2.0**-52
-# A batch of at most so many rows on the CPU is hashed in Python's own numbers: thirty small tensor operations cost more.
+# A batch of at most so many rows on the CPU is hashed in Python's own numbers: thirty small tensor
+# operations cost more.
 FEW = 32
 
 
 class Purpose(IntEnum):
-    """What a draw decides. One stream for two purposes would bias the output: an accept draw would know the draft draw."""
+    """What a draw decides. One stream for two purposes would bias the output: an accept draw would
+    know the draft draw."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -49,8 +53,11 @@ class Purpose(IntEnum):
 NUM_PURPOSES = 8  # room for more purposes without changing the streams of these
 
 
-def stream_keys(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose | torch.Tensor) -> torch.Tensor:
-    """The 64-bit key of each row's stream; seeds, positions and purposes are int64 and broadcast together."""
+def stream_keys(
+    seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose | torch.Tensor
+) -> torch.Tensor:
+    """The 64-bit key of each row's stream; seeds, positions and purposes are int64 and broadcast
+    together."""
     if reads_freely(seeds.device) and max(seeds.numel(), positions.numel()) <= FEW:
         return _few_keys(seeds, positions, torch.as_tensor(purpose))
     counters = positions * NUM_PURPOSES + purpose
@@ -60,42 +67,64 @@ def stream_keys(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose |
 def _few_keys(seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
     rows = torch.broadcast_tensors(seeds, positions, purposes)
     numbers = zip(*(tensor.flatten().tolist() for tensor in rows))
-    keys = [_mix(_mix(seed + GOLDEN) + (position * NUM_PURPOSES + purpose) * GOLDEN) for seed, position, purpose in numbers]
+    keys = [
+        _mix(_mix(seed + GOLDEN) + (position * NUM_PURPOSES + purpose) * GOLDEN)
+        for seed, position, purpose in numbers
+    ]
     return torch.tensor([signed(key) for key in keys], dtype=torch.int64).view(rows[0].shape)
 
 
-def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, numbers: torch.Tensor | None = None) -> torch.Tensor:
-    """One draw for each seed, position and number (int64, broadcast together) -> float64, strictly inside (0, 1).
+def uniform(
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    purpose: Purpose,
+    numbers: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One draw for each seed, position and number (int64, broadcast together) -> float64, strictly
+    inside (0, 1).
 
     Without `numbers` each is 0.
     """
     keys = stream_keys(seeds, positions, purpose)
-    return _unit_interval(_mix_(keys if numbers is None else keys + numbers * GOLDEN), torch.float64)
+    return _unit_interval(
+        _mix_(keys if numbers is None else keys + numbers * GOLDEN), torch.float64
+    )
 
 
 def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Seeds [B] int64 to draft one round with, whose first drafted token is at `positions` [B].
 
-    The next round drafts the positions again that this one rejects, and must not draw the same noise there, whatever the rule of
-    verification: what was rejected has been looked at. A block looks at its last draft before it decides on its first one.
-    Behind a chain or a tree it is choices between rounds that look: a draft that failed behind a token rests, another one drafts
-    in its place, k or the least survival follows how much was drafted. With the request's own seed such a choice would depend
-    on the very draw that it lets happen or not, which biases the output (tests/integration/test_fresh_noise.py).
+    The next round drafts the positions again that this one rejects, and must not draw the same
+    noise there, whatever the rule of verification: what was rejected has been looked at. A block
+    looks at its last draft before it decides on its first one. Behind a chain or a tree it is
+    choices between rounds that look: a draft that failed behind a token rests, another one drafts
+    in its place, k or the least survival follows how much was drafted. With the request's own seed
+    such a choice would depend on the very draw that it lets happen or not, which biases the output
+    (tests/integration/test_fresh_noise.py).
 
-    A position at which a round began to draft is decided before another round drafts, so that rounds start at different
-    positions and these seeds differ from round to round.
+    A position at which a round began to draft is decided before another round drafts, so that
+    rounds start at different positions and these seeds differ from round to round.
     """
     return stream_keys(seeds, positions, Purpose.ROUND)
 
 
 class Draws(Protocol):
-    """Where verification takes its random numbers from. What is served takes `STREAMS`; an enumeration chooses its own."""
+    """Where verification takes its random numbers from. What is served takes `STREAMS`; an
+    enumeration chooses its own."""
 
-    def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def uniform(
+        self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The draw of each acceptance test, in (0, 1); arguments and shape as `uniform`'s."""
         ...
 
-    def token(self, logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
+    def token(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        purposes: torch.Tensor,
+    ) -> torch.Tensor:
         """One token [N] int64 a row of logits [N, V]; -1 for an all -inf row."""
         ...
 
@@ -103,26 +132,38 @@ class Draws(Protocol):
 class Streams:
     """The request's own streams."""
 
-    def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def uniform(
+        self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return uniform(seeds, positions, Purpose.ACCEPT, numbers)
 
-    def token(self, logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
+    def token(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        purposes: torch.Tensor,
+    ) -> torch.Tensor:
         return race(logits, stream_keys(seeds, positions, purposes))
 
 
 STREAMS = Streams()
 
 
-def sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-    """Draws one token a row from processed logits [N, V] -> ids [N] int64. A token at -inf is never drawn.
+def sample(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose
+) -> torch.Tensor:
+    """Draws one token a row from processed logits [N, V] -> ids [N] int64. A token at -inf is never
+    drawn.
 
-    An all -inf row is no law and gives -1.
+    An all -inf row is no distribution and gives -1.
     """
     return race(logits, stream_keys(seeds, positions, purpose))
 
 
 def race(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The exponential race: token v arrives at time E_v / exp(logit_v), E_v ~ Exp(1); the first one wins. Computed in logs."""
+    """The exponential race: token v arrives at time E_v / exp(logit_v), E_v ~ Exp(1); the first one
+    wins. Computed in logs."""
     best, ids = _scores(logits, keys).max(dim=-1)
     return torch.where(best == -math.inf, -1, ids)
 
@@ -130,10 +171,12 @@ def race(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def sample_without_replacement(
     logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, count: int
 ) -> torch.Tensor:
-    """Draws `count` different tokens a row from processed logits [N, V], one after the other -> ids [N, count] int64.
+    """Draws `count` different tokens a row from processed logits [N, V], one after the other -> ids
+    [N, count] int64.
 
-    They are the first arrivals of the race that `sample` runs, so the first one is `sample`'s: given who arrived before, the
-    next arrival follows the law renormalised over the others. -1 once the tokens with mass are used up.
+    They are the first arrivals of the race that `sample` runs, so the first one is `sample`'s:
+    given who arrived before, the next arrival follows the distribution renormalised over the
+    others. -1 once the tokens with mass are used up.
     """
     scores = _scores(logits, stream_keys(seeds, positions, purpose))
     drawn = torch.topk(scores, min(count, logits.shape[-1]), dim=-1)
@@ -145,17 +188,22 @@ def _scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Minus the log of every token's time of arrival [N, V]; -inf for a token that never comes."""
     scores = _sparse_scores(logits, keys) if reads_freely(logits.device) else None
     if scores is None:
-        scores = logits - token_noise(keys[:, None], _token_offsets(logits.shape[-1], logits.device), logits.dtype)
+        scores = logits - token_noise(
+            keys[:, None], _token_offsets(logits.shape[-1], logits.device), logits.dtype
+        )
     return scores
 
 
 def _sparse_scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-    """The same scores, with noise made only for tokens that have mass; None when most have. Greedy and filtered laws have few."""
+    """The same scores, with noise made only for tokens that have mass; None when most have. Greedy
+    and filtered distributions have few."""
     possible = logits > -math.inf
     if int(possible.sum()) * 4 > logits.numel():
         return None
     rows, ids = possible.nonzero(as_tuple=True)
-    noise = token_noise(keys[rows], _token_offsets(logits.shape[-1], logits.device)[ids], logits.dtype)
+    noise = token_noise(
+        keys[rows], _token_offsets(logits.shape[-1], logits.device)[ids], logits.dtype
+    )
     scores = torch.full_like(logits, -math.inf)
     scores[rows, ids] = logits[rows, ids] - noise
     return scores
@@ -164,7 +212,8 @@ def _sparse_scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | N
 def token_noise(keys: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """log E with E ~ Exp(1), for keys and token offsets that broadcast together."""
     uniforms = _unit_interval(_mix_(keys + offsets), dtype)
-    # The winner has a small E. E = -log1p(-u) keeps all the relative precision of a small u; -log(u) would lose it near u = 1.
+    # The winner has a small E. E = -log1p(-u) keeps all the relative precision of a small u;
+    # -log(u) would lose it near u = 1.
     return uniforms.neg_().log1p_().neg_().log_()
 
 
@@ -175,14 +224,16 @@ def _token_offsets(num_tokens: int, device: torch.device) -> torch.Tensor:
 
 
 def _unit_interval(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The top 52 bits as (n + 1/2) / 2^52; in float32 the values that would round to 1 stop just below it."""
+    """The top 52 bits as (n + 1/2) / 2^52; in float32 the values that would round to 1 stop just
+    below it."""
     values = ((bits >> 12) & ((1 << 52) - 1)).to(dtype)
     values.add_(0.5).mul_(UNIT)
     return values if dtype == torch.float64 else values.clamp_(max=1 - 2.0**-24)
 
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser, in place on a fresh tensor. Masks make torch's arithmetic shift a logical one."""
+    """SplitMix64's finaliser, in place on a fresh tensor. Masks make torch's arithmetic shift a
+    logical one."""
     x ^= (x >> 30) & ((1 << 34) - 1)
     x *= MIX_1
     x ^= (x >> 27) & ((1 << 37) - 1)

@@ -48,10 +48,12 @@ def uniform(key, number):
 
 @triton.jit
 def log_noise(key, tokens):
-    """log E of each token, E ~ Exp(1), float32; `randomness.token_noise` up to the rounding of the logarithms."""
+    """log E of each token, E ~ Exp(1), float32; `randomness.token_noise` up to the rounding of the
+    logarithms."""
     bits = mix(key + (tokens + 1).to(tl.int64) * _GOLDEN)
     u = tl.minimum((_logical_shift(bits, 12).to(tl.float32) + 0.5) * _UNIT, _BELOW_ONE)
-    # -log1p(-u): a series where 1 - u would round u away, Kahan's correction of that rounding elsewhere.
+    # -log1p(-u): a series where 1 - u would round u away, Kahan's correction of that rounding
+    # elsewhere.
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2))))
     rest = 1.0 - u
     exact = -tl.log(rest) * (u / tl.where(rest < 1.0, 1.0 - rest, 1.0))

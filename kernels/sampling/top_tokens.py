@@ -1,4 +1,5 @@
-"""Sparse laws: the likeliest tokens of a categorical law and the mass outside them. N rows, V vocabulary, k kept tokens."""
+"""Sparse distributions: the likeliest tokens of a categorical distribution and the mass outside
+them. N rows, V vocabulary, k kept tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ TOP = 64
 GROUP = 32
 
 
-class TopLaw(NamedTuple):
+class TopProbs(NamedTuple):
     """Never renormalised: exp(logprobs).sum(-1) + tail == 1."""
 
     ids: torch.Tensor  # [N, k] int64, likeliest first
@@ -27,14 +28,14 @@ class Overlap(NamedTuple):
     high: torch.Tensor  # [N]
 
 
-def top_law(logits: torch.Tensor, k: int = TOP) -> TopLaw:
+def top_probs(logits: torch.Tensor, k: int = TOP) -> TopProbs:
     """The `k` likeliest tokens of each row of logits [N, V]; all V of them when V < k."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     ids = _likeliest(logits, min(k, logits.shape[-1]))
     # On a CPU half the time of a logsumexp.
     logprobs = torch.log_softmax(logits, dim=-1).gather(-1, ids)
     tail = (1 - logprobs.exp().sum(dim=-1)).clamp(min=0)
-    return TopLaw(ids, logprobs, tail)
+    return TopProbs(ids, logprobs, tail)
 
 
 def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -43,7 +44,8 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
         return torch.topk(logits, k, dim=-1).indices
     if logits.shape[-1] < 4 * k * GROUP:
         return _sorted_best(logits, k)
-    # The k largest are in the k groups with the largest maxima or in what is left over: 2 to 5 times faster than choosing of all.
+    # The k largest are in the k groups with the largest maxima or in what is left over: 2 to 5
+    # times faster than choosing of all.
     whole = logits.shape[-1] - logits.shape[-1] % GROUP
     groups = _best(logits[:, :whole].unflatten(-1, (-1, GROUP)).amax(dim=-1), k)
     rest = torch.arange(whole, logits.shape[-1]).expand(len(logits), -1)
@@ -57,13 +59,17 @@ def _sorted_best(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _best(values: torch.Tensor, k: int) -> torch.Tensor:
-    """[N, k] places of the largest values in any order. numpy uses vector instructions: three times faster than torch.topk."""
+    """[N, k] places of the largest values in any order. numpy uses vector instructions: three times
+    faster than torch.topk."""
     return torch.from_numpy(np.argpartition(values.detach().numpy(), -k, axis=-1)[:, -k:])
 
 
-def top_overlap(law: TopLaw, q_logits: torch.Tensor) -> Overlap:
-    """Bounds of alpha between a sparse p and draft logits [N, V]: what the kept tokens prove, and what the tail could add."""
-    log_q = torch.log_softmax(q_logits.to(law.logprobs.dtype), dim=-1).gather(-1, law.ids)
-    low = torch.minimum(law.logprobs, log_q).exp().sum(dim=-1)
+def top_overlap(distribution: TopProbs, q_logits: torch.Tensor) -> Overlap:
+    """Bounds of alpha between a sparse p and draft logits [N, V]: what the kept tokens prove, and
+    what the tail could add."""
+    log_q = torch.log_softmax(q_logits.to(distribution.logprobs.dtype), dim=-1).gather(
+        -1, distribution.ids
+    )
+    low = torch.minimum(distribution.logprobs, log_q).exp().sum(dim=-1)
     q_tail = (1 - log_q.exp().sum(dim=-1)).clamp(min=0)
-    return Overlap(low, low + torch.minimum(law.tail, q_tail))
+    return Overlap(low, low + torch.minimum(distribution.tail, q_tail))

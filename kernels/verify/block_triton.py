@@ -1,10 +1,15 @@
-"""Block verification in Triton: six launches that read the laws twice, and the deciding rows once more.
+"""Block verification in Triton: six launches that read the distributions twice, and the deciding
+rows once more.
 
-1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's normaliser.
-2. `_reach`: one program a request: the reach r_i of its path after each draft, and after how many drafts the block ends.
-3. `_mass`: one program a block of each draft law's row; its part of the mass of max(r_i p - q, 0).
+1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's
+  normaliser.
+2. `_reach`: one program a request: the reach r_i of its path after each draft, and after how many
+  drafts the block ends.
+3. `_mass`: one program a block of each draft distribution's row; its part of the mass of max(r_i p
+  - q, 0).
 4. `_decide`: one program a request finds the latest i at which its uniform lets the path stand.
-5. `_race`: one program a block of each deciding row; log of max(r_i p - q, 0), or of p, minus log E.
+5. `_race`: one program a block of each deciding row; log of max(r_i p - q, 0), or of p, minus log
+  E.
 6. `emit`: the winner of the blocks, and the row of output tokens.
 
 What is kept is O(rows x blocks). `verify_block.verify_block_torch` is the reference.
@@ -16,7 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.sampling.random_streams_triton import ACCEPT, BONUS, RESIDUAL, log_noise, stream_key, uniform
+from draftsmith.kernels.sampling.random_streams_triton import (
+    ACCEPT,
+    BONUS,
+    RESIDUAL,
+    log_noise,
+    stream_key,
+    uniform,
+)
 from draftsmith.kernels.verify.rows_triton import (
     MINUS_INF,
     block_stats,
@@ -69,7 +81,9 @@ def _reach(
             p = clean(tl.load(p_logits + (first + depth) * p_stride + token))
             p_top, p_log_sum = normaliser(p_maxima, p_sums, first + depth, num_blocks, BLOCKS)
             q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
-            reach = tl.minimum(reach + (logprob(p, p_top, p_log_sum) - logprob(q, q_top, q_log_sum)), 0.0)
+            reach = tl.minimum(
+                reach + (logprob(p, p_top, p_log_sum) - logprob(q, q_top, q_log_sum)), 0.0
+            )
             last += 1
         tl.store(reaches + b * (num_draft + 1) + depth + 1, reach)
     tl.store(lasts + b, last)
@@ -122,7 +136,8 @@ def _mass(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Program (b * K + i, block). A path without any draft needs no test, so that i = 0 is left out."""
+    """Program (b * K + i, block). A path without any draft needs no test, so that i = 0 is left
+    out."""
     q_row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     b, depth = q_row // num_draft, q_row % num_draft
@@ -139,7 +154,9 @@ def _mass(
 
 
 @triton.jit
-def _decide(reaches, lasts, masses, seeds, positions, accepted, num_draft, num_blocks, BLOCKS: tl.constexpr):
+def _decide(
+    reaches, lasts, masses, seeds, positions, accepted, num_draft, num_blocks, BLOCKS: tl.constexpr
+):
     """Program b: the latest i below whose chance to stop its uniform falls; 0 if none does."""
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(lasts + b)
@@ -151,9 +168,13 @@ def _decide(reaches, lasts, masses, seeds, positions, accepted, num_draft, num_b
             u = uniform(key, kept * 0 + depth - 1)
             reach = tl.load(reaches + b * (num_draft + 1) + depth).to(tl.float64)
             inside = blocks < tl.where(depth < last, num_blocks, 0)
-            parts = tl.load(masses + (b * num_draft + depth) * num_blocks + blocks, mask=inside, other=0.0)
+            parts = tl.load(
+                masses + (b * num_draft + depth) * num_blocks + blocks, mask=inside, other=0.0
+            )
             mass = tl.sum(parts.to(tl.float64), axis=0)
-            stands = tl.where(depth == last, tl.log(u) < reach, u * (mass + (1.0 - tl.exp(reach))) < mass)
+            stands = tl.where(
+                depth == last, tl.log(u) < reach, u * (mass + (1.0 - tl.exp(reach))) < mass
+            )
             kept = tl.where(stands, kept * 0 + depth, kept)
     tl.store(accepted + b, kept)
 
@@ -183,23 +204,28 @@ def _race(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Program (b, block): the best token of the block for the residual (slot 0) and for p itself (slot 1, the fallback)."""
+    """Program (b, block): the best token of the block for the residual (slot 0) and for p itself
+    (slot 1, the fallback)."""
     b = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     kept = tl.load(accepted + b)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     p_row = tl.load(first_rows + b) + kept
-    p = clean(tl.load(p_logits + p_row * p_stride + columns, mask=columns < num_tokens, other=MINUS_INF))
+    p = clean(
+        tl.load(p_logits + p_row * p_stride + columns, mask=columns < num_tokens, other=MINUS_INF)
+    )
     purpose = tl.where(kept < tl.load(lengths + b), RESIDUAL, BONUS)
-    noise = log_noise(stream_key(tl.load(seeds + b), tl.load(positions + b) + kept, purpose), columns)
-    law = p
+    noise = log_noise(
+        stream_key(tl.load(seeds + b), tl.load(positions + b) + kept, purpose), columns
+    )
+    distribution = p
     if kept < tl.load(lasts + b):
         reach = tl.load(reaches + b * (num_draft + 1) + kept)
-        law = _left(
+        distribution = _left(
             p_logits, p_stride, p_maxima, p_sums, q_logits, q_stride, q_maxima, q_sums,
             p_row, b * num_draft + kept, reach, columns, num_tokens, num_blocks, BLOCKS,
         )  # fmt: skip
-    keep_best(law, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
+    keep_best(distribution, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
     keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
 
 
@@ -220,9 +246,13 @@ def verify_block_triton(
     num_blocks = triton.cdiv(num_tokens, block)
     blocks = triton.next_power_of_2(num_blocks)
     device = p_logits.device
-    draft_tokens, lengths, seeds, positions = (t.contiguous() for t in (draft_tokens, lengths, seeds, positions))
+    draft_tokens, lengths, seeds, positions = (
+        t.contiguous() for t in (draft_tokens, lengths, seeds, positions)
+    )
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
-    accepted, lasts = (torch.empty(num_requests, dtype=torch.int64, device=device) for _ in range(2))
+    accepted, lasts = (
+        torch.empty(num_requests, dtype=torch.int64, device=device) for _ in range(2)
+    )
     reaches = torch.empty(num_requests, num_draft + 1, dtype=torch.float32, device=device)
     masses = torch.empty(num_requests, num_draft, num_blocks, dtype=torch.float32, device=device)
     scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float64, device=device)
@@ -233,20 +263,58 @@ def verify_block_triton(
     p_rows, q_rows = contiguous_rows(p_logits), contiguous_rows(q_logits.flatten(0, 1))
     p_stats = block_stats(p_rows, lengths, 0, block, num_blocks)
     q_stats = block_stats(q_rows, lengths, num_draft, block, num_blocks)
-    laws = (p_rows, p_rows.stride(0), *p_stats, q_rows, q_rows.stride(0), *q_stats)
+    distributions = (p_rows, p_rows.stride(0), *p_stats, q_rows, q_rows.stride(0), *q_stats)
     paths = (first_rows, reaches, lasts)
     sizes = (num_draft, num_tokens, num_blocks)
-    _reach[(num_requests,)](*laws, draft_tokens, lengths, *paths, num_draft, num_blocks, BLOCKS=blocks, num_warps=1)
-    _mass[(num_requests * num_draft, num_blocks)](*laws, *paths, masses, *sizes, BLOCK=block, BLOCKS=blocks)
+    _reach[(num_requests,)](
+        *distributions,
+        draft_tokens,
+        lengths,
+        *paths,
+        num_draft,
+        num_blocks,
+        BLOCKS=blocks,
+        num_warps=1,
+    )
+    _mass[(num_requests * num_draft, num_blocks)](
+        *distributions, *paths, masses, *sizes, BLOCK=block, BLOCKS=blocks
+    )
     _decide[(num_requests,)](
-        reaches, lasts, masses, seeds, positions, accepted, num_draft, num_blocks, BLOCKS=blocks, num_warps=1
+        reaches,
+        lasts,
+        masses,
+        seeds,
+        positions,
+        accepted,
+        num_draft,
+        num_blocks,
+        BLOCKS=blocks,
+        num_warps=1,
     )
     streams = (seeds, positions, accepted)
     _race[(num_requests, num_blocks)](
-        *laws, lengths, *paths, *streams, scores, winners, *sizes, BLOCK=block, BLOCKS=blocks, num_warps=8
+        *distributions,
+        lengths,
+        *paths,
+        *streams,
+        scores,
+        winners,
+        *sizes,
+        BLOCK=block,
+        BLOCKS=blocks,
+        num_warps=8,
     )
     columns = triton.next_power_of_2(num_draft + 1)
     emit[(num_requests,)](
-        draft_tokens, accepted, scores, winners, tokens, num_draft, num_blocks, COLUMNS=columns, BLOCKS=blocks, num_warps=1
+        draft_tokens,
+        accepted,
+        scores,
+        winners,
+        tokens,
+        num_draft,
+        num_blocks,
+        COLUMNS=columns,
+        BLOCKS=blocks,
+        num_warps=1,
     )
     return Verdict(accepted, tokens)

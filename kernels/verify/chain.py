@@ -1,8 +1,10 @@
-"""Chain verification: which drafted tokens stand, and the one token after them, so that the output law is the target's.
+"""Chain verification: which drafted tokens stand, and the one token after them, so that the output
+distribution is the target's.
 
-Draft token x at a position, drawn from q, is kept when log u + log q(x) < log p(x). The first one that is not kept is
-replaced by a draw from the residual max(p - q, 0); when all are kept, one more token is drawn from p (the bonus).
-Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318).
+Draft token x at a position, drawn from q, is kept when log u + log q(x) < log p(x). The first one
+that is not kept is replaced by a draw from the residual max(p - q, 0); when all are kept, one more
+token is drawn from p (the bonus). Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023
+(arXiv:2302.01318).
 
 Legend: B requests, K draft positions, V vocabulary, R = sum(lengths + 1) rows of target logits.
 """
@@ -16,7 +18,15 @@ import torch
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
-from draftsmith.kernels.verify.residual import accepts, assemble, drawn_law, log_law, one_hot_logits, residual_law, wide
+from draftsmith.kernels.verify.residual import (
+    accepts,
+    assemble,
+    drawn_distribution,
+    log_distribution,
+    one_hot_logits,
+    residual_distribution,
+    wide,
+)
 from draftsmith.kernels.verify.verdict import Verdict
 
 
@@ -34,17 +44,21 @@ def verify_chain(
 
     Args:
         p_logits: [R, V] processed target logits; row b owns `lengths[b] + 1` consecutive ones.
-        draft_tokens: [B, K] int64; entries at `lengths[b]` and beyond are not read. A negative one is always rejected.
+        draft_tokens: [B, K] int64; entries at `lengths[b]` and beyond are not read. A negative one
+        is always rejected.
         lengths: [B] int64, 0 <= lengths[b] <= K.
-        q_logits: [B, K, V] processed draft logits, the very law each token was drawn from; None when drafting was
-            deterministic (q is one-hot). A deterministic row in a batch with laws is 0 at its token and -inf elsewhere.
+        q_logits: [B, K, V] processed draft logits, the very distribution each token was drawn from;
+        None when drafting was
+            deterministic (q is one-hot). A deterministic row in a batch with distributions is 0 at
+            its token and -inf elsewhere.
         seeds: [B] int64.
         positions: [B] int64, absolute position of each row's first drafted token.
         impl: "auto", "triton" or "torch".
 
-    NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A token that its law could not have drawn (negative,
-    or q(x) = 0) counts as no draft: what replaces it is drawn from p. A residual without mass (p = q up to rounding) falls
-    back to p. When the deciding row of p is all -inf there is no law to draw from and the emitted token is -1.
+    NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A token that its
+    distribution could not have drawn (negative, or q(x) = 0) counts as no draft: what replaces it
+    is drawn from p. A residual without mass (p = q up to rounding) falls back to p. When the
+    deciding row of p is all -inf there is no distribution to draw from and the emitted token is -1.
     """
     if choose(impl, p_logits.device, p_logits.dtype) == "triton":
         from draftsmith.kernels.verify.chain_triton import verify_chain_triton
@@ -63,17 +77,18 @@ def verify_chain_torch(
     *,
     draws: Draws = STREAMS,
 ) -> Verdict:
-    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come from `draws`."""
+    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
+    from `draws`."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
-    log_p = log_law(p_logits)
+    log_p = log_distribution(p_logits)
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     depths = torch.arange(num_draft, device=device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     p_rows = torch.where(offered, first_rows[:, None] + depths, 0)
     ids = torch.where(offered, draft_tokens, 0)
     places = torch.arange(num_rows, device=device)
-    log_q = None if q_logits is None else log_law(q_logits)
+    log_q = None if q_logits is None else log_distribution(q_logits)
     told_q = 0.0 if log_q is None else log_q.gather(-1, ids[..., None])[..., 0]
     log_u = draws.uniform(seeds[:, None], positions[:, None] + depths).log()
     keep = offered & accepts(log_u, log_p[p_rows, ids], torch.as_tensor(told_q, device=device))
@@ -85,8 +100,12 @@ def verify_chain_torch(
     if bool(rejected.any()):
         at = places[rejected], accepted[rejected]
         rest_p = log_p[final_rows[rejected]]
-        rest_q = one_hot_logits(draft_tokens[at], rest_p) if log_q is None else drawn_law(log_q[at], draft_tokens[at])
-        residual = residual_law(rest_p, rest_q)
+        rest_q = (
+            one_hot_logits(draft_tokens[at], rest_p)
+            if log_q is None
+            else drawn_distribution(log_q[at], draft_tokens[at])
+        )
+        residual = residual_distribution(rest_p, rest_q)
         # A choice of rows, which is several times cheaper than one of numbers.
         kept = residual.amax(dim=-1) > -math.inf
         final_logits[rejected.nonzero()[kept, 0]] = residual[kept]

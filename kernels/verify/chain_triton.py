@@ -1,11 +1,15 @@
-"""Chain verification in Triton: four launches that read the laws once, and the deciding rows twice.
+"""Chain verification in Triton: four launches that read the distributions once, and the deciding
+rows twice.
 
-1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's normaliser.
+1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's
+  normaliser.
 2. `_decide`: one program a request walks its drafted tokens and counts the kept ones.
-3. `_race`: one program a block of each deciding row; log of the residual max(p - q, 0), or of p for a bonus, minus log E.
+3. `_race`: one program a block of each deciding row; log of the residual max(p - q, 0), or of p for
+  a bonus, minus log E.
 4. `emit`: the winner of the blocks, and the row of output tokens.
 
-No buffer of size [rows, V] is made; what is kept is O(rows x blocks). `verify.verify_chain_torch` is the reference.
+No buffer of size [rows, V] is made; what is kept is O(rows x blocks). `verify.verify_chain_torch`
+is the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.sampling.random_streams_triton import ACCEPT, BONUS, RESIDUAL, log_noise, stream_key, uniform
+from draftsmith.kernels.sampling.random_streams_triton import (
+    ACCEPT,
+    BONUS,
+    RESIDUAL,
+    log_noise,
+    stream_key,
+    uniform,
+)
 from draftsmith.kernels.verify.rows_triton import (
     MINUS_INF,
     block_stats,
@@ -107,7 +118,8 @@ def _race(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Program (b, block): the best token of the block for the residual (slot 0) and for p itself (slot 1, the fallback)."""
+    """Program (b, block): the best token of the block for the residual (slot 0) and for p itself
+    (slot 1, the fallback)."""
     b = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     kept = tl.load(accepted + b)
@@ -117,8 +129,10 @@ def _race(
     row = tl.load(first_rows + b) + kept
     p = clean(tl.load(p_logits + row * p_stride + columns, mask=inside, other=MINUS_INF))
     purpose = tl.where(rejected, RESIDUAL, BONUS)
-    noise = log_noise(stream_key(tl.load(seeds + b), tl.load(positions + b) + kept, purpose), columns)
-    law = p
+    noise = log_noise(
+        stream_key(tl.load(seeds + b), tl.load(positions + b) + kept, purpose), columns
+    )
+    distribution = p
     if rejected:
         p_top, p_log_sum = normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS)
         log_p = logprob(p, p_top, p_log_sum)
@@ -126,14 +140,19 @@ def _race(
         if HAS_Q:
             q_row = b * num_draft + kept
             # A token that q could not have drawn is no draft: as if q had no mass, p answers.
-            drawn = clean(tl.load(q_logits + q_row * q_stride + token, mask=token >= 0, other=MINUS_INF)) > MINUS_INF
+            drawn = (
+                clean(
+                    tl.load(q_logits + q_row * q_stride + token, mask=token >= 0, other=MINUS_INF)
+                )
+                > MINUS_INF
+            )
             q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
             q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
             log_q = tl.where(drawn, logprob(q, q_top, q_log_sum), MINUS_INF)
         else:
             log_q = tl.where(columns == token, 0.0, MINUS_INF)
-        law = log_residual(log_p, log_q)
-    keep_best(law, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
+        distribution = log_residual(log_p, log_q)
+    keep_best(distribution, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
     keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
 
 
@@ -153,11 +172,13 @@ def verify_chain_triton(
     block = min(block, triton.next_power_of_2(num_tokens))
     num_blocks = triton.cdiv(num_tokens, block)
     device = p_logits.device
-    draft_tokens, lengths, seeds, positions = (t.contiguous() for t in (draft_tokens, lengths, seeds, positions))
+    draft_tokens, lengths, seeds, positions = (
+        t.contiguous() for t in (draft_tokens, lengths, seeds, positions)
+    )
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     p_logits = contiguous_rows(p_logits)
     p_stats = block_stats(p_logits, lengths, 0, block, num_blocks)
-    # Without draft laws the kernels get p in their place and never read it.
+    # Without draft distributions the kernels get p in their place and never read it.
     has_q = q_logits is not None and num_draft > 0
     q_rows = contiguous_rows(q_logits.flatten(0, 1)) if has_q else p_logits
     q_stats = block_stats(q_rows, lengths, num_draft, block, num_blocks) if has_q else p_stats
@@ -166,12 +187,20 @@ def verify_chain_triton(
     winners = torch.empty(num_requests, num_blocks, 2, dtype=torch.int32, device=device)
     tokens = torch.empty(num_requests, num_draft + 1, dtype=torch.int64, device=device)
     blocks = triton.next_power_of_2(num_blocks)
-    laws = (p_logits, p_logits.stride(0), *p_stats, q_rows, q_rows.stride(0), *q_stats)
+    distributions = (p_logits, p_logits.stride(0), *p_stats, q_rows, q_rows.stride(0), *q_stats)
     requests = (draft_tokens, lengths, first_rows, seeds, positions, accepted)
     if num_requests:
-        _decide[(num_requests,)](*laws, *requests, num_draft, num_blocks, HAS_Q=has_q, BLOCKS=blocks, num_warps=1)
+        _decide[(num_requests,)](
+            *distributions,
+            *requests,
+            num_draft,
+            num_blocks,
+            HAS_Q=has_q,
+            BLOCKS=blocks,
+            num_warps=1,
+        )
         _race[(num_requests, num_blocks)](
-            *laws,
+            *distributions,
             *requests,
             scores,
             winners,
@@ -185,6 +214,15 @@ def verify_chain_triton(
         )
         columns = triton.next_power_of_2(num_draft + 1)
         emit[(num_requests,)](
-            draft_tokens, accepted, scores, winners, tokens, num_draft, num_blocks, COLUMNS=columns, BLOCKS=blocks, num_warps=1
+            draft_tokens,
+            accepted,
+            scores,
+            winners,
+            tokens,
+            num_draft,
+            num_blocks,
+            COLUMNS=columns,
+            BLOCKS=blocks,
+            num_warps=1,
         )
     return Verdict(accepted, tokens)

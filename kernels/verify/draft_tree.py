@@ -1,6 +1,8 @@
-"""Draft trees: several continuations of one text that share their prefixes, verified in one pass of the target.
+"""Draft trees: several continuations of one text that share their prefixes, verified in one pass of
+the target.
 
-Legend: B rows, N nodes, S = N + 1 slots: slot 0 is the root (the last committed token), slot i + 1 is node i.
+Legend: B rows, N nodes, S = N + 1 slots: slot 0 is the root (the last committed token), slot i + 1
+is node i.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ MAX_NODES = 62  # a node and its ancestors are the bits of one non-negative int6
 
 
 class DraftTree(NamedTuple):
-    """Node i of row b hangs under node `parents[b, i]` (< i), or under the last committed token when that is -1.
+    """Node i of row b hangs under node `parents[b, i]` (< i), or under the last committed token
+    when that is -1.
 
-    Nodes are in topological order, siblings in the order they are to be tested. Entries at `lengths[b]` and beyond are not
-    read. The target's logits of row b are `lengths[b] + 1` consecutive rows: the law after the last committed token, then the
-    law after each node.
+    Nodes are in topological order, siblings in the order they are to be tested. Entries at
+    `lengths[b]` and beyond are not read. The target's logits of row b are `lengths[b] + 1`
+    consecutive rows: the distribution after the last committed token, then the distribution after
+    each node.
     """
 
     tokens: torch.Tensor  # [B, N] int64; a negative one is no draft and is never kept
@@ -32,7 +36,8 @@ def chain_tree(draft_tokens: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
 
 
 def depths(tree: DraftTree) -> torch.Tensor:
-    """[B, N] int64: 0 for a child of the root, so that a node's absolute position is its row's first drafted one plus this.
+    """[B, N] int64: 0 for a child of the root, so that a node's absolute position is its row's
+    first drafted one plus this.
 
     -1 beyond a row's nodes.
     """
@@ -44,7 +49,8 @@ def depths(tree: DraftTree) -> torch.Tensor:
 
 
 def ancestor_bits(tree: DraftTree) -> torch.Tensor:
-    """[B, N] int64: what each node may see. Bit 0 is the last committed token, bit i + 1 node i; a node has its own bit.
+    """[B, N] int64: what each node may see. Bit 0 is the last committed token, bit i + 1 node i; a
+    node has its own bit.
 
     0 beyond a row's nodes.
     """
@@ -56,9 +62,12 @@ def ancestor_bits(tree: DraftTree) -> torch.Tensor:
 
 
 def slot_prefixes(tree: DraftTree) -> list[list[list[int]]]:
-    """Of each row, for each of its `lengths[b] + 1` slots: the drafted tokens from the root to the slot, its own included."""
+    """Of each row, for each of its `lengths[b] + 1` slots: the drafted tokens from the root to the
+    slot, its own included."""
     prefixes = []
-    for tokens, parents, length in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.lengths.tolist()):
+    for tokens, parents, length in zip(
+        tree.tokens.tolist(), tree.parents.tolist(), tree.lengths.tolist()
+    ):
         row: list[list[int]] = [[]]
         for token, parent in zip(tokens[:length], parents[:length]):
             row.append([*row[parent + 1], token])
@@ -67,7 +76,8 @@ def slot_prefixes(tree: DraftTree) -> list[list[list[int]]]:
 
 
 def well_formed(tree: DraftTree) -> torch.Tensor:
-    """[B] bool: whether a row's lengths and parents keep the promises of `DraftTree`; nothing else here checks them."""
+    """[B] bool: whether a row's lengths and parents keep the promises of `DraftTree`; nothing else
+    here checks them."""
     num_nodes = tree.tokens.shape[1]
     places = torch.arange(num_nodes, device=tree.parents.device)
     bad = _real(tree) & ((tree.parents < -1) | (tree.parents >= places))
@@ -80,6 +90,9 @@ def _real(tree: DraftTree) -> torch.Tensor:
 
 
 def _up(tree: DraftTree) -> torch.Tensor:
-    """[B, S] int64: the slot above each slot; the root and slots beyond a row's nodes are above themselves."""
+    """[B, S] int64: the slot above each slot; the root and slots beyond a row's nodes are above
+    themselves."""
     slots = torch.arange(1, tree.parents.shape[1] + 1, device=tree.parents.device)
-    return torch.nn.functional.pad(torch.where(_real(tree), tree.parents + 1, slots), (1, 0), value=0)
+    return torch.nn.functional.pad(
+        torch.where(_real(tree), tree.parents + 1, slots), (1, 0), value=0
+    )

@@ -1,7 +1,9 @@
-"""Typical acceptance (Medusa, arXiv:2401.10774, section 2.3.1): keeps what is likely enough. LOSSY: not the target's law.
+"""Typical acceptance (Medusa, arXiv:2401.10774, section 2.3.1): keeps what is likely enough. LOSSY:
+not the target's distribution.
 
-A drafted token is kept while p(x) > min(epsilon, delta exp(-H(p))), H the entropy of the target's law there; the token after
-the kept ones is drawn from p. At temperature 0 that is the greedy rule. An opt-in, for those who want its speed and know it.
+A drafted token is kept while p(x) > min(epsilon, delta exp(-H(p))), H the entropy of the target's
+distribution there; the token after the kept ones is drawn from p. At temperature 0 that is the
+greedy rule. An opt-in, for those who want its speed and know it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
-from draftsmith.kernels.verify.residual import assemble, log_law, wide
+from draftsmith.kernels.verify.residual import assemble, log_distribution, wide
 from draftsmith.kernels.verify.verdict import Verdict
 
 EPSILON = 0.09
@@ -30,8 +32,8 @@ def verify_typical(
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> Verdict:
-    """Arguments as `verify_chain`'s; the draft's law `q_logits` plays no part."""
-    log_p = log_law(p_logits)
+    """Arguments as `verify_chain`'s; the draft's distribution `q_logits` plays no part."""
+    log_p = log_distribution(p_logits)
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     depths = torch.arange(draft_tokens.shape[1], device=p_logits.device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
@@ -40,7 +42,9 @@ def verify_typical(
     entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
     keep = offered & (told > (delta * torch.exp(-entropy)).clamp(max=epsilon)[rows])
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
-    emitted = sample(clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS)
+    emitted = sample(
+        clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS
+    )
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
 
 
@@ -54,13 +58,22 @@ def verify_synthetic(
     *,
     rates: Sequence[float],
 ) -> Verdict:
-    """Arguments as `verify_chain`'s; neither law says what is kept, only `rates`, each in [0, 1]."""
+    """Arguments as `verify_chain`'s; neither distribution says what is kept, only `rates`, each in
+    [0, 1]."""
     num_draft = draft_tokens.shape[1]
     device = p_logits.device
     depths = torch.arange(num_draft, device=device)
-    deep = torch.tensor([rates[min(depth, len(rates) - 1)] for depth in range(num_draft)], dtype=torch.float64, device=device)
-    keep = (depths < lengths[:, None]) & (uniform(seeds[:, None], positions[:, None] + depths, Purpose.ACCEPT) < deep)
+    deep = torch.tensor(
+        [rates[min(depth, len(rates) - 1)] for depth in range(num_draft)],
+        dtype=torch.float64,
+        device=device,
+    )
+    keep = (depths < lengths[:, None]) & (
+        uniform(seeds[:, None], positions[:, None] + depths, Purpose.ACCEPT) < deep
+    )
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
-    emitted = sample(clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS)
+    emitted = sample(
+        clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS
+    )
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))

@@ -1,8 +1,10 @@
-"""Rows of processed logits as laws inside Triton kernels, without a buffer of their size: what verification is made of.
+"""Rows of processed logits as distributions inside Triton kernels, without a buffer of their size:
+what verification is made of.
 
-`row_stats` keeps the maximum and the sum of exponentials of every block of a row. The row's normaliser is a pair, its maximum
-and the log of the sum relative to it: one float32 for both would round the small one away where logits are large, which low
-temperatures make them. A race over a law leaves the winner of every block, and `emit` finds the winner of these and writes the
+`row_stats` keeps the maximum and the sum of exponentials of every block of a row. The row's
+normaliser is a pair, its maximum and the log of the sum relative to it: one float32 for both would
+round the small one away where logits are large, which low temperatures make them. A race over a
+distribution leaves the winner of every block, and `emit` finds the winner of these and writes the
 output.
 """
 
@@ -25,9 +27,19 @@ def clean(x):
 
 @triton.jit
 def row_stats(
-    logits, stride, lengths, per_request, num_tokens, maxima, sums, num_blocks, GROUPED: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    stride,
+    lengths,
+    per_request,
+    num_tokens,
+    maxima,
+    sums,
+    num_blocks,
+    GROUPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Program (row, block). `GROUPED` rows come `per_request` at a time, and only the first `lengths` of a group count."""
+    """Program (row, block). `GROUPED` rows come `per_request` at a time, and only the first
+    `lengths` of a group count."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     # Nested, so that the load is not even compiled for rows without groups.
@@ -44,7 +56,8 @@ def row_stats(
 
 @triton.jit
 def normaliser(maxima, sums, row, num_blocks, BLOCKS: tl.constexpr):
-    """(maximum, log of the sum relative to it) of a row from its blocks; (-inf, 0) for a row without mass."""
+    """(maximum, log of the sum relative to it) of a row from its blocks; (-inf, 0) for a row
+    without mass."""
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
     tops = tl.load(maxima + row * num_blocks + blocks, mask=inside, other=MINUS_INF)
@@ -54,7 +67,8 @@ def normaliser(maxima, sums, row, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def log_total(tops, totals):
-    """(maximum, log of the sum relative to it) of lanes that hold such a maximum and a sum; (-inf, 0) without mass."""
+    """(maximum, log of the sum relative to it) of lanes that hold such a maximum and a sum; (-inf,
+    0) without mass."""
     top = tl.max(tops, axis=0)
     total = tl.sum(totals * tl.exp(tops - finite(top)), axis=0)
     return top, tl.log(tl.where(total > 0, total, 1.0))
@@ -68,7 +82,7 @@ def finite(top):
 
 @triton.jit
 def logprob(x, top, log_sum):
-    """A law without mass gives -inf everywhere."""
+    """A distribution without mass gives -inf everywhere."""
     return tl.where(top == MINUS_INF, MINUS_INF, (x - finite(top)) - log_sum)
 
 
@@ -83,13 +97,25 @@ def log_residual(log_p, log_q):
 
 
 @triton.jit
-def keep_best(law, noise, scores, winners, b, block, num_blocks, slot: tl.constexpr, BLOCK: tl.constexpr):
-    """The best token of a block in the race of row b. Slot 0 is the law to draw from, slot 1 the one to fall back to.
+def keep_best(
+    distribution,
+    noise,
+    scores,
+    winners,
+    b,
+    block,
+    num_blocks,
+    slot: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best token of a block in the race of row b. Slot 0 is the distribution to draw from, slot
+    1 the one to fall back to.
 
-    Scores are float64 and formed below the block's maximum, so that large logits do not round the noise away.
+    Scores are float64 and formed below the block's maximum, so that large logits do not round the
+    noise away.
     """
-    top = finite(tl.max(law, axis=0))
-    best, at = tl.max((law - top) - noise, axis=0, return_indices=True)
+    top = finite(tl.max(distribution, axis=0))
+    best, at = tl.max((distribution - top) - noise, axis=0, return_indices=True)
     place = (b * num_blocks + block) * 2 + slot
     tl.store(scores + place, best.to(tl.float64) + top.to(tl.float64))
     tl.store(winners + place, block * BLOCK + at)
@@ -99,14 +125,26 @@ def keep_best(law, noise, scores, winners, b, block, num_blocks, slot: tl.conste
 def winner(scores, winners, b, slot, num_blocks, BLOCKS: tl.constexpr):
     """The best block's token; -1 when every score is -inf."""
     blocks = tl.arange(0, BLOCKS)
-    values = tl.load(scores + (b * num_blocks + blocks) * 2 + slot, mask=blocks < num_blocks, other=MINUS_INF)
+    values = tl.load(
+        scores + (b * num_blocks + blocks) * 2 + slot, mask=blocks < num_blocks, other=MINUS_INF
+    )
     best, at = tl.max(values, axis=0, return_indices=True)
     token = tl.load(winners + (b * num_blocks + at) * 2 + slot)
     return tl.where(best == MINUS_INF, -1, token)
 
 
 @triton.jit
-def emit(draft_tokens, accepted, scores, winners, tokens, num_draft, num_blocks, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr):
+def emit(
+    draft_tokens,
+    accepted,
+    scores,
+    winners,
+    tokens,
+    num_draft,
+    num_blocks,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """Program b writes row b of the output: kept drafts, the winner, -1."""
     b = tl.program_id(0).to(tl.int64)
     kept = tl.load(accepted + b)
@@ -125,7 +163,10 @@ def contiguous_rows(logits: torch.Tensor) -> torch.Tensor:
 def block_stats(
     rows: torch.Tensor, lengths: torch.Tensor, per_request: int, block: int, num_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    maxima, sums = (torch.empty(len(rows), num_blocks, dtype=torch.float32, device=rows.device) for _ in range(2))
+    maxima, sums = (
+        torch.empty(len(rows), num_blocks, dtype=torch.float32, device=rows.device)
+        for _ in range(2)
+    )
     if len(rows):
         row_stats[(len(rows), num_blocks)](
             rows,

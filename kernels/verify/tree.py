@@ -1,14 +1,19 @@
-"""Tree verification: which path of a draft tree stands, and the one token after it, so that the output law is the target's.
+"""Tree verification: which path of a draft tree stands, and the one token after it, so that the
+output distribution is the target's.
 
-From the root on, the children of a node are tested in order. The first child x, drawn from q, is kept when u q(x) < p(x), as
-in a chain. When it is not, the law still to be met is max(p - q, 0), renormalised, and the law the next sibling was drawn from
-is q without x, renormalised, because siblings are drawn without replacement; the same test follows with these two, and so on.
-The first child that is kept is descended to. When all are rejected, the last residual is drawn from; at a leaf, p. Miao et al.
-2024 (SpecInfer, arXiv:2305.09781), Jeon et al. 2024 (arXiv:2402.14160).
+From the root on, the children of a node are tested in order. The first child x, drawn from q, is
+kept when u q(x) < p(x), as in a chain. When it is not, the distribution still to be met is max(p -
+q, 0), renormalised, and the distribution the next sibling was drawn from is q without x,
+renormalised, because siblings are drawn without replacement; the same test follows with these two,
+and so on. The first child that is kept is descended to. When all are rejected, the last residual is
+drawn from; at a leaf, p. Miao et al. 2024 (SpecInfer, arXiv:2305.09781), Jeon et al. 2024
+(arXiv:2402.14160).
 
-Deterministic children (no q) are the same with q = 1 at the child: x is kept with probability p(x), else p loses x.
+Deterministic children (no q) are the same with q = 1 at the child: x is kept with probability p(x),
+else p loses x.
 
-Legend: B rows, N nodes, V vocabulary, R = sum(lengths + 1) rows of target logits, Q draft laws, M siblings.
+Legend: B rows, N nodes, V vocabulary, R = sum(lengths + 1) rows of target logits, Q draft
+distributions, M siblings.
 """
 
 from __future__ import annotations
@@ -22,7 +27,13 @@ from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.kernels.verify.residual import accepts, assemble, log_law, residual_law, wide
+from draftsmith.kernels.verify.residual import (
+    accepts,
+    assemble,
+    log_distribution,
+    residual_distribution,
+    wide,
+)
 from draftsmith.kernels.verify.verdict import TreeVerdict
 
 
@@ -39,20 +50,25 @@ def verify_tree(
     """Keeps a path of each row's tree and draws the token after it.
 
     Args:
-        p_logits: [R, V] processed target logits; row b owns `lengths[b] + 1` consecutive ones, of the root and of each node.
+        p_logits: [R, V] processed target logits; row b owns `lengths[b] + 1` consecutive ones, of
+        the root and of each node.
         tree: tokens, parents and lengths, see `DraftTree`.
         q_logits: [Q, V] processed draft logits; None when all drafting was deterministic.
-        q_rows: [B, N + 1] int64: row of `q_logits` that the children of a slot (0 = root, i + 1 = node i) were drawn from
-            without replacement, in their order; -1 where there are none, or where they are deterministic.
+        q_rows: [B, N + 1] int64: row of `q_logits` that the children of a slot (0 = root, i + 1 =
+        node i) were drawn from
+            without replacement, in their order; -1 where there are none, or where they are
+            deterministic.
         seeds: [B] int64.
         positions: [B] int64, absolute position of a child of the root.
         impl: "auto", "triton" or "torch".
 
-    A child that its law could not have drawn is passed over, as if it were not there: a negative token, one without mass
-    in q, one that a sibling before it had. (So siblings drawn with replacement are welcome, too: the first occurrences are a
-    draw without replacement.) NaN counts as -inf. A residual without mass falls back to p. When the deciding row of p is
-    all -inf there is no law to draw from and the emitted token is -1. Sibling j of a node at depth d is tested with number
-    j of the ACCEPT stream at position d, so that a chain is verified as `verify_chain` does.
+    A child that its distribution could not have drawn is passed over, as if it were not there: a
+    negative token, one without mass in q, one that a sibling before it had. (So siblings drawn with
+    replacement are welcome, too: the first occurrences are a draw without replacement.) NaN counts
+    as -inf. A residual without mass falls back to p. When the deciding row of p is all -inf there
+    is no distribution to draw from and the emitted token is -1. Sibling j of a node at depth d is
+    tested with number j of the ACCEPT stream at position d, so that a chain is verified as
+    `verify_chain` does.
     """
     if choose(impl, p_logits.device, p_logits.dtype) == "triton":
         from draftsmith.kernels.verify.tree_triton import verify_tree_triton
@@ -64,28 +80,36 @@ def verify_tree(
 class Siblings(NamedTuple):
     """What is left at N nodes once some of their children were rejected; logprobs [N, V]."""
 
-    log_p: torch.Tensor  # the law still to be met; -inf everywhere where no mass is left
-    log_q: torch.Tensor | None  # the law the next child was drawn from; None when no node's children were drawn
+    log_p: torch.Tensor  # the distribution still to be met; -inf everywhere where no mass is left
+    # the distribution the next child was drawn from; None when no node's children were drawn
+    log_q: torch.Tensor | None
 
 
 def reject(left: Siblings, tokens: torch.Tensor, told: torch.Tensor) -> Siblings:
-    """What is left once the next children `tokens` [N] are rejected; `told` [N] says whose were drawn, from `left.log_q`."""
+    """What is left once the next children `tokens` [N] are rejected; `told` [N] says whose were
+    drawn, from `left.log_q`."""
     log_p = left.log_p.scatter(-1, tokens[:, None], -math.inf)
     if left.log_q is None:
-        return Siblings(log_law(log_p), None)
-    log_p = torch.where(told[:, None], residual_law(left.log_p, left.log_q), log_p)
-    return Siblings(log_law(log_p), log_law(left.log_q.scatter(-1, tokens[:, None], -math.inf)))
+        return Siblings(log_distribution(log_p), None)
+    log_p = torch.where(told[:, None], residual_distribution(left.log_p, left.log_q), log_p)
+    return Siblings(
+        log_distribution(log_p),
+        log_distribution(left.log_q.scatter(-1, tokens[:, None], -math.inf)),
+    )
 
 
-class SiblingLaw(NamedTuple):
+class SiblingDistribution(NamedTuple):
     """What a node's ordered children come to, exactly."""
 
     keep: torch.Tensor  # [M], the chance that child j is kept, once those before it were rejected
     left: torch.Tensor  # [V] logprobs of the token that follows when all are rejected
 
 
-def sibling_law(log_p: torch.Tensor, log_q: torch.Tensor | None, tokens: torch.Tensor) -> SiblingLaw:
-    """The test of children `tokens` [M] under the target's law log_p [V], for enumeration; log_q [V] None: deterministic."""
+def sibling_distribution(
+    log_p: torch.Tensor, log_q: torch.Tensor | None, tokens: torch.Tensor
+) -> SiblingDistribution:
+    """The test of children `tokens` [M] under the target's distribution log_p [V], for enumeration;
+    log_q [V] None: deterministic."""
     told = torch.tensor([log_q is not None], device=log_p.device)
     left = Siblings(log_p[None], None if log_q is None else log_q[None])
     keep = torch.zeros(len(tokens), dtype=log_p.dtype, device=log_p.device)
@@ -97,7 +121,7 @@ def sibling_law(log_p: torch.Tensor, log_q: torch.Tensor | None, tokens: torch.T
         left = reject(left, token, told)
         if not bool((left.log_p > -math.inf).any()):
             left = Siblings(log_p[None], left.log_q)
-    return SiblingLaw(keep, left.log_p[0])
+    return SiblingDistribution(keep, left.log_p[0])
 
 
 def verify_tree_torch(
@@ -110,18 +134,25 @@ def verify_tree_torch(
     *,
     draws: Draws = STREAMS,
 ) -> TreeVerdict:
-    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come from `draws`.
+    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
+    from `draws`.
 
-    One walk over the nodes in their topological order does for all rows: whichever node a row stands at, its children come
-    later, in the order of their tests.
+    One walk over the nodes in their topological order does for all rows: whichever node a row
+    stands at, its children come later, in the order of their tests.
     """
     walk = _Walk(p_logits, tree, q_logits, q_rows)
     lengths, parents = tree.lengths.tolist(), tree.parents.tolist()
     for node in range(tree.tokens.shape[1]):
-        here = [row for row, slot in enumerate(walk.slots) if node < lengths[row] and parents[row][node] + 1 == slot]
+        here = [
+            row
+            for row, slot in enumerate(walk.slots)
+            if node < lengths[row] and parents[row][node] + 1 == slot
+        ]
         if here:
             rows = torch.tensor(here, device=p_logits.device)
-            log_u = draws.uniform(seeds[rows], positions[rows] + walk.accepted[rows], walk.tested[rows]).log()
+            log_u = draws.uniform(
+                seeds[rows], positions[rows] + walk.accepted[rows], walk.tested[rows]
+            ).log()
             walk.test(node, rows, log_u)
     purposes = torch.where(walk.tested > 0, int(Purpose.RESIDUAL), int(Purpose.BONUS))
     emitted = draws.token(walk.final_logits(), seeds, positions + walk.accepted, purposes)
@@ -130,10 +161,22 @@ def verify_tree_torch(
 
 
 class _Walk:
-    """Where each of B rows stands, and what is left of the laws there once its children are tested."""
+    """Where each of B rows stands, and what is left of the distributions there once its children
+    are tested."""
 
-    def __init__(self, p_logits: torch.Tensor, tree: DraftTree, q_logits: torch.Tensor | None, q_rows: torch.Tensor | None):
-        self.p_logits, self.tokens, self.q_logits, self.q_rows = p_logits, tree.tokens, q_logits, q_rows
+    def __init__(
+        self,
+        p_logits: torch.Tensor,
+        tree: DraftTree,
+        q_logits: torch.Tensor | None,
+        q_rows: torch.Tensor | None,
+    ):
+        self.p_logits, self.tokens, self.q_logits, self.q_rows = (
+            p_logits,
+            tree.tokens,
+            q_logits,
+            q_rows,
+        )
         self.slots = [0] * len(tree.lengths)
         self.p_rows = torch.cumsum(tree.lengths + 1, 0) - (tree.lengths + 1)
         self.accepted, self.tested = torch.zeros_like(tree.lengths), torch.zeros_like(tree.lengths)
@@ -141,7 +184,9 @@ class _Walk:
         self.told, self.lost = (torch.zeros_like(tree.lengths, dtype=torch.bool) for _ in range(2))
         dtype = torch.promote_types(p_logits.dtype, torch.float32)
         # A row is filled when the first child of its node is tested: most nodes have none.
-        self.log_p = torch.zeros(len(self.slots), p_logits.shape[-1], dtype=dtype, device=p_logits.device)
+        self.log_p = torch.zeros(
+            len(self.slots), p_logits.shape[-1], dtype=dtype, device=p_logits.device
+        )
         self.log_q = None if q_logits is None or q_rows is None else torch.zeros_like(self.log_p)
 
     def test(self, node: int, rows: torch.Tensor, log_u: torch.Tensor) -> None:
@@ -151,7 +196,11 @@ class _Walk:
             self._arrive(rows[fresh])
         tokens = self.tokens[rows, node]
         ids = tokens.clamp(min=0)
-        log_q = torch.zeros_like(log_u) if self.log_q is None else torch.where(self.told[rows], self.log_q[rows, ids], 0.0)
+        log_q = (
+            torch.zeros_like(log_u)
+            if self.log_q is None
+            else torch.where(self.told[rows], self.log_q[rows, ids], 0.0)
+        )
         possible = (tokens >= 0) & (log_q > -math.inf)
         keep = possible & accepts(log_u, self.log_p[rows, ids], log_q)
         self.tested[rows] += 1
@@ -162,26 +211,34 @@ class _Walk:
             self._descend(rows[keep], node)
 
     def final_logits(self) -> torch.Tensor:
-        """[B, V], the law of each row's next token."""
+        """[B, V], the distribution of each row's next token."""
         logits = clean(wide(self.p_logits[self.p_rows]))
         logits[self.lost] = self.log_p[self.lost]
         return logits
 
     def _arrive(self, rows: torch.Tensor) -> None:
-        self.log_p[rows] = log_law(self.p_logits[self.p_rows[rows]])
+        self.log_p[rows] = log_distribution(self.p_logits[self.p_rows[rows]])
         if self.q_logits is None or self.q_rows is None or self.log_q is None:
             return
-        laws = self.q_rows[rows, torch.tensor(self.slots, device=rows.device)[rows]]
-        told = laws >= 0
+        distributions = self.q_rows[rows, torch.tensor(self.slots, device=rows.device)[rows]]
+        told = distributions >= 0
         self.told[rows] = told
-        self.log_q[rows[told]] = log_law(self.q_logits[laws[told]]).to(self.log_q.dtype)
+        self.log_q[rows[told]] = log_distribution(self.q_logits[distributions[told]]).to(
+            self.log_q.dtype
+        )
 
     def _reject(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        left = reject(Siblings(self.log_p[rows], None if self.log_q is None else self.log_q[rows]), tokens, self.told[rows])
+        left = reject(
+            Siblings(self.log_p[rows], None if self.log_q is None else self.log_q[rows]),
+            tokens,
+            self.told[rows],
+        )
         has_mass = (left.log_p > -math.inf).any(dim=-1)
         self.log_p[rows] = left.log_p
         if not bool(has_mass.all()):
-            self.log_p[rows[~has_mass]] = log_law(self.p_logits[self.p_rows[rows[~has_mass]]])
+            self.log_p[rows[~has_mass]] = log_distribution(
+                self.p_logits[self.p_rows[rows[~has_mass]]]
+            )
         if self.log_q is not None and left.log_q is not None:
             self.log_q[rows] = left.log_q
         self.lost[rows] = True

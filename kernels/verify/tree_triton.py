@@ -1,20 +1,24 @@
 """Tree verification in Triton: three launches that read only the rows of nodes which a walk visits.
 
-1. `_walk`: one program a request goes down its tree. At a node it reads the laws of p and q once for their normalisers, and once
+1. `_walk`: one program a request goes down its tree. At a node it reads the distributions of p and
+  q once for their normalisers, and once
    more for every further sibling after a rejection.
 2. `_race`: one program a block of each deciding row; log of what is left of p, minus log E.
 3. `emit`: the winner of the blocks, and the row of output tokens.
 
-What is left of p after rejections needs no row of its own. A child x is rejected when u a q(x) >= max(p(x) - A q(x), 0), where
-A = 0 and a = 1 for the first one, and from then on A grows by a: the residual of a residual is
+What is left of p after rejections needs no row of its own. A child x is rejected when u a q(x) >=
+max(p(x) - A q(x), 0), where A = 0 and a = 1 for the first one, and from then on A grows by a: the
+residual of a residual is
 
     max(max(p - A q, 0) - a q, 0) = max(p - (A + a) q, 0),
 
-and the rejected x, no longer subtracted from then on, has nothing left there anyway. With m the mass of max(p - A q, 0) and r
-that of q without the rejected tokens, the next sibling's laws are max(p - A q, 0) / m and q / r, so a = m / r. One scalar
-A a node is all there is to keep; m and r are sums over the vocabulary, r in logs because the law of a last sibling may be tiny
-in q. A is held as log A minus the normaliser of q, and added to logits of q, both relative to the largest logit of q: large
-logits would round it away. The residual of deterministic children is p without them.
+and the rejected x, no longer subtracted from then on, has nothing left there anyway. With m the
+mass of max(p - A q, 0) and r that of q without the rejected tokens, the next sibling's
+distributions are max(p - A q, 0) / m and q / r, so a = m / r. One scalar A a node is all there is
+to keep; m and r are sums over the vocabulary, r in logs because the distribution of a last sibling
+may be tiny in q. A is held as log A minus the normaliser of q, and added to logits of q, both
+relative to the largest logit of q: large logits would round it away. The residual of deterministic
+children is p without them.
 
 `verify_tree.verify_tree_torch` is the reference; it takes residuals of residuals, row by row.
 """
@@ -25,7 +29,14 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.sampling.random_streams_triton import ACCEPT, BONUS, RESIDUAL, log_noise, stream_key, uniform
+from draftsmith.kernels.sampling.random_streams_triton import (
+    ACCEPT,
+    BONUS,
+    RESIDUAL,
+    log_noise,
+    stream_key,
+    uniform,
+)
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.rows_triton import (
     MINUS_INF,
@@ -41,13 +52,15 @@ from draftsmith.kernels.verify.rows_triton import (
 from draftsmith.kernels.verify.verdict import TreeVerdict
 
 BLOCK = 4096
-# A walk is one program alone with its rows: only loads that run ahead of the sums keep it near the bandwidth.
+# A walk is one program alone with its rows: only loads that run ahead of the sums keep it near the
+# bandwidth.
 _STAGES = tl.constexpr(4)
 
 
 @triton.jit
 def _log_mass(row, num_tokens, BLOCK: tl.constexpr):
-    """(maximum, log of the sum relative to it) of the logits at `row`. Each lane sums its columns: the loop reduces nothing."""
+    """(maximum, log of the sum relative to it) of the logits at `row`. Each lane sums its columns:
+    the loop reduces nothing."""
     tops = tl.full([BLOCK], MINUS_INF, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, num_tokens, BLOCK, num_stages=_STAGES):
@@ -86,7 +99,8 @@ def _left_over(
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(mass left of p, log of what is left of the sum of q, relative to `q_top`) once some children are rejected.
+    """(mass left of p, log of what is left of the sum of q, relative to `q_top`) once some children
+    are rejected.
 
     The second one is 0 when q is not told.
     """
@@ -98,10 +112,16 @@ def _left_over(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < num_tokens
         tried = _tried(columns, tokens, parents, node, begin, end)
-        log_p = logprob(clean(tl.load(p_row + columns, mask=inside, other=MINUS_INF)), p_top, p_log_sum)
+        log_p = logprob(
+            clean(tl.load(p_row + columns, mask=inside, other=MINUS_INF)), p_top, p_log_sum
+        )
         if HAS_Q:
-            q = clean(tl.load(q_row + columns, mask=columns < num_told, other=MINUS_INF)) - finite(q_top)
-            left = tl.where(told, log_residual(log_p, q + log_scale), tl.where(tried, MINUS_INF, log_p))
+            q = clean(tl.load(q_row + columns, mask=columns < num_told, other=MINUS_INF)) - finite(
+                q_top
+            )
+            left = tl.where(
+                told, log_residual(log_p, q + log_scale), tl.where(tried, MINUS_INF, log_p)
+            )
             q = tl.where(tried, MINUS_INF, q)
             higher = tl.maximum(tops, q)
             totals = totals * tl.exp(tops - finite(higher)) + tl.exp(q - finite(higher))
@@ -145,7 +165,8 @@ def _walk(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program b: the path that request b keeps, and in `stands` and `scales` what `_race` needs of the node where it ends."""
+    """Program b: the path that request b keeps, and in `stands` and `scales` what `_race` needs of
+    the node where it ends."""
     b = tl.program_id(0).to(tl.int64)
     length, first = tl.load(lengths + b), tl.load(first_rows + b)
     seed, position = tl.load(seeds + b), tl.load(positions + b)
@@ -172,9 +193,9 @@ def _walk(
             told = length < 0
             q_row = q_logits
             if HAS_Q:
-                law = tl.load(q_rows + node + 1)
-                told = law >= 0
-                q_row = q_logits + tl.maximum(law, 0) * q_stride
+                distribution = tl.load(q_rows + node + 1)
+                told = distribution >= 0
+                q_row = q_logits + tl.maximum(distribution, 0) * q_stride
             if number == 0:
                 begin = number + i
                 p_top, p_log_sum = _log_mass(p_row, num_tokens, BLOCK)
@@ -259,7 +280,8 @@ def _race(
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (b, block): the best token of the block for what is left of p (slot 0) and for p itself (slot 1, the fallback)."""
+    """Program (b, block): the best token of the block for what is left of p (slot 0) and for p
+    itself (slot 1, the fallback)."""
     b = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     node, begin = tl.load(stands + b * 2), tl.load(stands + b * 2 + 1)
@@ -270,20 +292,27 @@ def _race(
     row = tl.load(first_rows + b) + node + 1
     p = clean(tl.load(p_logits + row * p_stride + columns, mask=inside, other=MINUS_INF))
     purpose = tl.where(begin >= 0, RESIDUAL, BONUS)
-    noise = log_noise(stream_key(tl.load(seeds + b), tl.load(positions + b) + tl.load(accepted + b), purpose), columns)
-    law = p
+    noise = log_noise(
+        stream_key(tl.load(seeds + b), tl.load(positions + b) + tl.load(accepted + b), purpose),
+        columns,
+    )
+    distribution = p
     if begin >= 0:
         q_row = begin * 0 - 1
         if HAS_Q:
             q_row = tl.load(q_rows + b * (num_nodes + 1) + node + 1)
         if q_row < 0:
             place = b * num_nodes
-            tried = _tried(columns, tokens + place, parents + place, node, begin, tl.load(lengths + b))
-            law = tl.where(tried, MINUS_INF, p)
+            tried = _tried(
+                columns, tokens + place, parents + place, node, begin, tl.load(lengths + b)
+            )
+            distribution = tl.where(tried, MINUS_INF, p)
         else:
             q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
-            law = log_residual(logprob(p, p_top, p_log_sum), (q - finite(q_top)) + log_scale)
-    keep_best(law, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
+            distribution = log_residual(
+                logprob(p, p_top, p_log_sum), (q - finite(q_top)) + log_scale
+            )
+    keep_best(distribution, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
     keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
 
 
@@ -297,7 +326,8 @@ def verify_tree_triton(
     *,
     block: int = BLOCK,
 ) -> TreeVerdict:
-    """`verify_tree.verify_tree` in float32; `block` tokens of the vocabulary a program or a step."""
+    """`verify_tree.verify_tree` in float32; `block` tokens of the vocabulary a program
+    or a step."""
     num_requests, num_nodes = tree.tokens.shape
     num_tokens = p_logits.shape[-1]
     block = min(block, triton.next_power_of_2(num_tokens))
@@ -306,14 +336,16 @@ def verify_tree_triton(
     tokens, parents, lengths, seeds, positions = (t.contiguous() for t in (*tree, seeds, positions))
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
     p_logits = contiguous_rows(p_logits)
-    # Without draft laws the kernels get p and the parents in their places and never read them.
+    # Without draft distributions the kernels get p and the parents in their places and never read
+    # them.
     has_q = q_logits is not None and q_rows is not None
     q_logits = contiguous_rows(q_logits) if q_logits is not None else p_logits
     q_rows = q_rows.contiguous() if q_rows is not None else parents
-    laws = (p_logits, p_logits.stride(0), q_logits, q_logits.stride(0), q_rows)
+    distributions = (p_logits, p_logits.stride(0), q_logits, q_logits.stride(0), q_rows)
     requests = (tokens, parents, lengths, first_rows, seeds, positions)
     nodes, drafts, stands = (
-        torch.empty(num_requests, width, dtype=torch.int64, device=device) for width in (num_nodes, num_nodes, 2)
+        torch.empty(num_requests, width, dtype=torch.int64, device=device)
+        for width in (num_nodes, num_nodes, 2)
     )
     accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
     scales = torch.empty(num_requests, 4, dtype=torch.float32, device=device)
@@ -323,7 +355,7 @@ def verify_tree_triton(
     if num_requests:
         columns = triton.next_power_of_2(num_nodes + 1)
         _walk[(num_requests,)](
-            *laws,
+            *distributions,
             *requests,
             nodes,
             drafts,
@@ -338,7 +370,7 @@ def verify_tree_triton(
             num_warps=16,
         )
         _race[(num_requests, num_blocks)](
-            *laws,
+            *distributions,
             *requests,
             accepted,
             stands,
@@ -354,6 +386,15 @@ def verify_tree_triton(
         )
         blocks = triton.next_power_of_2(num_blocks)
         emit[(num_requests,)](
-            drafts, accepted, scores, winners, output, num_nodes, num_blocks, COLUMNS=columns, BLOCKS=blocks, num_warps=1
+            drafts,
+            accepted,
+            scores,
+            winners,
+            output,
+            num_nodes,
+            num_blocks,
+            COLUMNS=columns,
+            BLOCKS=blocks,
+            num_warps=1,
         )
     return TreeVerdict(accepted, output, nodes)

@@ -1,4 +1,5 @@
-"""The few requests an audit makes of an OpenAI-compatible server: token ids in, token ids and logprobs out."""
+"""The few requests an audit makes of an OpenAI-compatible server: token ids in, token ids and
+logprobs out."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from draftsmith.errors import UserError
 
 ID_PREFIX = "token_id:"
 MAX_LOGPROBS = 20
-METRIC = re.compile(r"^vllm:spec_decode_(num_[a-z_]+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE)
+METRIC = re.compile(
+    r"^vllm:spec_decode_(num_[a-z_]+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE
+)
 POSITION = re.compile(r'position="(\d+)"')
 Given = TypeVar("Given")
 Answer = TypeVar("Answer")
@@ -22,8 +25,10 @@ Answer = TypeVar("Answer")
 
 class Completion(NamedTuple):
     tokens: list[int]
-    top: list[dict[int, float]]  # of each token: logprobs of the likeliest tokens, by id; empty when none were asked for
-    report: dict[str, Any] | None = None  # of its rounds, where the server was asked for it and makes one
+    # of each token: logprobs of the likeliest tokens, by id; empty when none were asked for
+    top: list[dict[int, float]]
+    # of its rounds, where the server was asked for it and makes one
+    report: dict[str, Any] | None = None
 
 
 class Counters(NamedTuple):
@@ -36,7 +41,9 @@ class Counters(NamedTuple):
     def since(self, before: Counters) -> Counters:
         earlier = [*before.accepted, *[0] * (len(self.accepted) - len(before.accepted))]
         accepted = [now - then for now, then in zip(self.accepted, earlier, strict=True)]
-        return Counters(self.draft_tokens - before.draft_tokens, self.drafts - before.drafts, accepted)
+        return Counters(
+            self.draft_tokens - before.draft_tokens, self.drafts - before.drafts, accepted
+        )
 
 
 @dataclass
@@ -45,9 +52,13 @@ class AuditClient:
     model: str
     concurrency: int = 8
     says_lossy: bool = False  # the server calls its own answers so
-    can_be_plain: bool = False  # a request can switch speculation off and have its rounds told, which is ours alone
-    draft_depth: int | None = None  # the most tokens that a round may keep; None where the server does not tell
-    draft_tokens: int = 0  # the most that a round offers, more than it may keep where drafts are trees; 0 where it does not tell
+    # a request can switch speculation off and have its rounds told, which is ours alone
+    can_be_plain: bool = False
+    # the most tokens that a round may keep; None where the server does not tell
+    draft_depth: int | None = None
+    # the most that a round offers, more than it may keep where drafts are trees; 0 where it does
+    # not tell
+    draft_tokens: int = 0
     fields: dict[str, Any] = field(default_factory=dict)  # sent with every request
 
     @classmethod
@@ -64,7 +75,9 @@ class AuditClient:
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         base = url.rstrip("/").removesuffix("/v1")
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        http = httpx.Client(base_url=base, headers=headers, timeout=timeout_s, limits=limits, transport=transport)
+        http = httpx.Client(
+            base_url=base, headers=headers, timeout=timeout_s, limits=limits, transport=transport
+        )
         try:
             listed = http.get("/v1/models").raise_for_status().json()["data"]
             client = cls(http, model or listed[0]["id"], concurrency)
@@ -75,14 +88,18 @@ class AuditClient:
             client.draft_tokens = next((entry.get("max_draft_tokens", 0) for entry in entries), 0)
             return client
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-            raise UserError(f"{base} does not answer /v1/models ({error}); check the URL and that the server runs") from error
+            raise UserError(
+                f"{base} does not answer /v1/models ({error}); check the URL and that the server "
+                "runs"
+            ) from error
 
     def without_speculation(self) -> AuditClient | None:
         """The same server, its requests without drafts; None where it has no such switch."""
         return replace(self, fields={"speculation": {"k": 0}}) if self.can_be_plain else None
 
     def reporting(self, k: int | None) -> AuditClient:
-        """The same server, its requests with reports of their rounds, and with `k` draft tokens a round if it is given."""
+        """The same server, its requests with reports of their rounds, and with `k` draft tokens a
+        round if it is given."""
         wanted = {"report": True} | ({} if k is None else {"k": k})
         return replace(self, fields={"speculation": wanted}) if self.can_be_plain else self
 
@@ -90,24 +107,38 @@ class AuditClient:
         return self.choices(prompt, **body)[0]
 
     def choices(self, prompt: str | list[int], **body: Any) -> list[Completion]:
-        """The `n` choices of one request. Token ids are asked for as vLLM names them: text cannot tell tokens of equal text
-        apart."""
-        fields = {"model": self.model, "prompt": prompt, "return_tokens_as_token_ids": True, "logprobs": 0}
+        """The `n` choices of one request. Token ids are asked for as vLLM names them: text cannot
+        tell tokens of equal text apart."""
+        fields = {
+            "model": self.model,
+            "prompt": prompt,
+            "return_tokens_as_token_ids": True,
+            "logprobs": 0,
+        }
         fields |= {**self.fields, **body}
         try:
             response = self.http.post("/v1/completions", json=fields)
         except httpx.HTTPError as error:
-            raise UserError(f"the server did not answer a completion ({error!r}); is it still running?") from error
+            raise UserError(
+                f"the server did not answer a completion ({error!r}); is it still running?"
+            ) from error
         if response.status_code != 200:
-            raise UserError(f"the server refused an audit request with {response.status_code}: {_message(response)}")
+            raise UserError(
+                f"the server refused an audit request with {response.status_code}: "
+                f"{_message(response)}"
+            )
         try:
             answer = response.json()
             told = [choice["logprobs"] or {} for choice in answer["choices"]]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"the server answered with no completion ({_message(response)}); audit one that speaks OpenAI"
+                f"the server answered with no completion ({_message(response)}); audit one that "
+                "speaks OpenAI"
             ) from error
-        return [_completion(logprobs, report) for logprobs, report in zip(told, _reports(answer, len(told)), strict=True)]
+        return [
+            _completion(logprobs, report)
+            for logprobs, report in zip(told, _reports(answer, len(told)), strict=True)
+        ]
 
     def map(self, function: Callable[[Given], Answer], given: Sequence[Given]) -> list[Answer]:
         """`function` of every element, `concurrency` at a time, in order."""
@@ -148,7 +179,8 @@ def _completion(logprobs: dict[str, Any], report: dict[str, Any] | None) -> Comp
 def _token_id(name: str) -> int:
     if not name.startswith(ID_PREFIX):
         raise UserError(
-            "the server does not name tokens by id (return_tokens_as_token_ids); audit one that does, as draftsmith and vLLM"
+            "the server does not name tokens by id (return_tokens_as_token_ids); audit one that "
+            "does, as draftsmith and vLLM"
         )
     return int(name.removeprefix(ID_PREFIX))
 

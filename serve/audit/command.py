@@ -1,4 +1,5 @@
-"""`draftsmith audit`: is speculation lossless here? Exit status 0 only when every law held and every control was caught."""
+"""`draftsmith audit`: is speculation lossless here? Exit status 0 only when every distribution held
+and every control was caught."""
 
 from __future__ import annotations
 
@@ -34,16 +35,30 @@ def check(config: AuditConfig) -> None:
     for name in ("contexts", "samples", "choices", "concurrency", "rounds", "greedy_tokens"):
         if (value := vars(config)[name]) < 1:
             raise UserError(f"{name} is {value}; give at least 1")
-    if config.device.partition(":")[0] not in DEVICES or (config.device != "cpu" and not torch.cuda.is_available()):
-        raise UserError(f"device {config.device!r} is not to be had here; give cpu, or cuda where there is a CUDA device")
+    if config.device.partition(":")[0] not in DEVICES or (
+        config.device != "cpu" and not torch.cuda.is_available()
+    ):
+        raise UserError(
+            f"device {config.device!r} is not to be had here; give cpu, or cuda where there is a "
+            "CUDA device"
+        )
     if not 0 < config.false_alarm < 1:
-        raise UserError(f"false_alarm is {config.false_alarm}; it is a chance and must lie between 0 and 1")
+        raise UserError(
+            f"false_alarm is {config.false_alarm}; it is a chance and must lie between 0 and 1"
+        )
     if config.temperature < 0:
-        raise UserError(f"temperature is {config.temperature}; give 0 for greedy text alone, or more")
+        raise UserError(
+            f"temperature is {config.temperature}; give 0 for greedy text alone, or more"
+        )
     if config.compare_url is not None and config.url is None:
-        raise UserError(f"compare_url is {config.compare_url!r}, but nothing is to be compared with it; give --url, too")
+        raise UserError(
+            f"compare_url is {config.compare_url!r}, but nothing is to be compared with it; give "
+            "--url, too"
+        )
     for name, least in (("length", 1), ("k", 0)):
         if (value := vars(config)[name]) is not None and value < least:
             raise UserError(f"{name} is {value}; give at least {least}")
     if not 0 < config.bias < 1:
-        raise UserError(f"bias is {config.bias}; it is a total variation and must lie between 0 and 1")
+        raise UserError(
+            f"bias is {config.bias}; it is a total variation and must lie between 0 and 1"
+        )

@@ -11,40 +11,65 @@ from draftsmith.drafters.config import TRUST_HELP
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
     kernels: bool = option(False, "audit this installation's verification kernels")
-    url: str | None = option(None, "audit a running OpenAI-compatible server, for example http://127.0.0.1:8000")
+    url: str | None = option(
+        None, "audit a running OpenAI-compatible server, for example http://127.0.0.1:8000"
+    )
     model: str | None = option(None, "model name; default: the first one that the server lists")
     compare_url: str | None = option(
-        None, "a server of the same model without speculation, to compare with and to take laws from"
+        None,
+        "a server of the same model without speculation, to compare with and to take "
+        "distributions from",
     )
-    compare_model: str | None = option(None, "model name there; default: the first one that it lists")
+    compare_model: str | None = option(
+        None, "model name there; default: the first one that it lists"
+    )
     api_key: str | None = option(None, "bearer token")
     target: str | None = option(
-        None, "take the law from this model, run here; default: from the server's own logprobs of the first token after a prompt"
+        None,
+        "take the distribution from this model, run here; default: from the server's own logprobs "
+        "of the first token after a prompt",
     )
     trust_remote_code: bool = option(False, TRUST_HELP)
     prompt: str = option("The", "text that the audited contexts begin with")
     contexts: int = option(4, "contexts, each continued many times")
     samples: int = option(2000, "sampled continuations in all")
-    length: int = option(8, "tokens of a sampled continuation, beside the k + 1 that let every round draft k tokens")
+    length: int = option(
+        8, "tokens of a sampled continuation, beside the k + 1 that let every round draft k tokens"
+    )
     k: int | None = option(
         None,
-        "draft tokens a round that are audited, asked of a draftsmith server; for others what the server drafts, 0 for none; "
+        "draft tokens a round that are audited, asked of a draftsmith server; for others what the "
+        "server drafts, 0 for none; "
         "default: what the server tells",
     )
-    bias: float = option(0.2, "a bias of this total variation must not stay unseen at any drafted depth, else: no verdict")
+    bias: float = option(
+        0.2,
+        "a bias of this total variation must not stay unseen at any drafted depth, else: no "
+        "verdict",
+    )
     temperature: float = option(1.0, "of the samples; 0 audits greedy text alone")
     top_k: int = option(0, "of the samples")
     top_p: float = option(1.0, "of the samples")
     min_p: float = option(0.0, "of the samples")
     greedy_tokens: int = option(32, "tokens of each context's greedy continuation")
-    margin: float = option(0.1, "a greedy divergence at a smaller top-2 logprob margin counts as numerical noise")
+    margin: float = option(
+        0.1, "a greedy divergence at a smaller top-2 logprob margin counts as numerical noise"
+    )
     choices: int = option(16, "continuations asked for in one request; its n")
     concurrency: int = option(8, "requests in flight")
     timeout_s: float = option(120.0, "patience with one answer")
-    seeded: bool = option(True, "send a seed with every request, so that an audit can be repeated; not all servers can take one")
-    rounds: int = option(250_000, "rounds of each law of the kernel audit")
+    seeded: bool = option(
+        True,
+        "send a seed with every request, so that an audit can be repeated; not all servers can "
+        "take one",
+    )
+    rounds: int = option(250_000, "rounds of each distribution of the kernel audit")
     impl: str = option("auto", "kernels to audit", choices=("auto", "triton", "torch"))
-    device: str = option("cpu", "torch device of the kernel audit, and of the target when one is given")
-    false_alarm: float = option(1e-9, "chance that a lossless system fails any test, all tests together")
+    device: str = option(
+        "cpu", "torch device of the kernel audit, and of the target when one is given"
+    )
+    false_alarm: float = option(
+        1e-9, "chance that a lossless system fails any test, all tests together"
+    )
     seed: int = option(0, "of the audit's own draws and of the sampled requests")
     out: str | None = option(None, "write the report here as JSON")

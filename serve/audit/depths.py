@@ -1,8 +1,8 @@
 """Where in its round each sampled token was decided.
 
-A token's depth is one more than the drafts kept before it in its round, which is settled before the token is drawn. So tokens of
-one depth have the target's distribution, each given its own prefix, if speculation is right. (Those of one fate, drafts that were
-kept for example, would not.)
+A token's depth is one more than the drafts kept before it in its round, which is settled before the
+token is drawn. So tokens of one depth have the target's distribution, each given its own prefix, if
+speculation is right. (Those of one fate, drafts that were kept for example, would not.)
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.serve.audit.samples import Samples
 
-UNDRAFTED = 0  # the first token after a prompt, and rounds without drafts; 1, 2, ... are drafted depths
+# the first token after a prompt, and rounds without drafts; 1, 2, ... are drafted depths
+UNDRAFTED = 0
 BONUS = -1  # all drafts of the round were kept
 UNKNOWN = -2  # the server does not tell
-NAMES = {UNDRAFTED: "tokens without drafts", BONUS: "bonus tokens", UNKNOWN: "tokens after the first"}
+NAMES = {
+    UNDRAFTED: "tokens without drafts",
+    BONUS: "bonus tokens",
+    UNKNOWN: "tokens after the first",
+}
 
 
 def group_name(depth: int) -> str:
@@ -47,26 +52,44 @@ class Depths:
 def depths_of(samples: Sequence[Samples], k: int | None) -> Depths:
     reports = [report for each in samples for report in each.reports]
     if not reports or any(report is None or "per_step_begin" not in report for report in reports):
-        return Depths([[depths_unknown(len(tokens)) for tokens in each.tokens] for each in samples], told=False)
+        return Depths(
+            [[depths_unknown(len(tokens)) for tokens in each.tokens] for each in samples],
+            told=False,
+        )
     nested = [
-        [depths_told(report or {}, len(tokens), k) for tokens, report in zip(each.tokens, each.reports, strict=True)]
+        [
+            depths_told(report or {}, len(tokens), k)
+            for tokens, report in zip(each.tokens, each.reports, strict=True)
+        ]
         for each in samples
     ]
-    offered = [count for report in reports if report is not None for count in report["per_step_drafted"]]
+    offered = [
+        count for report in reports if report is not None for count in report["per_step_drafted"]
+    ]
     return Depths(nested, told=True, offered=sum(offered), deepest=max(offered, default=0))
 
 
 def depths_told(report: dict[str, Any], count: int, k: int | None = None) -> list[int]:
-    """The depth of each of an answer's `count` tokens, by the server's own report of its rounds, of which none keeps more than k
-    drafts: one with a draft tree offers more than that.
+    """The depth of each of an answer's `count` tokens, by the server's own report of its rounds, of
+    which none keeps more than k drafts: one with a draft tree offers more than that.
 
     Raises:
         UserError: a report without its rounds.
     """
     try:
-        rounds = list(zip(report["per_step_begin"], report["per_step_drafted"], report["per_step_committed"], strict=True))
+        rounds = list(
+            zip(
+                report["per_step_begin"],
+                report["per_step_drafted"],
+                report["per_step_committed"],
+                strict=True,
+            )
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"the server's report of an answer lacks its rounds ({error}); audit a server of this version") from error
+        raise UserError(
+            f"the server's report of an answer lacks its rounds ({error}); audit a server of this "
+            "version"
+        ) from error
     depths = [UNDRAFTED] * count
     for begin, offered, committed in rounds:
         deepest = offered if k is None else min(offered, k)
@@ -81,7 +104,9 @@ def depths_unknown(count: int) -> list[int]:
 
 
 def depth_shares(drafts: int, accepted: Sequence[int], num_tokens: int) -> dict[int, float]:
-    """The share of `num_tokens` tokens that were decided at each depth, by a server's counters of the same time: how many
-    rounds drafted, and how many drafts were kept at each position."""
-    reached = dict(enumerate([drafts, *accepted[:-1]], 1)) | ({BONUS: accepted[-1]} if accepted else {})
+    """The share of `num_tokens` tokens that were decided at each depth, by a server's counters of
+    the same time: how many rounds drafted, and how many drafts were kept at each position."""
+    reached = dict(enumerate([drafts, *accepted[:-1]], 1)) | (
+        {BONUS: accepted[-1]} if accepted else {}
+    )
     return {depth: min(1.0, count / max(num_tokens, 1)) for depth, count in reached.items()}

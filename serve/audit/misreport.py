@@ -1,6 +1,8 @@
-"""A wrong server made on purpose, for tests of the audit: verification is given another q than drafts were drawn from.
+"""A wrong server made on purpose, for tests of the audit: verification is given another q than
+drafts were drawn from.
 
-`Engine.lossless` is False with it, so that responses, /v1/models, /health, metrics and the audit call the server lossy.
+`Engine.lossless` is False with it, so that responses, /v1/models, /health, metrics and the audit
+call the server lossy.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ class Misreport:
         return parsed
 
     def apply(self, proposal: Proposal, vocab_size: int) -> Proposal:
-        """The same drafts with a wrong q. Drafts of a chain that were not drawn get q = 1 / factor where 1 would be right; trees
-        that were not drawn stay as they are, for their verification reads no q."""
+        """The same drafts with a wrong q. Drafts of a chain that were not drawn get q = 1 / factor
+        where 1 would be right; trees that were not drawn stay as they are, for their verification
+        reads no q."""
         if proposal.parents is not None:
             return self._tree(proposal)
-        logits = one_hot(proposal.tokens, vocab_size) if proposal.logits is None else proposal.logits
+        logits = (
+            one_hot(proposal.tokens, vocab_size) if proposal.logits is None else proposal.logits
+        )
         wrong = logits.clone()
         wrong[:, self.depth - 1 :] = self._sharper(logits[:, self.depth - 1 :])
         return replace(proposal, logits=wrong)
@@ -51,23 +56,34 @@ class Misreport:
         return replace(proposal, logits=wrong)
 
     def _sharper(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V]. A distribution of one token, which has no sharper one, loses 1 - 1 / factor to all others."""
+        """Logits [..., V]. A distribution of one token, which has no sharper one, loses 1 - 1 /
+        factor to all others."""
         possible = torch.isfinite(logits)
         alone = possible.sum(dim=-1, keepdim=True) == 1
-        others = math.log(abs(1 - 1 / self.factor) / (logits.shape[-1] - 1)) if self.factor != 1 else -math.inf
+        others = (
+            math.log(abs(1 - 1 / self.factor) / (logits.shape[-1] - 1))
+            if self.factor != 1
+            else -math.inf
+        )
         flat = torch.where(possible, -math.log(self.factor), others)
         return torch.where(alone, flat, logits * self.factor)
 
 
 def one_hot(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits [B, K, V] of drafts [B, K] that were not drawn; -1, which is no token, counts as token 0."""
+    """Logits [B, K, V] of drafts [B, K] that were not drawn; -1, which is no token, counts as token
+    0."""
     logits = torch.full((*tokens.shape, vocab_size), -math.inf, device=tokens.device)
     return logits.scatter(-1, tokens.clamp(min=0)[..., None], 0.0)
 
 
 def slot_depths(parents: torch.Tensor) -> torch.Tensor:
-    """[B, K + 1]: how deep the root (0) and each node lie, of parents [B, K] in which a parent comes before its children."""
-    depths = torch.zeros(len(parents), parents.shape[1] + 1, dtype=torch.int64, device=parents.device)
+    """[B, K + 1]: how deep the root (0) and each node lie, of parents [B, K] in which a parent
+    comes before its children."""
+    depths = torch.zeros(
+        len(parents), parents.shape[1] + 1, dtype=torch.int64, device=parents.device
+    )
     for node in range(parents.shape[1]):
-        depths[:, node + 1] = depths.gather(1, (parents[:, node : node + 1] + 1).clamp(min=0))[:, 0] + 1
+        depths[:, node + 1] = (
+            depths.gather(1, (parents[:, node : node + 1] + 1).clamp(min=0))[:, 0] + 1
+        )
     return depths

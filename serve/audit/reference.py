@@ -1,4 +1,5 @@
-"""Distributions that sampled tokens are held against, of a server's logprobs or of a target run here."""
+"""Distributions that sampled tokens are held against, of a server's logprobs or of a target run
+here."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from draftsmith.progress import Progress
 from draftsmith.serve.audit.client import MAX_LOGPROBS, AuditClient
 from draftsmith.serve.audit.config import AuditConfig
 
-BATCH = 200  # laws asked for between two progress lines
+BATCH = 200  # distributions asked for between two progress lines
 TARGET_BATCH = 16  # texts of one pass of a target run here
 MOST_OUTCOMES = 64  # of a target run here, named one by one; the others are the tail
 
@@ -24,12 +25,13 @@ Text = tuple[int, ...]  # token ids of context and continuation so far
 
 
 @dataclass(frozen=True)
-class CoarseLaw:
+class CoarseDistribution:
     """The probabilities of some tokens, likeliest first; all others are one outcome, the tail."""
 
     ids: list[int]
     probs: list[float]
-    top_gap: float  # logprob distance of the two likeliest tokens before any filter; 0 for one token
+    # logprob distance of the two likeliest tokens before any filter; 0 for one token
+    top_gap: float
 
     @property
     def tail(self) -> float:
@@ -42,32 +44,33 @@ class CoarseLaw:
 
 
 class Path(NamedTuple):
-    """A text whose prefixes of `begin` tokens and more are followed by sampled tokens, itself included."""
+    """A text whose prefixes of `begin` tokens and more are followed by sampled tokens, itself
+    included."""
 
     text: Text
     begin: int
 
 
-class LawSource(Protocol):
-    def after(self, texts: Sequence[Text]) -> list[CoarseLaw]:
-        """The law of the token after each text."""
+class DistributionSource(Protocol):
+    def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
+        """The distribution of the token after each text."""
         ...
 
-    def along(self, paths: Sequence[Path]) -> list[list[CoarseLaw]]:
-        """The laws after `text[:begin]`, `text[:begin + 1]`, ..., `text` of each path."""
+    def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
+        """The distributions after `text[:begin]`, `text[:begin + 1]`, ..., `text` of each path."""
         ...
 
 
-class LawBook:
-    """Laws by text, asked for once."""
+class DistributionBook:
+    """Distributions by text, asked for once."""
 
-    def __init__(self, source: LawSource):
+    def __init__(self, source: DistributionSource):
         self.source = source
-        self.known: dict[Text, CoarseLaw] = {}
+        self.known: dict[Text, CoarseDistribution] = {}
 
     def learn(self, texts: Iterable[Text]) -> None:
         missing = sorted({text for text in texts if text not in self.known})
-        progress = Progress("laws", total=len(missing), unit="prefixes")
+        progress = Progress("distributions", total=len(missing), unit="prefixes")
         for begin in range(0, len(missing), BATCH):
             part = missing[begin : begin + BATCH]
             self.known.update(zip(part, self.source.after(part), strict=True))
@@ -77,25 +80,25 @@ class LawBook:
     def learn_along(self, paths: Iterable[Path]) -> None:
         """Of all prefixes at once, which costs one pass of each text."""
         missing = sorted({path for path in paths if path.text not in self.known})
-        progress = Progress("laws", total=len(missing), unit="texts")
+        progress = Progress("distributions", total=len(missing), unit="texts")
         for begin in range(0, len(missing), BATCH):
             part = missing[begin : begin + BATCH]
-            for path, laws in zip(part, self.source.along(part), strict=True):
+            for path, distributions in zip(part, self.source.along(part), strict=True):
                 texts = [path.text[:length] for length in range(path.begin, len(path.text) + 1)]
-                self.known.update(zip(texts, laws, strict=True))
+                self.known.update(zip(texts, distributions, strict=True))
             progress.update(begin + len(part))
         progress.close()
 
-    def __getitem__(self, text: Text) -> CoarseLaw:
+    def __getitem__(self, text: Text) -> CoarseDistribution:
         return self.known[text]
 
 
-def law_source(config: AuditConfig, client: AuditClient) -> LawSource:
-    return TargetLaws(config) if config.target else ServerLaws(config, client)
+def distribution_source(config: AuditConfig, client: AuditClient) -> DistributionSource:
+    return TargetDistributions(config) if config.target else ServerDistributions(config, client)
 
 
-def laws_are_told(config: AuditConfig) -> bool:
-    """Whether a server's logprobs, or a target here, make the law of the samples."""
+def distributions_are_told(config: AuditConfig) -> bool:
+    """Whether a server's logprobs, or a target here, make the distribution of the samples."""
     return config.target is not None or _unfiltered(config) or 0 < config.top_k <= MAX_LOGPROBS
 
 
@@ -105,72 +108,93 @@ def _unfiltered(config: AuditConfig) -> bool:
     return config.temperature == 0 or (config.temperature == 1 and not filtered)
 
 
-class ServerLaws:
-    """The server's logprobs of tokens of a prompt and of the first token after it, which no draft has touched."""
+class ServerDistributions:
+    """The server's logprobs of tokens of a prompt and of the first token after it, which no draft
+    has touched."""
 
     def __init__(self, config: AuditConfig, client: AuditClient):
-        if not laws_are_told(config):
+        if not distributions_are_told(config):
             raise UserError(
-                f"{MAX_LOGPROBS} logprobs of the server do not make the filtered law; give a top_k up to {MAX_LOGPROBS}, "
+                f"{MAX_LOGPROBS} logprobs of the server do not make the filtered distribution; "
+                f"give a top_k up to {MAX_LOGPROBS}, "
                 "--target, or --compare-url with a server that does not speculate"
             )
         self.config, self.client = config, client
         self.echoes = True  # until the server refuses to tell logprobs of a prompt
 
-    def after(self, texts: Sequence[Text]) -> list[CoarseLaw]:
+    def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
         return self.client.map(self._after, texts)
 
-    def along(self, paths: Sequence[Path]) -> list[list[CoarseLaw]]:
+    def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
         return self.client.map(self._along, paths)
 
-    def _after(self, text: Text) -> CoarseLaw:
+    def _after(self, text: Text) -> CoarseDistribution:
         top = self.client.complete(list(text), **self._body()).top
         if not top:
-            raise UserError("the server tells no top_logprobs; start it with logprobs enabled, or give --target")
-        return self._laws(top[:1])[0]
+            raise UserError(
+                "the server tells no top_logprobs; start it with logprobs enabled, or give --target"
+            )
+        return self._distributions(top[:1])[0]
 
-    def _along(self, path: Path) -> list[CoarseLaw]:
+    def _along(self, path: Path) -> list[CoarseDistribution]:
         if self.echoes:
             answer = self.client.complete(list(path.text), **self._body(), echo=True)
-            if len(answer.top) == len(path.text) + 1 and answer.tokens[: len(path.text)] == list(path.text):
-                return self._laws(answer.top[path.begin :])
+            if len(answer.top) == len(path.text) + 1 and answer.tokens[: len(path.text)] == list(
+                path.text
+            ):
+                return self._distributions(answer.top[path.begin :])
             self.echoes = False
         return [self._after(path.text[:length]) for length in range(path.begin, len(path.text) + 1)]
 
     def _body(self) -> dict[str, object]:
         return {"max_tokens": 1, "temperature": 0.0, "logprobs": MAX_LOGPROBS, "ignore_eos": True}
 
-    def _laws(self, tops: Sequence[dict[int, float]]) -> list[CoarseLaw]:
-        # A token that is told because it was emitted or stands in the prompt, and not for its rank, is left out.
+    def _distributions(self, tops: Sequence[dict[int, float]]) -> list[CoarseDistribution]:
+        # A token that is told because it was emitted or stands in the prompt, and not for its rank,
+        # is left out.
         ranked = [sorted(top.items(), key=lambda pair: -pair[1])[:MAX_LOGPROBS] for top in tops]
         if _unfiltered(self.config):
             return [
-                CoarseLaw([token for token, _ in pairs], [math.exp(value) for _, value in pairs], _gap(pairs)) for pairs in ranked
+                CoarseDistribution(
+                    [token for token, _ in pairs],
+                    [math.exp(value) for _, value in pairs],
+                    _gap(pairs),
+                )
+                for pairs in ranked
             ]
         width = max(map(len, ranked))
-        table = [[value for _, value in pairs] + [-math.inf] * (width - len(pairs)) for pairs in ranked]
+        table = [
+            [value for _, value in pairs] + [-math.inf] * (width - len(pairs)) for pairs in ranked
+        ]
         ids = [[token for token, _ in pairs] + [-1] * (width - len(pairs)) for pairs in ranked]
-        return _filtered(torch.tensor(table), torch.tensor(ids), self.config, [_gap(pairs) for pairs in ranked])
+        return _filtered(
+            torch.tensor(table), torch.tensor(ids), self.config, [_gap(pairs) for pairs in ranked]
+        )
 
 
 def _gap(ranked: Sequence[tuple[int, float]]) -> float:
     return ranked[0][1] - ranked[1][1] if len(ranked) > 1 else 0.0
 
 
-class TargetLaws:
+class TargetDistributions:
     """A model run here, in float32."""
 
     def __init__(self, config: AuditConfig):
         assert config.target is not None
         self.config = config
         trusted = config.trust_remote_code
-        self.target = Target.load(config.target, dtype=torch.float32, device=config.device, trust_remote_code=trusted)
+        self.target = Target.load(
+            config.target, dtype=torch.float32, device=config.device, trust_remote_code=trusted
+        )
 
-    def after(self, texts: Sequence[Text]) -> list[CoarseLaw]:
-        return [laws[0] for laws in self.along([Path(text, len(text)) for text in texts])]
+    def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
+        return [
+            distributions[0]
+            for distributions in self.along([Path(text, len(text)) for text in texts])
+        ]
 
-    def along(self, paths: Sequence[Path]) -> list[list[CoarseLaw]]:
-        found: dict[Path, list[CoarseLaw]] = {}
+    def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
+        found: dict[Path, list[CoarseDistribution]] = {}
         for length in sorted({len(path.text) for path in paths}):
             alike = [path for path in paths if len(path.text) == length]
             for begin in range(0, len(alike), TARGET_BATCH):
@@ -178,28 +202,42 @@ class TargetLaws:
                 found |= zip(part, self._along(part), strict=True)
         return [found[path] for path in paths]
 
-    def _along(self, paths: Sequence[Path]) -> list[list[CoarseLaw]]:
+    def _along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
         ids = torch.tensor([path.text for path in paths], device=self.config.device)
         _, hidden = self.target.states(ids, torch.ones_like(ids), ())
-        return [self._laws(row[path.begin - 1 :]) for path, row in zip(paths, hidden, strict=True)]
+        return [
+            self._distributions(row[path.begin - 1 :])
+            for path, row in zip(paths, hidden, strict=True)
+        ]
 
-    def _laws(self, hidden: torch.Tensor) -> list[CoarseLaw]:
+    def _distributions(self, hidden: torch.Tensor) -> list[CoarseDistribution]:
         logits = self.target.head(hidden).float().cpu()
         likeliest = logits.log_softmax(-1).topk(2, dim=-1).values
         ids = torch.arange(logits.shape[-1]).expand_as(logits)
         return _filtered(logits, ids, self.config, (likeliest[:, 0] - likeliest[:, 1]).tolist())
 
 
-def _filtered(logits: torch.Tensor, ids: torch.Tensor, config: AuditConfig, gaps: Sequence[float]) -> list[CoarseLaw]:
-    """The processed laws of logits [n, m] over the tokens `ids` [n, m]; nothing lies outside them."""
+def _filtered(
+    logits: torch.Tensor, ids: torch.Tensor, config: AuditConfig, gaps: Sequence[float]
+) -> list[CoarseDistribution]:
+    """The processed distributions of logits [n, m] over the tokens `ids` [n, m]; nothing lies
+    outside them."""
     count = len(logits)
     rows = SamplingRows.of(
-        [config.temperature] * count, top_k=[config.top_k] * count, top_p=[config.top_p] * count, min_p=[config.min_p] * count
+        [config.temperature] * count,
+        top_k=[config.top_k] * count,
+        top_p=[config.top_p] * count,
+        min_p=[config.min_p] * count,
     )
-    top = process(logits, rows).double().softmax(-1).topk(min(MOST_OUTCOMES, logits.shape[-1]), dim=-1)
+    top = (
+        process(logits, rows)
+        .double()
+        .softmax(-1)
+        .topk(min(MOST_OUTCOMES, logits.shape[-1]), dim=-1)
+    )
     tokens = ids.gather(1, top.indices).tolist()
-    laws = []
+    distributions = []
     for names, probs, gap in zip(tokens, top.values.tolist(), gaps, strict=True):
         kept = sum(prob > 0 for prob in probs)
-        laws.append(CoarseLaw(names[:kept], probs[:kept], gap))
-    return laws
+        distributions.append(CoarseDistribution(names[:kept], probs[:kept], gap))
+    return distributions

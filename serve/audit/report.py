@@ -11,13 +11,15 @@ from draftsmith.kernels.statistics import Fit, detectable_bias
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """`law` must hold; `control` is broken on purpose and `passed` means that the audit saw it.
+    """`distribution` must hold; `control` is broken on purpose and `passed` means that the audit
+    saw it.
 
-    `blind`: a law that nothing could have shown to be broken, or no bias of the size that matters; `ask` says what would.
+    `blind`: a distribution that nothing could have shown to be broken, or no bias of the size that
+    matters; `ask` says what would.
     """
 
     name: str
-    kind: Literal["law", "control"]
+    kind: Literal["check", "control"]
     passed: bool
     said: str  # the evidence in one line
     evidence: dict[str, Any] = field(default_factory=dict)
@@ -37,32 +39,60 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """A broken law outweighs a missed control; without any law, or with a blind one, there is nothing to say."""
-        if any(check.kind == "law" and not check.passed for check in self.checks):
+        """A broken distribution outweighs a missed control; without any distribution, or with a
+        blind one, there is nothing to say."""
+        if any(check.kind == "check" and not check.passed for check in self.checks):
             return "lossy"
         seeing = all(check.passed and not check.blind for check in self.checks)
-        return "lossless" if seeing and any(check.kind == "law" for check in self.checks) else "powerless"
+        return (
+            "lossless"
+            if seeing and any(check.kind == "check" for check in self.checks)
+            else "powerless"
+        )
 
     def sentence(self) -> str:
-        broken = ", ".join(check.name for check in self.checks if check.kind == "law" and not check.passed)
-        unseen = [check for check in self.checks if check.blind or (check.kind == "control" and not check.passed)]
+        broken = ", ".join(
+            check.name for check in self.checks if check.kind == "check" and not check.passed
+        )
+        unseen = [
+            check
+            for check in self.checks
+            if check.blind or (check.kind == "control" and not check.passed)
+        ]
         missed = ", ".join(check.name for check in unseen)
         asks = "; ".join(dict.fromkeys(check.ask for check in unseen if check.ask))
         return {
-            "lossless": f"LOSSLESS: every law held and every control was caught (false alarm {self.false_alarm:g} over all)",
+            "lossless": (
+                "LOSSLESS: every distribution held and every control was caught (false alarm "
+                f"{self.false_alarm:g} over all)"
+            ),
             "lossy": f"LOSSY: {broken}",
-            "powerless": f"NO VERDICT: no law is broken, but the audit missed what it must see ({missed or 'nothing was run'})"
+            "powerless": (
+                "NO VERDICT: no distribution is broken, but the audit missed what it must see "
+                f"({missed or 'nothing was run'})"
+            )
             + (f": {asks}" if asks else ""),
         }[self.verdict]
 
     def lines(self) -> list[str]:
         width = max((len(check.name) for check in self.checks), default=0)
-        marks = {("law", True): "held", ("law", False): "BROKEN", ("control", True): "caught", ("control", False): "MISSED"}
+        marks = {
+            ("check", True): "held",
+            ("check", False): "BROKEN",
+            ("control", True): "caught",
+            ("control", False): "MISSED",
+        }
         rows = [
-            f"  {check.name:<{width}}  {'BLIND' if check.blind else marks[check.kind, check.passed]:<6}  {check.said}"
+            f"  {check.name:<{width}}  "
+            f"{'BLIND' if check.blind else marks[check.kind, check.passed]:<6}  {check.said}"
             for check in self.checks
         ]
-        return [f"audit of {self.subject}", *rows, *(f"  note: {note}" for note in self.notes), self.sentence()]
+        return [
+            f"audit of {self.subject}",
+            *rows,
+            *(f"  note: {note}" for note in self.notes),
+            self.sentence(),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -76,15 +106,18 @@ class Report:
         }
 
 
-def fit_check(name: str, kind: Literal["law", "control"], fit: Fit, false_alarm: float) -> Check:
-    """A law holds when its p-value stays at or above the false-alarm rate; a control is caught when it does not. A law that would
-    hide any bias is blind."""
+def fit_check(name: str, kind: Literal["check", "control"], fit: Fit, false_alarm: float) -> Check:
+    """A distribution holds when its p-value stays at or above the false-alarm rate; a control is
+    caught when it does not. A distribution that would hide any bias is blind."""
     rejected = fit.p_value < false_alarm
     power = detectable_bias(fit.num_samples, fit.degrees, false_alarm)
-    said = f"statistic {fit.statistic:.1f} on {fit.degrees} degrees, p {fit.p_value:.2g}, {fit.num_samples} samples"
-    if kind == "law":
+    said = (
+        f"statistic {fit.statistic:.1f} on {fit.degrees} degrees, p {fit.p_value:.2g}, "
+        f"{fit.num_samples} samples"
+    )
+    if kind == "check":
         said += f", would see a bias of {power:.2g}"
     evidence = {**fit._asdict(), "false_alarm": false_alarm, "detectable_bias": power}
     passed = rejected == (kind == "control")
-    blind = kind == "law" and passed and power >= 1
+    blind = kind == "check" and passed and power >= 1
     return Check(name=name, kind=kind, passed=passed, said=said, evidence=evidence, blind=blind)

@@ -26,21 +26,33 @@ class Samples(NamedTuple):
 
 
 def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
-    """Token ids that the server itself wrote after the prompt, twice over: a repetition lets n-gram drafters draft, too."""
+    """Token ids that the server itself wrote after the prompt, twice over: a repetition lets n-gram
+    drafters draft, too."""
     body = {"max_tokens": CONTEXT_TOKENS, "temperature": 1.0, "ignore_eos": True}
     written = client.complete(config.prompt, **body, **_seed(config, index)).tokens
     if len(written) != CONTEXT_TOKENS:
         raise UserError(
-            f"the server wrote {len(written)} of {CONTEXT_TOKENS} tokens after {config.prompt!r}; give another prompt"
+            f"the server wrote {len(written)} of {CONTEXT_TOKENS} tokens after {config.prompt!r}; "
+            "give another prompt"
         )
     return (*written, *written, *written[: CONTEXT_TOKENS // 4])
 
 
-def draw_samples(client: AuditClient, config: AuditConfig, contexts: Sequence[Text]) -> Iterator[Samples]:
-    """`config.length` tokens and as many as a round may draft: a round drafts no more tokens, and a tree has no more nodes, than
-    are still to be written."""
-    asked = config.length + max(UNKNOWN_K if config.k is None else config.k, client.draft_tokens) + MARGIN
-    body: dict[str, Any] = {"max_tokens": asked, "temperature": config.temperature, "ignore_eos": True}
+def draw_samples(
+    client: AuditClient, config: AuditConfig, contexts: Sequence[Text]
+) -> Iterator[Samples]:
+    """`config.length` tokens and as many as a round may draft: a round drafts no more tokens, and a
+    tree has no more nodes, than are still to be written."""
+    asked = (
+        config.length
+        + max(UNKNOWN_K if config.k is None else config.k, client.draft_tokens)
+        + MARGIN
+    )
+    body: dict[str, Any] = {
+        "max_tokens": asked,
+        "temperature": config.temperature,
+        "ignore_eos": True,
+    }
     body |= {"top_k": config.top_k} if config.top_k else {}
     body |= {"top_p": config.top_p} if config.top_p < 1 else {}
     body |= {"min_p": config.min_p} if config.min_p else {}
@@ -52,13 +64,16 @@ def draw_samples(client: AuditClient, config: AuditConfig, contexts: Sequence[Te
             numbers = range(begin, min(begin + config.concurrency, each))
 
             def ask(index: int, number: int = number, context: Text = context) -> list[Completion]:
-                # vLLM gives choice i the seed plus i: requests in a row would repeat one another's choices.
+                # vLLM gives choice i the seed plus i: requests in a row would repeat one another's
+                # choices.
                 seed = _seed(config, 1_000_003 * (number + 1) + index * config.choices)
                 return client.choices(list(context), n=config.choices, **body, **seed)
 
             answers += [choice for choices in client.map(ask, numbers) for choice in choices]
             progress.update(number * each + begin + len(numbers))
-        yield Samples(context, [answer.tokens for answer in answers], [answer.report for answer in answers])
+        yield Samples(
+            context, [answer.tokens for answer in answers], [answer.report for answer in answers]
+        )
     progress.close()
 
 
@@ -73,8 +88,11 @@ def paths(samples: Sequence[Samples]) -> Iterator[Path]:
                 yield Path((*context, *tokens[:-1]), len(context))
 
 
-def followers(samples: Sequence[Samples], wanted: Callable[[int, int, int], bool] | None = None) -> dict[Text, Counter[int]]:
-    """The tokens that followed each text; `wanted(context, continuation, place)` says which of them count, all by default."""
+def followers(
+    samples: Sequence[Samples], wanted: Callable[[int, int, int], bool] | None = None
+) -> dict[Text, Counter[int]]:
+    """The tokens that followed each text; `wanted(context, continuation, place)` says which of them
+    count, all by default."""
     found: dict[Text, Counter[int]] = {}
     for number, (context, continuations, _) in enumerate(samples):
         for index, tokens in enumerate(continuations):

@@ -1,10 +1,13 @@
-"""The audit of a running server, ours or any OpenAI-compatible one that names tokens by id and tells logprobs.
+"""The audit of a running server, ours or any OpenAI-compatible one that names tokens by id and
+tells logprobs.
 
-Sampled tokens are held against the distribution of the token after their own prefix, however rare that prefix is: evidence is a
-product of likelihood ratios (`kernels/evidence.py`), grouped by how deep in its round each token was decided
-(`audit_depths.py`). In every group a bias is planted, too, to tell how small a one would be seen; a depth where that is not
-small enough, or that no sampled text reached, leaves the audit without a verdict. The first token after a prompt comes from the
-prefill, so a fault of speculation shows from the second one on. Greedy continuations must be the argmax everywhere.
+Sampled tokens are held against the distribution of the token after their own prefix, however rare
+that prefix is: evidence is a product of likelihood ratios (`kernels/evidence.py`), grouped by how
+deep in its round each token was decided (`audit_depths.py`). In every group a bias is planted, too,
+to tell how small a one would be seen; a depth where that is not small enough, or that no sampled
+text reached, leaves the audit without a verdict. The first token after a prompt comes from the
+prefill, so a fault of speculation shows from the second one on. Greedy continuations must be the
+argmax everywhere.
 """
 
 from __future__ import annotations
@@ -17,9 +20,22 @@ import httpx
 
 from draftsmith.serve.audit.client import AuditClient, Counters
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.depths import BONUS, UNDRAFTED, UNKNOWN, Depths, depth_shares, depths_of, group_name, wanted_depths
+from draftsmith.serve.audit.depths import (
+    BONUS,
+    UNDRAFTED,
+    UNKNOWN,
+    Depths,
+    depth_shares,
+    depths_of,
+    group_name,
+    wanted_depths,
+)
 from draftsmith.serve.audit.greedy import greedy_checks
-from draftsmith.serve.audit.reference import LawBook, law_source, laws_are_told
+from draftsmith.serve.audit.reference import (
+    DistributionBook,
+    distribution_source,
+    distributions_are_told,
+)
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import draw_samples, make_context, paths
 from draftsmith.serve.audit.tokens import Tokens, detectable, tokens_of
@@ -43,13 +59,17 @@ def audit_server(
         transport=transport,
     )
     plain = plain_client(config, client, compare_transport)
-    told = laws_are_told(config)
-    # Greedy text needs no more than the likeliest token of every law.
-    laws = LawBook(law_source(config if told or plain is None else replace(config, temperature=0.0), plain or client))
+    told = distributions_are_told(config)
+    # Greedy text needs no more than the likeliest token of every distribution.
+    distributions = DistributionBook(
+        distribution_source(
+            config if told or plain is None else replace(config, temperature=0.0), plain or client
+        )
+    )
     client = client.reporting(config.k)
     contexts = [make_context(client, config, index) for index in range(config.contexts)]
     before = client.counters()
-    checks = [*declared(client), *greedy_checks(config, client, plain, laws, contexts)]
+    checks = [*declared(client), *greedy_checks(config, client, plain, distributions, contexts)]
     if config.temperature > 0:
         # Drafts of greedy text say nothing about what is sampled.
         before = client.counters()
@@ -58,19 +78,36 @@ def audit_server(
     counted = since(before, client.counters())
     depths = depths_of(samples, config.k)
     if samples and told:
-        laws.learn_along(paths(samples))
-        checks += sampled_checks(config, tokens_of(laws, samples, depths.flat), depths, counted)
+        distributions.learn_along(paths(samples))
+        checks += sampled_checks(
+            config, tokens_of(distributions, samples, depths.flat), depths, counted
+        )
     elif samples and plain is not None:
         checks += two_sample_checks(config, plain, contexts, samples, depths, counted)
-    offered = depths.offered if samples and depths.told else None if counted is None else counted.draft_tokens
+    offered = (
+        depths.offered
+        if samples and depths.told
+        else None
+        if counted is None
+        else counted.draft_tokens
+    )
     checks += [] if config.k == 0 and not client.can_be_plain else speculated(offered)
-    said = notes(config, laws, plain, depths, offered)
+    said = notes(config, distributions, plain, depths, offered)
     said += [NOTHING_PLANTED] if samples and not told else []
     return Report(f"{config.url} ({client.model})", config.false_alarm, checks, said)
 
 
-def notes(config: AuditConfig, laws: LawBook, plain: AuditClient | None, depths: Depths, offered: int | None) -> list[str]:
-    found = [f"{len(laws.known)} laws of prefixes were asked for", _witness(config, plain)]
+def notes(
+    config: AuditConfig,
+    distributions: DistributionBook,
+    plain: AuditClient | None,
+    depths: Depths,
+    offered: int | None,
+) -> list[str]:
+    found = [
+        f"{len(distributions.known)} distributions of prefixes were asked for",
+        _witness(config, plain),
+    ]
     if depths.told:
         found.append(f"the deepest round offered {depths.deepest} drafts, k is {config.k}")
     if offered is None:
@@ -78,8 +115,11 @@ def notes(config: AuditConfig, laws: LawBook, plain: AuditClient | None, depths:
     return found
 
 
-def plain_client(config: AuditConfig, client: AuditClient, transport: httpx.BaseTransport | None) -> AuditClient | None:
-    """Who answers without speculation: the server to compare with, or this one where a request can switch it off."""
+def plain_client(
+    config: AuditConfig, client: AuditClient, transport: httpx.BaseTransport | None
+) -> AuditClient | None:
+    """Who answers without speculation: the server to compare with, or this one where a request can
+    switch it off."""
     if config.compare_url is None:
         return client.without_speculation()
     return AuditClient.connect(
@@ -92,8 +132,11 @@ def plain_client(config: AuditConfig, client: AuditClient, transport: httpx.Base
     )
 
 
-def drafted_at_once(config: AuditConfig, client: AuditClient, counters: Counters | None) -> int | None:
-    """The depth that is to be audited: as asked for, or what the server tells, by its counters where it has no better way."""
+def drafted_at_once(
+    config: AuditConfig, client: AuditClient, counters: Counters | None
+) -> int | None:
+    """The depth that is to be audited: as asked for, or what the server tells, by its counters
+    where it has no better way."""
     if config.k is not None:
         return config.k
     if client.draft_depth is not None:
@@ -107,33 +150,61 @@ def since(before: Counters | None, after: Counters | None) -> Counters | None:
 
 def _witness(config: AuditConfig, plain: AuditClient | None) -> str:
     if config.compare_url is not None:
-        return f"plain decoding and its laws are those of {config.compare_url}"
-    return "the server has no switch for speculation" if plain is None else "plain decoding is this server's with speculation off"
+        return f"plain decoding and its distributions are those of {config.compare_url}"
+    return (
+        "the server has no switch for speculation"
+        if plain is None
+        else "plain decoding is this server's with speculation off"
+    )
 
 
 def declared(client: AuditClient) -> list[Check]:
-    """A server that says of itself that it is lossy needs no statistics to be called so, and none could clear it."""
-    said = "the server says that its answers need not have the target's law"
-    return [Check(name="what the server says of itself", kind="law", passed=False, said=said)] if client.says_lossy else []
+    """A server that says of itself that it is lossy needs no statistics to be called so, and none
+    could clear it."""
+    said = "the server says that its answers need not have the target's distribution"
+    return (
+        [Check(name="what the server says of itself", kind="check", passed=False, said=said)]
+        if client.says_lossy
+        else []
+    )
 
 
 def speculated(offered: int | None) -> list[Check]:
-    """Answers without drafts say nothing about speculation. `offered` is None where the server counts no draft tokens, as one
-    without speculation does not."""
+    """Answers without drafts say nothing about speculation. `offered` is None where the server
+    counts no draft tokens, as one without speculation does not."""
     if offered is None:
         return []
     ask = "" if offered else "no draft token was offered: let the server draft a fixed --k"
-    return [Check(name="control: draft tokens offered meanwhile", kind="control", passed=offered > 0, said=f"{offered}", ask=ask)]
+    return [
+        Check(
+            name="control: draft tokens offered meanwhile",
+            kind="control",
+            passed=offered > 0,
+            said=f"{offered}",
+            ask=ask,
+        )
+    ]
 
 
-def sampled_checks(config: AuditConfig, tokens: Tokens, depths: Depths, counted: Counters | None) -> list[Check]:
+def sampled_checks(
+    config: AuditConfig, tokens: Tokens, depths: Depths, counted: Counters | None
+) -> list[Check]:
     """Of every group of tokens and of all of them: the false alarm is shared out evenly."""
     wanted = wanted_depths(config.k) if depths.told else []
-    groups = sorted({UNDRAFTED, *wanted, *tokens.depths.tolist()}, key=lambda depth: (depth == BONUS, depth))
+    groups = sorted(
+        {UNDRAFTED, *wanted, *tokens.depths.tolist()}, key=lambda depth: (depth == BONUS, depth)
+    )
     threshold = math.log((len(groups) + 1) / config.false_alarm)
-    checks = {depth: group_check(config, tokens.at(depth), group_name(depth), threshold) for depth in groups}
+    checks = {
+        depth: group_check(config, tokens.at(depth), group_name(depth), threshold)
+        for depth in groups
+    }
     together = group_check(config, tokens, TOGETHER, threshold)
-    unseen = [depth for depth in wanted if checks[depth].passed and checks[depth].evidence["detectable_bias"] > config.bias]
+    unseen = [
+        depth
+        for depth in wanted
+        if checks[depth].passed and checks[depth].evidence["detectable_bias"] > config.bias
+    ]
     ask = what_to_ask(config, {depth: checks[depth] for depth in unseen})
     checks |= {depth: replace(checks[depth], blind=True, ask=ask) for depth in unseen}
     found = [*checks.values(), together]
@@ -143,23 +214,38 @@ def sampled_checks(config: AuditConfig, tokens: Tokens, depths: Depths, counted:
 
 
 def group_check(config: AuditConfig, tokens: Tokens, name: str, threshold: float) -> Check:
-    """A law that is broken where the evidence reaches `threshold`, and blind where no planted bias does."""
+    """A distribution that is broken where the evidence reaches `threshold`, and blind where no
+    planted bias does."""
     log_evidence = tokens.evidence()
     broken = log_evidence >= threshold
     p_value = math.exp(-max(log_evidence, 0.0))
     power = 1.0 if broken else detectable(tokens, threshold, config.seed)
     said = f"{len(tokens)} tokens, p {p_value:.2g}"
-    said += "" if broken else f", would see a bias of {power:.2g}" if power < 1 else ", would see no bias"
+    said += (
+        ""
+        if broken
+        else f", would see a bias of {power:.2g}"
+        if power < 1
+        else ", would see no bias"
+    )
     evidence = {
-        "num_samples": len(tokens), "log_evidence": log_evidence, "threshold": threshold, "p_value": p_value,
+        "num_samples": len(tokens), "log_evidence": log_evidence, "threshold": threshold,
+        "p_value": p_value,
         "detectable_bias": None if broken else power,
     }  # fmt: skip
-    return Check(name=name, kind="law", passed=not broken, said=said, evidence=evidence, blind=not broken and power >= 1)
+    return Check(
+        name=name,
+        kind="check",
+        passed=not broken,
+        said=said,
+        evidence=evidence,
+        blind=not broken and power >= 1,
+    )
 
 
 def what_to_ask(config: AuditConfig, unseen: Mapping[int, Check]) -> str:
-    """One sentence for all depths where too little would be seen: more samples where those are within reach, else what makes
-    drafts reach deeper, or fewer of them."""
+    """One sentence for all depths where too little would be seen: more samples where those are
+    within reach, else what makes drafts reach deeper, or fewer of them."""
     if not unseen:
         return ""
     times = {depth: times_needed(config, check) for depth, check in unseen.items()}
@@ -171,7 +257,11 @@ def what_to_ask(config: AuditConfig, unseen: Mapping[int, Check]) -> str:
     warm = "lower --temperature with --top-k, so that more drafts are kept"
     # The tokens behind all of k drafts are as many as those at depth k + 1.
     k = min((config.k or 0) + 1 if depth == BONUS else depth for depth in rare) - 2
-    fewer = f"give a smaller --k, here --k {k}{f' and {samples}' if most else ''}, or {warm}" if k > 0 else warm
+    fewer = (
+        f"give a smaller --k, here --k {k}{f' and {samples}' if most else ''}, or {warm}"
+        if k > 0
+        else warm
+    )
     return f"too few {', too few '.join(map(group_name, rare))}; {fewer}"
 
 
@@ -182,17 +272,28 @@ def times_needed(config: AuditConfig, check: Check) -> float:
     return needed / count if count else math.inf
 
 
-def shared_checks(config: AuditConfig, tokens: Tokens, counted: Counters | None, threshold: float) -> list[Check]:
-    """Where the server tells no rounds, a bias at one depth is planted in as many of the tokens as its counters give that
-    depth."""
+def shared_checks(
+    config: AuditConfig, tokens: Tokens, counted: Counters | None, threshold: float
+) -> list[Check]:
+    """Where the server tells no rounds, a bias at one depth is planted in as many of the tokens as
+    its counters give that depth."""
     if config.k == 0:
         return []
     if counted is None or not counted.accepted:
-        ask = "the server tells neither how many tokens it drafts nor how many it keeps; give --k, 0 if it drafts none"
+        ask = (
+            "the server tells neither how many tokens it drafts nor how many it keeps; give --k, "
+            "0 if it drafts none"
+        )
         known = config.k is not None
         said = "power by depth is not known" + ("" if known else ", nor k")
         return [
-            Check(name="control: how deep the server drafts", kind="control", passed=known, said=said, ask="" if known else ask)
+            Check(
+                name="control: how deep the server drafts",
+                kind="control",
+                passed=known,
+                said=said,
+                ask="" if known else ask,
+            )
         ]
     checks = {}
     shares = depth_shares(counted.drafts, counted.accepted, len(tokens))
@@ -204,6 +305,8 @@ def shared_checks(config: AuditConfig, tokens: Tokens, counted: Counters | None,
             f"the smallest one seen is {power:.2g}" if power < 1 else "none was seen"
         )
         evidence = {"detectable_bias": power, "num_samples": round(share * len(tokens))}
-        checks[depth] = Check(name=name, kind="control", passed=power <= config.bias, said=said, evidence=evidence)
+        checks[depth] = Check(
+            name=name, kind="control", passed=power <= config.bias, said=said, evidence=evidence
+        )
     ask = what_to_ask(config, {depth: check for depth, check in checks.items() if not check.passed})
     return [check if check.passed else replace(check, ask=ask) for check in checks.values()]

@@ -1,4 +1,5 @@
-"""Sampled tokens beside the distributions they should have, as tensors; and biases planted in them, which the audit must see."""
+"""Sampled tokens beside the distributions they should have, as tensors; and biases planted in them,
+which the audit must see."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.evidence import log_evidence
-from draftsmith.serve.audit.reference import CoarseLaw, LawBook, Text
+from draftsmith.serve.audit.reference import CoarseDistribution, DistributionBook, Text
 from draftsmith.serve.audit.samples import Samples
 
 STEPS = 13  # planted biases: the largest, and each 1 / sqrt(2) of the one before
-REST, PADDING = -1, -2  # outcomes that are no token: all tokens that the distribution does not name, and none
+# outcomes that are no token: all tokens that the distribution does not name, and none
+REST, PADDING = -1, -2
 
 
 class Tokens(NamedTuple):
@@ -25,7 +27,12 @@ class Tokens(NamedTuple):
 
     def at(self, depth: int) -> Tokens:
         keep = self.depths == depth
-        return Tokens(self.probs[keep], self.drawn[keep], tuple(cells[keep] for cells in self.groupings), self.depths[keep])
+        return Tokens(
+            self.probs[keep],
+            self.drawn[keep],
+            tuple(cells[keep] for cells in self.groupings),
+            self.depths[keep],
+        )
 
     def __len__(self) -> int:
         return len(self.drawn)
@@ -35,9 +42,11 @@ class Tokens(NamedTuple):
         return log_evidence(self.probs, self.drawn if drawn is None else drawn, self.groupings)
 
 
-def tokens_of(laws: LawBook, samples: Sequence[Samples], depths: Sequence[int]) -> Tokens:
+def tokens_of(
+    distributions: DistributionBook, samples: Sequence[Samples], depths: Sequence[int]
+) -> Tokens:
     """All tokens of all continuations, in order, whose `depths` are given."""
-    found: list[CoarseLaw] = []
+    found: list[CoarseDistribution] = []
     tokens: list[int] = []
     prefixes: list[int] = []
     last: list[int] = []
@@ -46,23 +55,37 @@ def tokens_of(laws: LawBook, samples: Sequence[Samples], depths: Sequence[int]) 
         for continuation in continuations:
             for place, token in enumerate(continuation):
                 text = (*context, *continuation[:place])
-                found.append(laws[text])
+                found.append(distributions[text])
                 tokens.append(token)
                 prefixes.append(known.setdefault(text, len(known)))
                 last.append(text[-1])
     probs, ids = outcomes(found)
     same = ids == torch.tensor(tokens)[:, None]
-    drawn = torch.where(same.any(dim=1), same.long().argmax(dim=1), (ids == REST).long().argmax(dim=1))
+    drawn = torch.where(
+        same.any(dim=1), same.long().argmax(dim=1), (ids == REST).long().argmax(dim=1)
+    )
     ranks = torch.arange(ids.shape[1]).expand_as(ids)
-    groupings = (ranks, numbered(ids), numbered(ids, torch.tensor(last)), numbered(ids, torch.tensor(prefixes)))
+    groupings = (
+        ranks,
+        numbered(ids),
+        numbered(ids, torch.tensor(last)),
+        numbered(ids, torch.tensor(prefixes)),
+    )
     return Tokens(probs, drawn, groupings, torch.tensor(depths))
 
 
-def outcomes(laws: Sequence[CoarseLaw]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [n, m] and token ids [n, m] of laws, the rest last; shorter ones are padded."""
-    width = max(len(law.ids) for law in laws) + 1
-    probs = [[*law.probs, law.rest] + [0.0] * (width - 1 - len(law.ids)) for law in laws]
-    ids = [[*law.ids, REST] + [PADDING] * (width - 1 - len(law.ids)) for law in laws]
+def outcomes(distributions: Sequence[CoarseDistribution]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [n, m] and token ids [n, m] of distributions, the rest last; shorter ones are
+    padded."""
+    width = max(len(distribution.ids) for distribution in distributions) + 1
+    probs = [
+        [*distribution.probs, distribution.rest] + [0.0] * (width - 1 - len(distribution.ids))
+        for distribution in distributions
+    ]
+    ids = [
+        [*distribution.ids, REST] + [PADDING] * (width - 1 - len(distribution.ids))
+        for distribution in distributions
+    ]
     table = torch.tensor(probs, dtype=torch.float64)
     return table / table.sum(dim=1, keepdim=True), torch.tensor(ids)
 
@@ -76,8 +99,8 @@ def numbered(ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Ten
 
 
 def detectable(tokens: Tokens, threshold: float, seed: int, share: float = 1.0) -> float:
-    """The smallest planted bias whose evidence reaches `threshold`, as the mean total variation of the tokens that have it, a
-    `share` of all; 1 where the largest is not seen."""
+    """The smallest planted bias whose evidence reaches `threshold`, as the mean total variation of
+    the tokens that have it, a `share` of all; 1 where the largest is not seen."""
     planting = Planting(tokens, seed, share)
     low, high = 0, STEPS  # planted at `low` is seen (once one is), at `high` is not
     while low < high:
@@ -90,7 +113,8 @@ def detectable(tokens: Tokens, threshold: float, seed: int, share: float = 1.0) 
 
 
 class Planting:
-    """A bias that takes tokens out of the likelier half of their distribution and draws them from the other half.
+    """A bias that takes tokens out of the likelier half of their distribution and draws them from
+    the other half.
 
     Of strength c: where the likelier half has probability h, c h (1 - h) moves over.
     """
@@ -107,15 +131,19 @@ class Planting:
         self.inside = half.gather(1, tokens.drawn[:, None])[:, 0] & self.planted
 
     def drawn(self, strength: float) -> torch.Tensor:
-        return torch.where(self.inside & (self.chances < strength * (1 - self.mass)), self.others, self.tokens.drawn)
+        return torch.where(
+            self.inside & (self.chances < strength * (1 - self.mass)),
+            self.others,
+            self.tokens.drawn,
+        )
 
     def bias(self, strength: float) -> float:
         return strength * float((self.mass * (1 - self.mass)).mean())
 
 
 def likelier_half(probs: torch.Tensor) -> torch.Tensor:
-    """[n, m] bool: of outcomes in falling order (the rest last), the first ones that come nearest to half of the probability, at
-    least one."""
+    """[n, m] bool: of outcomes in falling order (the rest last), the first ones that come nearest
+    to half of the probability, at least one."""
     reach = probs.cumsum(dim=1)
     count = (reach - 0.5).abs().argmin(dim=1)
     return torch.arange(probs.shape[1]) <= count[:, None]

@@ -1,8 +1,10 @@
-"""Sampled text of two servers held against each other: for laws that logprobs do not tell, such as top-p alone.
+"""Sampled text of two servers held against each other: for distributions that logprobs do not tell,
+such as top-p alone.
 
-The tokens that followed one and the same prefix, with speculation and without, must come from one law, whichever it is. They
-are grouped by how deep in its round each was decided (`audit_depths.py`). Here only prefixes that come up again and again count,
-so flat laws leave deep tokens without power.
+The tokens that followed one and the same prefix, with speculation and without, must come from one
+distribution, whichever it is. They are grouped by how deep in its round each was decided
+(`audit_depths.py`). Here only prefixes that come up again and again count, so flat distributions
+leave deep tokens without power.
 """
 
 from __future__ import annotations
@@ -16,18 +18,31 @@ import torch
 from draftsmith.kernels.statistics import Fit, chi_square_survival, homogeneity
 from draftsmith.serve.audit.client import AuditClient, Counters
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.depths import BONUS, UNDRAFTED, UNKNOWN, Depths, depth_shares, group_name, wanted_depths
+from draftsmith.serve.audit.depths import (
+    BONUS,
+    UNDRAFTED,
+    UNKNOWN,
+    Depths,
+    depth_shares,
+    group_name,
+    wanted_depths,
+)
 from draftsmith.serve.audit.reference import Text
 from draftsmith.serve.audit.report import Check, fit_check
 from draftsmith.serve.audit.samples import Samples, draw_samples, followers
 
 CONTROL_TEMPERATURE = 1.3
 NOTHING_PLANTED = (
-    f"no bias is planted at single depths: the control is one sample at {CONTROL_TEMPERATURE} times the temperature, all depths "
-    "together, and the bias that each depth would show follows from its number of samples and the degrees of the test"
+    f"no bias is planted at single depths: the control is one sample at {CONTROL_TEMPERATURE} "
+    "times the temperature, all depths "
+    "together, and the bias that each depth would show follows from its number of samples and the "
+    "degrees of the test"
 )
 OTHER_SEEDS = 500_000_009  # the two samples must not know of each other
-ASK = "two samples without known laws show too little of each depth; give --target, a --top-k up to 20, or a lower --temperature"
+ASK = (
+    "two samples without known distributions show too little of each depth; give --target, a "
+    "--top-k up to 20, or a lower --temperature"
+)
 
 
 def two_sample_checks(
@@ -41,22 +56,29 @@ def two_sample_checks(
     """`counted` gives the share of each depth where the server tells no rounds."""
     others = replace(config, seed=config.seed + OTHER_SEEDS)
     without = list(draw_samples(plain, others, contexts))
-    warmer = replace(config, seed=config.seed + 2 * OTHER_SEEDS, temperature=CONTROL_TEMPERATURE * config.temperature)
+    warmer = replace(
+        config,
+        seed=config.seed + 2 * OTHER_SEEDS,
+        temperature=CONTROL_TEMPERATURE * config.temperature,
+    )
     broken = list(draw_samples(plain, warmer, contexts))
     wanted = wanted_depths(config.k) if depths.told else []
     groups = sorted({UNDRAFTED, *wanted, *depths.flat}, key=lambda depth: (depth == BONUS, depth))
     alarm = config.false_alarm / len(groups)
     checks = []
     for depth in groups:
-        fit = same_law(samples, without, depths, depth)
-        check = fit_check(f"{group_name(depth)}, against plain samples", "law", fit, alarm)
+        fit = same_distribution(samples, without, depths, depth)
+        check = fit_check(f"{group_name(depth)}, against plain samples", "check", fit, alarm)
         # A bias at one depth alone is that much smaller among all tokens.
         share = least_share(config, depths, counted) if depth == UNKNOWN else 1.0
         small = check.evidence["detectable_bias"] <= config.bias * share
         blind = check.passed and not small and (depth in wanted or depth == UNKNOWN or check.blind)
         checks.append(replace(check, blind=blind, ask=ASK if blind else ""))
-    worst = same_law(broken, without)
-    return [*checks, fit_check(f"control: samples {CONTROL_TEMPERATURE} times as warm", "control", worst, alarm)]
+    worst = same_distribution(broken, without)
+    return [
+        *checks,
+        fit_check(f"control: samples {CONTROL_TEMPERATURE} times as warm", "control", worst, alarm),
+    ]
 
 
 def least_share(config: AuditConfig, depths: Depths, counted: Counters | None) -> float:
@@ -70,15 +92,26 @@ def least_share(config: AuditConfig, depths: Depths, counted: Counters | None) -
     return min(shares.get(depth, 0.0) for depth in wanted_depths(config.k))
 
 
-def same_law(ours: Sequence[Samples], theirs: Sequence[Samples], depths: Depths | None = None, depth: int = 0) -> Fit:
-    """Tests of homogeneity of the tokens after each prefix, added up; of `ours` those at `depth` where `depths` are given."""
+def same_distribution(
+    ours: Sequence[Samples], theirs: Sequence[Samples], depths: Depths | None = None, depth: int = 0
+) -> Fit:
+    """Tests of homogeneity of the tokens after each prefix, added up; of `ours` those at `depth`
+    where `depths` are given."""
     nested = None if depths is None else depths.nested
-    first = followers(ours, None if nested is None else lambda number, index, place: nested[number][index][place] == depth)
+    first = followers(
+        ours,
+        None
+        if nested is None
+        else lambda number, index, place: nested[number][index][place] == depth,
+    )
     second = followers(theirs)
     fits = []
     for text in first.keys() & second.keys():
         tokens = sorted(first[text].keys() | second[text].keys())
-        counts = [torch.tensor([counter[token] for token in tokens]) for counter in (first[text], second[text])]
+        counts = [
+            torch.tensor([counter[token] for token in tokens])
+            for counter in (first[text], second[text])
+        ]
         fits.append(homogeneity(*counts))
     # In one order, whatever the order of a set: the sum of floats depends on it.
     statistic, degrees = math.fsum(fit.statistic for fit in fits), sum(fit.degrees for fit in fits)

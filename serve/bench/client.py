@@ -1,4 +1,5 @@
-"""Streaming requests against an OpenAI-compatible server, in a closed or an open loop, timed at the client."""
+"""Streaming requests against an OpenAI-compatible server, in a closed or an open loop, timed at the
+client."""
 
 from __future__ import annotations
 
@@ -59,14 +60,18 @@ class PassResult:
 class Client:
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float):
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self.http = httpx.AsyncClient(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout_s)
+        self.http = httpx.AsyncClient(
+            base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout_s
+        )
 
     async def model(self) -> str:
         try:
             listed = (await self.http.get("/v1/models")).raise_for_status().json()
             return listed["data"][0]["id"]
         except (httpx.HTTPError, KeyError, IndexError, json.JSONDecodeError) as error:
-            raise UserError(f"{self.http.base_url} does not answer /v1/models ({error!r}); check the URL") from error
+            raise UserError(
+                f"{self.http.base_url} does not answer /v1/models ({error!r}); check the URL"
+            ) from error
 
     async def measure(self, prompts: Sequence[Prompt], body: Body, concurrency: int) -> PassResult:
         """All prompts once, `concurrency` at a time."""
@@ -82,7 +87,9 @@ class Client:
         result.wall_s = perf_counter() - begun_s
         return result
 
-    async def measure_open(self, prompts: Sequence[Prompt], body: Body, gaps_s: Sequence[float]) -> PassResult:
+    async def measure_open(
+        self, prompts: Sequence[Prompt], body: Body, gaps_s: Sequence[float]
+    ) -> PassResult:
         """All prompts once, each `gaps_s` after the one before it, whatever has become of that."""
         result = PassResult([Answer() for _ in prompts])
         begun_s = perf_counter()
@@ -96,9 +103,12 @@ class Client:
         return result
 
     async def step_bytes(self) -> dict[str, float]:
-        """What a draftsmith server tells of the weights that target passes and proposals read; empty for other servers."""
+        """What a draftsmith server tells of the weights that target passes and proposals read;
+        empty for other servers."""
         response = await self.http.get("/metrics")
-        found = re.findall(r'^draftsmith_step_bytes\{.*step="(\w+)".*\} (\S+)$', response.text, re.MULTILINE)
+        found = re.findall(
+            r'^draftsmith_step_bytes\{.*step="(\w+)".*\} (\S+)$', response.text, re.MULTILINE
+        )
         return {step: float(value) for step, value in found}
 
     async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
@@ -108,16 +118,21 @@ class Client:
         try:
             async with self.http.stream("POST", path, json=whole) as response:
                 if response.status_code != 200:
-                    raise UserError(f"the server refused a request: {_message(await response.aread())}")
+                    raise UserError(
+                        f"the server refused a request: {_message(await response.aread())}"
+                    )
                 async for line in _lines(response):
                     if line.startswith("data: ") and line != "data: [DONE]":
                         _take(_event(line[6:]), answer)
         except httpx.HTTPError as error:
-            raise UserError(f"a request failed ({error!r}); is the server still running?") from error
+            raise UserError(
+                f"a request failed ({error!r}); is the server still running?"
+            ) from error
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Lines of server-sent events. httpx's own also end at U+2028 and its like, which stand within a text."""
+    """Lines of server-sent events. httpx's own also end at U+2028 and its like, which stand within
+    a text."""
     pending = ""
     async for text in response.aiter_text():
         *lines, pending = (pending + text).split("\n")

@@ -1,4 +1,5 @@
-"""`draftsmith bench`: speed and acceptance over HTTP, speculation off against on, taking turns within one run."""
+"""`draftsmith bench`: speed and acceptance over HTTP, speculation off against on, taking turns
+within one run."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from draftsmith.progress import Progress
 from draftsmith.serve.bench.client import Client, PassResult
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
-from draftsmith.serve.bench.report import Case, DraftCost, cost_of, draw, figures, goal_of, ratios, table
+from draftsmith.serve.bench.report import (
+    Case,
+    DraftCost,
+    cost_of,
+    draw,
+    figures,
+    goal_of,
+    ratios,
+    table,
+)
 from draftsmith.serve.bench.server import started
 from draftsmith.serve.config import ServedPair
 
@@ -28,7 +38,9 @@ MODES = ("off", "on", "plain")
 
 def run(config: BenchConfig) -> int:
     check(config)
-    prompts = read_prompts(config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed)
+    prompts = read_prompts(
+        config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed
+    )
     if config.url is None:
         server = started(server_arguments(config), timeout_s=config.timeout_s)
     else:
@@ -40,7 +52,10 @@ def run(config: BenchConfig) -> int:
     found = [figures(case, goal=goal_of(config.goodput), draft_cost=cost) for case in cases]
     print(table(found))
     if config.out is not None:
-        files.write_json(config.out, {"schema": 1, "config": _public(config), "cases": found, "ratios": ratios(found)})
+        files.write_json(
+            config.out,
+            {"schema": 1, "config": _public(config), "cases": found, "ratios": ratios(found)},
+        )
     if config.png is not None:
         with files.atomic_path(config.png) as temporary:
             draw(found, temporary)
@@ -62,43 +77,65 @@ def check(config: BenchConfig) -> None:
     check_draft_options(config)
     if config.target is None:
         more = ("synthetic_acceptance", "max_length")
-        of_started = [*pair_options(config), *(name for name in more if vars(config)[name] is not None)]
+        of_started = [
+            *pair_options(config),
+            *(name for name in more if vars(config)[name] is not None),
+        ]
         if of_started:
-            raise UserError(f"{of_started[0]} is for a server started here; give target in place of url")
+            raise UserError(
+                f"{of_started[0]} is for a server started here; give target in place of url"
+            )
     goal_of(config.goodput)
     if config.concurrency < 1 or config.repeats < 1 or config.max_tokens < 2:
-        raise UserError("concurrency and repeats must be at least 1, max_tokens at least 2; mend the one that is not")
+        raise UserError(
+            "concurrency and repeats must be at least 1, max_tokens at least 2; mend the one that "
+            "is not"
+        )
 
 
-async def measure(config: BenchConfig, url: str, prompts: list[Prompt]) -> tuple[list[Case], DraftCost | None]:
+async def measure(
+    config: BenchConfig, url: str, prompts: list[Prompt]
+) -> tuple[list[Case], DraftCost | None]:
     """The passes of every case, and what drafting costs in weights read if the server tells."""
     client = Client(url, api_key=config.api_key, timeout_s=config.timeout_s)
     model = config.model or await client.model()
-    cases = [Case(temperature, mode, []) for temperature in config.temperature for mode in config.modes]
-    progress = Progress("bench", total=config.repeats * len(cases), unit="passes", stream=sys.stderr)
+    cases = [
+        Case(temperature, mode, []) for temperature in config.temperature for mode in config.modes
+    ]
+    progress = Progress(
+        "bench", total=config.repeats * len(cases), unit="passes", stream=sys.stderr
+    )
     for case in cases:
         # Not timed: the first request of a kind pays for what later ones find warm.
         await client.measure(prompts[:1], _body(config, model, case), 1)
     for repeat in range(config.repeats):
-        # Every other pass goes backwards through the modes, so that a drift of the machine favours none.
+        # Every other pass goes backwards through the modes, so that a drift of the machine favours
+        # none.
         for case in cases if repeat % 2 == 0 else reversed(cases):
             result = await _pass(config, client, prompts, _body(config, model, case), repeat)
             case.passes.append(result)
             done = sum(len(one.passes) for one in cases)
-            progress.update(done, f"T = {case.temperature:g}, {case.mode}: {result.tokens_per_s:.1f} tok/s")
+            progress.update(
+                done, f"T = {case.temperature:g}, {case.mode}: {result.tokens_per_s:.1f} tok/s"
+            )
     progress.close()
     return cases, cost_of(await client.step_bytes())
 
 
-async def _pass(config: BenchConfig, client: Client, prompts: list[Prompt], body: dict[str, Any], repeat: int) -> PassResult:
+async def _pass(
+    config: BenchConfig, client: Client, prompts: list[Prompt], body: dict[str, Any], repeat: int
+) -> PassResult:
     if config.request_rate is None:
         return await client.measure(prompts, body, config.concurrency)
     # Both modes of a repeat meet the same arrivals.
-    return await client.measure_open(prompts, body, gaps(config, len(prompts), seed=config.seed + repeat))
+    return await client.measure_open(
+        prompts, body, gaps(config, len(prompts), seed=config.seed + repeat)
+    )
 
 
 def gaps(config: BenchConfig, count: int, *, seed: int) -> list[float]:
-    """Seconds between requests, gamma distributed as in `vllm bench serve`: mean 1 / rate, shape `burstiness`."""
+    """Seconds between requests, gamma distributed as in `vllm bench serve`: mean 1 / rate, shape
+    `burstiness`."""
     assert config.request_rate is not None
     generator = random.Random(seed)
     scale_s = 1 / (config.request_rate * config.burstiness)
@@ -106,7 +143,8 @@ def gaps(config: BenchConfig, count: int, *, seed: int) -> list[float]:
 
 
 def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
-    """Without a seed at any temperature: `--k auto` does not learn by sampled requests that have one."""
+    """Without a seed at any temperature: `--k auto` does not learn by sampled requests that have
+    one."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": config.max_tokens,
@@ -123,7 +161,11 @@ def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
 
 def pair_options(config: BenchConfig) -> dict[str, Any]:
     """What is said of the pair besides its target, defaults left out."""
-    values = {field.name: (vars(config)[field.name], field.default) for field in fields(ServedPair) if field.name != "target"}
+    values = {
+        field.name: (vars(config)[field.name], field.default)
+        for field in fields(ServedPair)
+        if field.name != "target"
+    }
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
@@ -132,7 +174,10 @@ def server_arguments(config: BenchConfig) -> list[str]:
     for name, value in pair_options(config).items():
         arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     if config.synthetic_acceptance is not None:
-        arguments += ["--synthetic-acceptance", *(str(rate) for rate in config.synthetic_acceptance)]
+        arguments += [
+            "--synthetic-acceptance",
+            *(str(rate) for rate in config.synthetic_acceptance),
+        ]
     if config.max_length is not None:
         arguments += ["--max-length", str(config.max_length)]
     if config.api_key is not None:

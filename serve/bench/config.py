@@ -10,38 +10,56 @@ from draftsmith.serve.config import ServedPair
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(ServedPair):
-    url: str | None = option(None, "a running OpenAI-compatible server, for example http://127.0.0.1:8000")
+    url: str | None = option(
+        None, "a running OpenAI-compatible server, for example http://127.0.0.1:8000"
+    )
     target: str | None = option(None, "instead of a URL: a server is started for this target")
     prompts: str = option(
         "stdlib:code",
-        "JSONL with `prompt` or `messages`, plain text with a prompt a line, ShareGPT-like JSON, stdlib:code or stdlib:prose",
+        "JSONL with `prompt` or `messages`, plain text with a prompt a line, ShareGPT-like JSON, "
+        "stdlib:code or stdlib:prose",
     )
     num_prompts: int = option(16, "prompts of one pass")
     prompt_chars: int = option(400, "length of prompts cut from the standard library")
     max_tokens: int = option(128, "most tokens of an answer")
     ignore_eos: bool = option(True, "let every answer have all its tokens")
-    temperature: list[float] = option(factory=lambda: [0.0, 1.0], help="temperatures, each measured apart")
+    temperature: list[float] = option(
+        factory=lambda: [0.0, 1.0], help="temperatures, each measured apart"
+    )
     k: int | None = option(None, "draft tokens a round; default: the server's")
     modes: list[str] = option(
         factory=lambda: ["off", "on"],
-        help="off and on switch speculation per request (a draftsmith server); plain leaves it to the server",
+        help=(
+            "off and on switch speculation per request (a draftsmith server); plain leaves it to "
+            "the server"
+        ),
     )
     max_length: int | None = option(
-        None, "most tokens of prompt and answer together in the started server; default: the target's"
+        None,
+        "most tokens of prompt and answer together in the started server; default: the target's",
     )
     concurrency: int = option(1, "closed loop: requests in flight; the next starts when one ends")
-    request_rate: float | None = option(None, "open loop: requests a second, whatever the server does; default: closed loop")
-    burstiness: float = option(1.0, "of the open loop's gaps: 1 is Poisson, less comes in bursts, more is steadier")
+    request_rate: float | None = option(
+        None, "open loop: requests a second, whatever the server does; default: closed loop"
+    )
+    burstiness: float = option(
+        1.0, "of the open loop's gaps: 1 is Poisson, less comes in bursts, more is steadier"
+    )
     goodput: list[str] = option(
-        factory=list, help="latencies in ms that a good answer keeps, for example ttft:200 tpot:50 e2el:5000"
+        factory=list,
+        help="latencies in ms that a good answer keeps, for example ttft:200 tpot:50 e2el:5000",
     )
     synthetic_acceptance: list[float] | None = option(
-        None, "let the started server keep drafts at these rates by position: sizing, the text is meaningless"
+        None,
+        "let the started server keep drafts at these rates by position: sizing, the text is "
+        "meaningless",
     )
     repeats: int = option(3, "passes over the prompts, modes taking turns")
     model: str | None = option(None, "model name; default: the first one that the server lists")
     api_key: str | None = option(None, "bearer token")
-    seed: int = option(0, "of the built-in prompts and of the times between requests; sent with no request")
+    seed: int = option(
+        0, "of the built-in prompts and of the times between requests; sent with no request"
+    )
     out: str | None = option(None, "write the figures here as JSON")
     png: str | None = option(None, "draw them here")
     timeout_s: float = option(600.0, "patience with the server's start and with one answer")

@@ -14,7 +14,8 @@ Prompt = dict[str, Any]  # {"prompt": text} or {"messages": [...]}
 
 
 def read_prompts(source: str, *, count: int, chars: int, seed: int) -> list[Prompt]:
-    """`count` prompts, in the order of a file (repeated if it is short) or drawn from a built-in corpus's held-out part."""
+    """`count` prompts, in the order of a file (repeated if it is short) or drawn from a built-in
+    corpus's held-out part."""
     if count < 1:
         raise UserError(f"num_prompts is {count}; it must be at least 1")
     prompts = _cut(source, count, chars, seed) if source in CORPORA else _read(Path(source))
@@ -22,7 +23,11 @@ def read_prompts(source: str, *, count: int, chars: int, seed: int) -> list[Prom
 
 
 def _cut(source: str, count: int, chars: int, seed: int) -> list[Prompt]:
-    documents = [document for document in CORPORA[source]() if held_out(document) and len(document.text) > 2 * chars]
+    documents = [
+        document
+        for document in CORPORA[source]()
+        if held_out(document) and len(document.text) > 2 * chars
+    ]
     generator = random.Random(seed)
     prompts = []
     for _ in range(count):
@@ -36,7 +41,9 @@ def _cut(source: str, count: int, chars: int, seed: int) -> list[Prompt]:
 def _read(path: Path) -> list[Prompt]:
     if not path.is_file():
         known = ", ".join(CORPORA)
-        raise UserError(f"prompts {str(path)!r} is no file; give JSONL, plain text, or one of {known}")
+        raise UserError(
+            f"prompts {str(path)!r} is no file; give JSONL, plain text, or one of {known}"
+        )
     if path.suffix == ".json":
         return _conversations(path)
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -48,12 +55,18 @@ def _read(path: Path) -> list[Prompt]:
 
 
 def _conversations(path: Path) -> list[Prompt]:
-    """ShareGPT's layout, [{"conversations": [{"from": "human", "value": text}, ...]}, ...]; a first human turn is a prompt."""
+    """ShareGPT's layout, [{"conversations": [{"from": "human", "value": text}, ...]}, ...]; a first
+    human turn is a prompt."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        turns = [[turn["value"] for turn in entry["conversations"] if turn["from"] in ("human", "user")] for entry in entries]
+        turns = [
+            [turn["value"] for turn in entry["conversations"] if turn["from"] in ("human", "user")]
+            for entry in entries
+        ]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"prompts {str(path)!r} is no ShareGPT-like JSON ({error!r}); mend it or give JSONL") from error
+        raise UserError(
+            f"prompts {str(path)!r} is no ShareGPT-like JSON ({error!r}); mend it or give JSONL"
+        ) from error
     prompts = [{"prompt": human[0]} for human in turns if human and human[0].strip()]
     if not prompts:
         raise UserError(f"prompts {str(path)!r} holds no human turn; give at least one")
@@ -64,7 +77,9 @@ def _entry(path: Path, number: int, line: str) -> Prompt:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"line {number} of {str(path)!r} is not valid JSON ({error.msg}); mend it") from error
+        raise UserError(
+            f"line {number} of {str(path)!r} is not valid JSON ({error.msg}); mend it"
+        ) from error
     for key in ("messages", "prompt"):
         if isinstance(entry, dict) and key in entry:
             return {key: entry[key]}

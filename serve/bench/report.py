@@ -1,4 +1,5 @@
-"""Figures of a bench run: per (temperature, mode) speed and acceptance, and the ratio of the modes."""
+"""Figures of a bench run: per (temperature, mode) speed and acceptance, and the ratio
+of the modes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def goal_of(words: Sequence[str]) -> Goal:
         except ValueError:
             goal[name] = 0.0
         if name not in LATENCIES or goal[name] <= 0:
-            raise UserError(f"goodput {word!r} is no limit; give {', '.join(LATENCIES)} with milliseconds, for example ttft:200")
+            raise UserError(
+                f"goodput {word!r} is no limit; give {', '.join(LATENCIES)} with milliseconds, "
+                "for example ttft:200"
+            )
     return goal
 
 
@@ -69,7 +73,9 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
-def figures(case: Case, *, goal: Goal | None = None, draft_cost: DraftCost | None = None) -> Figures:
+def figures(
+    case: Case, *, goal: Goal | None = None, draft_cost: DraftCost | None = None
+) -> Figures:
     answers = [answer for one in case.passes for answer in one.answers]
     tpots = [answer.tpot_s for answer in answers if answer.tpot_s is not None]
     speeds = [one.tokens_per_s for one in case.passes]
@@ -85,7 +91,9 @@ def figures(case: Case, *, goal: Goal | None = None, draft_cost: DraftCost | Non
         "tpot_ms": percentiles(tpots),
         "e2el_ms": percentiles([answer.e2el_s for answer in answers]),
         "goodput": goodput(answers, goal, wall_s) if goal else None,
-        "acceptance": acceptance([answer.report for answer in answers if answer.report], draft_cost=draft_cost),
+        "acceptance": acceptance(
+            [answer.report for answer in answers if answer.report], draft_cost=draft_cost
+        ),
     }
 
 
@@ -104,24 +112,32 @@ def goodput(answers: Sequence[Answer], goal: Goal, wall_s: float) -> Figures:
     }
 
 
-def acceptance(reports: Sequence[Figures], *, draft_cost: DraftCost | None = None) -> Figures | None:
-    """alpha_i and tau of rounds that drafted; tau's interval resamples whole answers, whose rounds depend.
+def acceptance(
+    reports: Sequence[Figures], *, draft_cost: DraftCost | None = None
+) -> Figures | None:
+    """alpha_i and tau of rounds that drafted; tau's interval resamples whole answers, whose rounds
+    depend.
 
-    `block_efficiency` is tau before an answer's end trims its last round. `mbsu`, the memory-bound speed-up, is what it would
-    bring where time is the reading of weights: block efficiency over what a round reads, in target passes.
+    `block_efficiency` is tau before an answer's end trims its last round. `mbsu`, the memory-bound
+    speed-up, is what it would bring where time is the reading of weights: block efficiency over
+    what a round reads, in target passes.
     """
     reports = [report for report in reports if report["per_step_drafted"]]
     if not reports:
         return None
     counts = AcceptanceCounts()
     for report in reports:
-        counts.add(report["per_step_drafted"], report["per_step_accepted"], report["per_step_committed"])
+        counts.add(
+            report["per_step_drafted"], report["per_step_accepted"], report["per_step_committed"]
+        )
     num_rounds = sum(len(report["per_step_drafted"]) for report in reports)
     efficiency = 1 + sum(sum(report["per_step_accepted"]) for report in reports) / num_rounds
     depth = sum(sum(report["per_step_drafted"]) for report in reports) / num_rounds
     sizing = {
         "block_efficiency": efficiency,
-        "mbsu": None if draft_cost is None else efficiency / (1 + draft_cost.proposal + depth * draft_cost.token),
+        "mbsu": None
+        if draft_cost is None
+        else efficiency / (1 + draft_cost.proposal + depth * draft_cost.token),
     }
     committed = [float(sum(report["per_step_committed"])) for report in reports]
     rounds = [float(len(report["per_step_committed"])) for report in reports]
@@ -129,22 +145,37 @@ def acceptance(reports: Sequence[Figures], *, draft_cost: DraftCost | None = Non
 
 
 def ratios(cases: Sequence[Figures]) -> list[Figures]:
-    """on / off at each temperature: of all passes together, and the lowest and highest of the paired passes."""
+    """on / off at each temperature: of all passes together, and the lowest and highest of the
+    paired passes."""
     found = []
     for temperature in dict.fromkeys(case["temperature"] for case in cases):
         of = {case["mode"]: case for case in cases if case["temperature"] == temperature}
         if not {"on", "off"} <= of.keys():
             continue
-        pairs = [on / off for on, off in zip(of["on"]["tokens_per_s_passes"], of["off"]["tokens_per_s_passes"])]
+        pairs = [
+            on / off
+            for on, off in zip(of["on"]["tokens_per_s_passes"], of["off"]["tokens_per_s_passes"])
+        ]
         whole = of["on"]["tokens_per_s"] / of["off"]["tokens_per_s"]
         accepted = of["on"]["acceptance"] or {}
         bound = {name: accepted.get(name) for name in ("block_efficiency", "mbsu")}
-        found.append({"temperature": temperature, "speedup": whole, "lowest": min(pairs), "highest": max(pairs), **bound})
+        found.append(
+            {
+                "temperature": temperature,
+                "speedup": whole,
+                "lowest": min(pairs),
+                "highest": max(pairs),
+                **bound,
+            }
+        )
     return found
 
 
 def table(cases: Sequence[Figures]) -> str:
-    head = f"{'T':>4} {'mode':>6} {'tok/s':>9} {'TTFT p50/p95 ms':>17} {'TPOT p50/p95 ms':>17} {'tau':>18}  alpha_i"
+    head = (
+        f"{'T':>4} {'mode':>6} {'tok/s':>9} {'TTFT p50/p95 ms':>17} {'TPOT p50/p95 ms':>17} "
+        f"{'tau':>18}  alpha_i"
+    )
     lines = [head]
     for case in cases:
         ttft, tpot, found = case["ttft_ms"], case["tpot_ms"], case["acceptance"]
@@ -159,19 +190,28 @@ def table(cases: Sequence[Figures]) -> str:
             lines.append(_good(case["goodput"]))
     for ratio in ratios(cases):
         spread = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f} by pass"
-        lines.append(f"T = {ratio['temperature']:g}: speculation on / off = {ratio['speedup']:.2f} ({spread}){_bound(ratio)}")
+        lines.append(
+            f"T = {ratio['temperature']:g}: speculation on / off = {ratio['speedup']:.2f} "
+            f"({spread}){_bound(ratio)}"
+        )
     return "\n".join(lines)
 
 
 def _bound(ratio: Figures) -> str:
     if ratio["mbsu"] is None:
         return ""
-    return f"; memory-bound it would be {ratio['mbsu']:.2f}, block efficiency {ratio['block_efficiency']:.2f}"
+    return (
+        f"; memory-bound it would be {ratio['mbsu']:.2f}, block efficiency "
+        f"{ratio['block_efficiency']:.2f}"
+    )
 
 
 def _good(found: Figures) -> str:
     limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in found["goal_ms"].items())
-    return f"{'':>12}{found['share']:.0%} of answers keep {limits}: {found['requests_per_s']:.2f} requests/s"
+    return (
+        f"{'':>12}{found['share']:.0%} of answers keep {limits}: {found['requests_per_s']:.2f} "
+        "requests/s"
+    )
 
 
 def _pair(values: Figures) -> str:

@@ -42,12 +42,19 @@ def _wait(process: subprocess.Popen, url: str, log: Path, timeout_s: float) -> N
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-            raise UserError(f"the server did not start; it said: {said[-1].removeprefix('draftsmith: error: ')}")
+            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+                "nothing"
+            ]
+            raise UserError(
+                f"the server did not start; it said: {said[-1].removeprefix('draftsmith: error: ')}"
+            )
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
-    raise UserError(f"the server did not start within {timeout_s:g} s; raise timeout_s or look at a smaller target")
+    raise UserError(
+        f"the server did not start within {timeout_s:g} s; raise timeout_s or look at a smaller "
+        "target"
+    )

@@ -1,4 +1,5 @@
-"""Which blocks of the paged pool belong to whom. Torch-free; the target's and the draft's pool share the ids."""
+"""Which blocks of the paged pool belong to whom. Torch-free; the target's and the draft's pool
+share the ids."""
 
 from __future__ import annotations
 
@@ -13,21 +14,25 @@ _GOLDEN = 0.6180339887498949
 class BlockManager:
     """Reference-counted blocks `1 .. num_blocks - 1`.
 
-    A request grows into neighbouring blocks while it can, and requests start far apart: attention reads a contiguous run
-    as a slice instead of gathering it. A block whose contents are worth keeping (`keep`) stays findable without an owner until
-    its room is needed; `on_evict` then hears of it.
+    A request grows into neighbouring blocks while it can, and requests start far apart: attention
+    reads a contiguous run as a slice instead of gathering it. A block whose contents are worth
+    keeping (`keep`) stays findable without an owner until its room is needed; `on_evict` then hears
+    of it.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
         if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, one of them is the null block")
+            raise ValueError(
+                f"num_blocks is {num_blocks}; at least 2 are needed, one of them is the null block"
+            )
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be at least 1")
         self.num_blocks, self.block_size = num_blocks, block_size
         self._free = set(range(1, num_blocks))
         self._references: dict[int, int] = {}
         self._kept: set[int] = set()
-        self._idle: OrderedDict[int, None] = OrderedDict()  # kept blocks without owners, least recently used first
+        # kept blocks without owners, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._start = 0.0
         self.on_evict: Callable[[int], None] | None = None
 
@@ -73,7 +78,8 @@ class BlockManager:
 
     def release(self, blocks: list[int]) -> None:
         """Gives up one owner's hold and empties its list; a block without owners is free again."""
-        # From the end, so that of one text the beginning, which others are likelier to share, is evicted last.
+        # From the end, so that of one text the beginning, which others are likelier to share, is
+        # evicted last.
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] > 0:
@@ -101,7 +107,8 @@ class BlockManager:
         return self._references.get(block, 0)
 
     def _evict(self, num_blocks: int) -> None:
-        # More than is needed at once, so that the next blocks of a growing request can be neighbours.
+        # More than is needed at once, so that the next blocks of a growing request can be
+        # neighbours.
         for _ in range(min(max(num_blocks, self.num_usable // 16), len(self._idle))):
             block, _ = self._idle.popitem(last=False)
             self._kept.remove(block)

@@ -17,7 +17,8 @@ CPU_BYTES = 2 * GIB
 # Of what a GPU has left when the weights are there: the rest is for activations, taps and graphs.
 GPU_SHARE = 0.8
 
-# Bounds of `most_unread`: more would cost a draft that comes back longer than it may bring, fewer would not outlast a short rest.
+# Bounds of `most_unread`: more would cost a draft that comes back longer than it may bring, fewer
+# would not outlast a short rest.
 FEWEST_UNREAD, MOST_UNREAD = 64, 1024
 
 
@@ -28,27 +29,38 @@ class BlockPlan(NamedTuple):
 
 
 def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineConfig) -> BlockPlan:
-    """`num_blocks` if given; else enough for a full batch of full contexts, target's and draft's, within `memory_gib`."""
+    """`num_blocks` if given; else enough for a full batch of full contexts, target's and draft's,
+    within `memory_gib`."""
     check_engine(config)
     max_length = served_length(target, config)
     num_blocks, each = config.num_blocks, block_bytes(target, drafter, config.block_size)
     if num_blocks is None:
         wanted = config.max_batch * -(-max_length // config.block_size) + 1
-        allowed = allowed_bytes(target.device) if config.memory_gib is None else int(config.memory_gib * GIB)
+        allowed = (
+            allowed_bytes(target.device)
+            if config.memory_gib is None
+            else int(config.memory_gib * GIB)
+        )
         num_blocks = min(wanted, allowed // each)
     if num_blocks < 2:
-        given = f"num_blocks is {num_blocks}" if config.memory_gib is None else f"memory_gib is {config.memory_gib:g}"
+        given = (
+            f"num_blocks is {num_blocks}"
+            if config.memory_gib is None
+            else f"memory_gib is {config.memory_gib:g}"
+        )
         raise UserError(f"{given}, too little for two blocks of keys and values; give more")
     return BlockPlan(num_blocks, min(max_length, (num_blocks - 1) * config.block_size), each)
 
 
 def served_length(target: Target, config: EngineConfig) -> int:
-    """Most tokens of prompt and answer. A target that is right for a part of its own length only must be given that part."""
+    """Most tokens of prompt and answer. A target that is right for a part of its own length only
+    must be given that part."""
     longest = target.config.max_position_embeddings
     if config.max_length is None and target.max_positions < longest:
         raise UserError(
             f"{target.rope_limit.reason(target.name)}, so it cannot be served up to its {longest}; "
-            f"give --max-length {target.max_positions} (max_length in Python), or use another target"
+            f"give --max-length {target.max_positions} (max_length in Python), or use another "
+            "target"
         )
     if config.max_length is None:
         return longest
@@ -59,7 +71,8 @@ def served_length(target: Target, config: EngineConfig) -> int:
 
 
 def block_bytes(target: Target, drafter: ServingDrafter | None, block_size: int) -> int:
-    """By trying: ranks that share a target keep the pool made last, so this comes before the pools that serve."""
+    """By trying: ranks that share a target keep the pool made last, so this comes before the pools
+    that serve."""
     own = None if drafter is None else drafter.new_pool(1, block_size, target.device, target.dtype)
     return target.new_pool(1, block_size).num_bytes + (0 if own is None else own.num_bytes)
 
@@ -70,13 +83,17 @@ def most_tapped(target: Target, drafter: ServingDrafter, plan: BlockPlan, block_
     return plan.num_blocks * plan.block_bytes // (8 * max(tap_bytes, 1))
 
 
-def most_unread(target: Target, drafter: ServingDrafter, plan: BlockPlan, config: EngineConfig) -> int:
-    """Tokens of an answer whose taps a request may keep for a draft that does not come: a full batch's take what the cached ones
-    may."""
+def most_unread(
+    target: Target, drafter: ServingDrafter, plan: BlockPlan, config: EngineConfig
+) -> int:
+    """Tokens of an answer whose taps a request may keep for a draft that does not come: a full
+    batch's take what the cached ones may."""
     tokens = most_tapped(target, drafter, plan, config.block_size) * config.block_size
     return max(FEWEST_UNREAD, min(MOST_UNREAD, tokens // config.max_batch))
 
 
 def allowed_bytes(device: torch.device) -> int:
     """What the pools may take where nobody said."""
-    return CPU_BYTES if device.type != "cuda" else int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+    return (
+        CPU_BYTES if device.type != "cuda" else int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+    )

@@ -1,11 +1,13 @@
-"""Prefix caching: full blocks of committed text are found again by what they hold. Torch-free but for the taps it carries.
+"""Prefix caching: full blocks of committed text are found again by what they hold. Torch-free but
+for the taps it carries.
 
-A block's key is a digest of all text up to its end, chained from block to block, and of the `ahead` tokens after it. A drafter
-that reads the token at t + 1 beside the state at t (`ahead` 1) keeps in a block's last position what depends on the token after
-the block; with that token in the key, target and draft share a block exactly when both find in it what they would have written.
-The root of the chain is the target's revision and the request's draft, where there are several: none of them reads what a worse
-one wrote. The draft's version is no part of it: keys and values that an older version wrote stay, as those of running requests
-do, and only acceptance can suffer.
+A block's key is a digest of all text up to its end, chained from block to block, and of the `ahead`
+tokens after it. A drafter that reads the token at t + 1 beside the state at t (`ahead` 1) keeps in
+a block's last position what depends on the token after the block; with that token in the key,
+target and draft share a block exactly when both find in it what they would have written. The root
+of the chain is the target's revision and the request's draft, where there are several: none of them
+reads what a worse one wrote. The draft's version is no part of it: keys and values that an older
+version wrote stay, as those of running requests do, and only acceptance can suffer.
 """
 
 from __future__ import annotations
@@ -27,24 +29,40 @@ if TYPE_CHECKING:
 class _Entry:
     block: int
     draft_ready: bool  # the draft has written its keys and values of the block as well
-    taps: list[torch.Tensor] | None = None  # what the draft still has to read of it, in order; None: not kept
+    # what the draft still has to read of it, in order; None: not kept
+    taps: list[torch.Tensor] | None = None
 
 
 class PrefixCache:
-    """Blocks stay after their request until the block manager needs them, the least recently used first.
+    """Blocks stay after their request until the block manager needs them, the least recently used
+    first.
 
     Args:
         root: what the cached values depend on besides the text.
         ahead: how many tokens after a position the draft's values there depend on.
         needs_taps: the drafter cannot read a text again from its tokens alone.
-        max_tapped: blocks that may carry taps at the same time; those that got them first lose them first.
+        max_tapped: blocks that may carry taps at the same time; those that got them first lose them
+        first.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, root: str, ahead: int = 0, needs_taps: bool = False, max_tapped: int | None = None
+        self,
+        blocks: BlockManager,
+        *,
+        root: str,
+        ahead: int = 0,
+        needs_taps: bool = False,
+        max_tapped: int | None = None,
     ):
-        self.blocks, self.ahead, self.needs_taps, self.max_tapped = blocks, ahead, needs_taps, max_tapped
-        self._root = blake2b(f"{root} {blocks.block_size} {ahead}".encode(), digest_size=16).digest()
+        self.blocks, self.ahead, self.needs_taps, self.max_tapped = (
+            blocks,
+            ahead,
+            needs_taps,
+            max_tapped,
+        )
+        self._root = blake2b(
+            f"{root} {blocks.block_size} {ahead}".encode(), digest_size=16
+        ).digest()
         self._entries: dict[bytes, _Entry] = {}
         self._keys: dict[int, bytes] = {}  # of the blocks in `_entries`
         self._tapped: dict[bytes, None] = {}  # keys of those with taps, in order
@@ -63,11 +81,17 @@ class PrefixCache:
         if request.k > 0:
             request.draft_cached = _num_ready(entries) * size
             if self.needs_taps:
-                request.taps = [tap for entry in entries[_num_ready(entries) :] for tap in entry.taps or ()]
+                request.taps = [
+                    tap for entry in entries[_num_ready(entries) :] for tap in entry.taps or ()
+                ]
 
     def num_found(self, request: Request) -> int:
         """How many of its tokens `attach` would find."""
-        return 0 if request.wants_prompt_logprobs else sum(1 for _ in self._usable(request)) * self.blocks.block_size
+        return (
+            0
+            if request.wants_prompt_logprobs
+            else sum(1 for _ in self._usable(request)) * self.blocks.block_size
+        )
 
     def store(self, request: Request) -> None:
         """After a round: the request's full blocks may be found by others from now on."""
@@ -78,7 +102,10 @@ class PrefixCache:
         again = range(request.num_ready, min(num_ready, request.num_stored))
         for index in (*again, *range(request.num_stored, num_full)):
             self._store(request, index, index < num_ready)
-        request.num_stored, request.num_ready = max(request.num_stored, num_full), max(request.num_ready, num_ready)
+        request.num_stored, request.num_ready = (
+            max(request.num_stored, num_full),
+            max(request.num_ready, num_ready),
+        )
 
     def _store(self, request: Request, index: int, ready: bool) -> None:
         key, block = self._key(request, index), request.blocks[index]
@@ -104,9 +131,10 @@ class PrefixCache:
                 self._drop_taps()
 
     def _usable(self, request: Request) -> Iterator[_Entry]:
-        """Cached blocks from the text's beginning that this request can go on from, drafts included."""
-        # Something is always left to compute: a law to decide from, a state to draft from, and the newest token of a request that
-        # comes back, which belongs to its next round.
+        """Cached blocks from the text's beginning that this request can go on from, drafts
+        included."""
+        # Something is always left to compute: a distribution to decide from, a state to draft from,
+        # and the newest token of a request that comes back, which belongs to its next round.
         kept_back = max(self.ahead, 1 if request.num_output > 0 else 0)
         all_ready = True
         for index in range((request.num_tokens - 1 - kept_back) // self.blocks.block_size):
@@ -122,13 +150,18 @@ class PrefixCache:
         size = self.blocks.block_size
         while len(request.block_keys) <= index:
             begin = len(request.block_keys) * size
-            before = request.block_keys[-1] if request.block_keys else self._root + request.route.draft.encode()
+            before = (
+                request.block_keys[-1]
+                if request.block_keys
+                else self._root + request.route.draft.encode()
+            )
             text = array("q", request.tokens[begin : begin + size + self.ahead]).tobytes()
             request.block_keys.append(blake2b(before + text, digest_size=16).digest())
         return request.block_keys[index]
 
     def _taps(self, request: Request, index: int) -> list[torch.Tensor] | None:
-        """The block's share of what the request keeps for its draft; None when a part of it is gone."""
+        """The block's share of what the request keeps for its draft; None when a part of it is
+        gone."""
         size = self.blocks.block_size
         begin, end = index * size, (index + 1) * size
         if request.draft_cached > begin:
@@ -162,4 +195,6 @@ class PrefixCache:
 
 
 def _num_ready(entries: list[_Entry]) -> int:
-    return next((index for index, entry in enumerate(entries) if not entry.draft_ready), len(entries))
+    return next(
+        (index for index, entry in enumerate(entries) if not entry.draft_ready), len(entries)
+    )

@@ -1,4 +1,5 @@
-"""k for the most tokens a second, from the measured time of a round at each k and the survival of each class's drafts."""
+"""k for the most tokens a second, from the measured time of a round at each k and the survival of
+each class's drafts."""
 
 from __future__ import annotations
 
@@ -59,14 +60,15 @@ class _Bucket:
     pauses: dict[int, int] = field(default_factory=dict)
     mix: _Mix | None = None  # given when it is better than any one k
     cost: MarginalCost = field(default_factory=MarginalCost)
-    least_survival: float = 0.0  # a draft less likely to be kept brings fewer tokens than its time is worth
+    # a draft less likely to be kept brings fewer tokens than its time is worth
+    least_survival: float = 0.0
     mix_error: float = 1.0  # by what factor rounds of a mix took longer than was reckoned
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan(RoundPlan):
-    """A round is booked in the bucket it was chosen for, whatever went through the target in the end: were it booked elsewhere,
-    the k chosen here would never be measured, and never be left."""
+    """A round is booked in the bucket it was chosen for, whatever went through the target in the
+    end: were it booked elsewhere, the k chosen here would never be measured, and never be left."""
 
     number: int  # of the bucket
     trial: _Trial | None = None
@@ -74,18 +76,22 @@ class _Plan(RoundPlan):
 
 
 class AutoControl:
-    """k = 0 is one of the choices and is measured again and again, so speculation that does not pay is left; the trials
-    themselves may cost `TRIAL_SHARE` of the time and no more. `start` is the k before anything is known.
+    """k = 0 is one of the choices and is measured again and again, so speculation that does not pay
+    is left; the trials themselves may cost `TRIAL_SHARE` of the time and no more. `start` is the k
+    before anything is known.
     """
 
     def __init__(self, start: int = 3):
         self.start = start
         self.latency, self.survival = LatencyTable(), Survival()
         self._buckets: dict[int, _Bucket] = {}
-        self._catch_up_s = self._drafting_s = 0.0  # fading sums: reading text late, and rounds that drafted
-        # One account for all buckets: a load that passes through many would pay for little but the first trials of each.
+        # fading sums: reading text late, and rounds that drafted
+        self._catch_up_s = self._drafting_s = 0.0
+        # One account for all buckets: a load that passes through many would pay for little but the
+        # first trials of each.
         self._spent_s = 0.0
-        self._lost_s = 0.0  # what trials cost beyond what the same tokens would have taken at the bucket's k
+        # what trials cost beyond what the same tokens would have taken at the bucket's k
+        self._lost_s = 0.0
         self._surprise_s = 0.0  # what a trial lost beyond what was reckoned: reading text late, say
 
     def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
@@ -98,27 +104,46 @@ class AutoControl:
         if bucket.trial is None and bucket.rounds >= bucket.due:
             self._decide(number, bucket, _Load(Counter(wishes), len(wishes), deepest))
         if bucket.trial is None and bucket.mix is not None:
-            shares = [min(bucket.mix.shares.get(wish.request_class, bucket.k), wish.most) for wish in wishes]
+            shares = [
+                min(bucket.mix.shares.get(wish.request_class, bucket.k), wish.most)
+                for wish in wishes
+            ]
             return _Plan(shares, number, mix=bucket.mix, least_survival=bucket.least_survival)
         k = bucket.k if bucket.trial is None else bucket.trial.k
-        return _Plan([min(k, wish.most) for wish in wishes], number, bucket.trial, least_survival=bucket.least_survival)
+        return _Plan(
+            [min(k, wish.most) for wish in wishes],
+            number,
+            bucket.trial,
+            least_survival=bucket.least_survival,
+        )
 
     def observe(self, result: RoundResult) -> None:
         for offer, times in Counter(result.offers).items():
             if offer.accepted is not None:
                 self.survival.add(offer.request_class, offer.offered, offer.accepted, times)
-        plan = result.plan if isinstance(result.plan, _Plan) else _Plan([], bucket_of(result.num_tokens))
+        plan = (
+            result.plan
+            if isinstance(result.plan, _Plan)
+            else _Plan([], bucket_of(result.num_tokens))
+        )
         number, bucket = plan.number, self._bucket(plan.number)
         self._spent_s += result.seconds
         if result.k > 0:
-            late_s = max(0.0, result.seconds - self.latency.seconds(number, result.k)) if result.catching_up else 0.0
+            late_s = (
+                max(0.0, result.seconds - self.latency.seconds(number, result.k))
+                if result.catching_up
+                else 0.0
+            )
             self._catch_up_s = 0.995 * self._catch_up_s + late_s
             self._drafting_s = 0.995 * self._drafting_s + result.seconds
         if not result.catching_up:
             self._measure(plan, bucket, result)
             if result.k > 0 and result.num_drafted is not None:
                 # A stall of the machine is not the price of a draft.
-                bucket.cost.add(result.num_drafted, min(result.seconds, 2.0 * self.latency.seconds(number, result.k)))
+                bucket.cost.add(
+                    result.num_drafted,
+                    min(result.seconds, 2.0 * self.latency.seconds(number, result.k)),
+                )
         if plan.trial is not None and plan.trial is bucket.trial:
             self._account(bucket, plan.trial, result)
 
@@ -138,15 +163,17 @@ class AutoControl:
         if plan.mix is None:
             self.latency.add(plan.number, result.k, result.seconds)
         else:
-            bucket.mix_error += 0.1 * (min(result.seconds / plan.mix.seconds, 2.0) - bucket.mix_error)
+            bucket.mix_error += 0.1 * (
+                min(result.seconds / plan.mix.seconds, 2.0) - bucket.mix_error
+            )
 
     def _account(self, bucket: _Bucket, trial: _Trial, result: RoundResult) -> None:
         tokens = result.num_rows + sum(map(self._kept, result.offers))
         lost_s = max(0.0, result.seconds - trial.sunk_s - tokens / trial.rate)
         self._lost_s += lost_s
         trial.lost_s += lost_s
-        # A round that also catches up measures nothing, nor does one whose rows may not draft so deep, but a trial must end even
-        # where every round is like that.
+        # A round that also catches up measures nothing, nor does one whose rows may not draft so
+        # deep, but a trial must end even where every round is like that.
         trial.rounds_left -= 0.25 if result.catching_up or result.k != trial.k else 1.0
         if trial.rounds_left <= 0:
             self._surprise_s += 0.3 * (max(0.0, trial.lost_s - trial.expected_s) - self._surprise_s)
@@ -159,13 +186,15 @@ class AutoControl:
         return offer.accepted
 
     def _rate(self, number: int, load: _Load, k: int) -> float:
-        """Tokens a second expected of the round at depth `k`, as if it read no prompts: what drafts bring must be worth as much
-        as in the rounds that come after, and beside a prompt's time a draft's looks small."""
+        """Tokens a second expected of the round at depth `k`, as if it read no prompts: what drafts
+        bring must be worth as much as in the rounds that come after, and beside a prompt's time a
+        draft's looks small."""
         tokens = float(load.num_rows)
         for wish, count in load.rows.items():
             tokens += count * sum(self.survival.chances(wish.request_class, min(k, wish.most)))
         seconds = self.latency.seconds(number, k) * (self._lateness() if k > 0 else 1.0)
-        # Measurements of two k may contradict each other by more than a round without prompts takes.
+        # Measurements of two k may contradict each other by more than a round without prompts
+        # takes.
         return tokens / max(seconds - self._sunk_s(number, load), 0.1 * seconds)
 
     def _sunk_s(self, number: int, load: _Load) -> float:
@@ -185,7 +214,8 @@ class AutoControl:
     def _decide(self, number: int, bucket: _Bucket, load: _Load) -> None:
         now = bucket.k = min(bucket.k, load.deepest)
         if not self.latency.measured(number, now):
-            # Rounds that read a new prompt may never tell, since the draft reads it too: they go by a load that knows.
+            # Rounds that read a new prompt may never tell, since the draft reads it too: they go by
+            # a load that knows.
             bucket.k = min(self._known_k(number, now), load.deepest)
             return
         bucket.due = bucket.rounds + DECIDE_EVERY
@@ -200,25 +230,43 @@ class AutoControl:
 
     def _known_k(self, number: int, otherwise: int) -> int:
         """The k of the bucket most like it whose k is measured."""
-        near = nearest(number, [other for other, bucket in self._buckets.items() if self.latency.measured(other, bucket.k)])
+        near = nearest(
+            number,
+            [
+                other
+                for other, bucket in self._buckets.items()
+                if self.latency.measured(other, bucket.k)
+            ],
+        )
         return otherwise if near is None else self._buckets[near].k
 
-    def _consider_trial(self, number: int, bucket: _Bucket, rates: list[float], sunk_s: float) -> None:
-        """k = 0, the neighbours, and the best of those that draft take turns; who loses is asked again later and later."""
+    def _consider_trial(
+        self, number: int, bucket: _Bucket, rates: list[float], sunk_s: float
+    ) -> None:
+        """k = 0, the neighbours, and the best of those that draft take turns; who loses is asked
+        again later and later."""
         now = bucket.k
         others = {0, now - 1, now, now + 1, max(range(1, len(rates)), key=rates.__getitem__)}
         if bucket.mix is None:
             others.discard(now)  # its rounds are measured anyway
         for k in sorted(others, key=lambda k: bucket.tried.get(k, -1)):
             pause = bucket.pauses.get(k, SHORTEST_PAUSE)
-            if not 0 <= k < len(rates) or (k in bucket.tried and bucket.rounds - bucket.tried[k] < pause):
+            if not 0 <= k < len(rates) or (
+                k in bucket.tried and bucket.rounds - bucket.tried[k] < pause
+            ):
                 continue
             # The first round of a kind is not believed, and what it takes is a guess.
             known = self.latency.measured(number, k)
             num_rounds, doubt = (TRIAL_ROUNDS, 1.0) if known else (TRIAL_ROUNDS + 1, 1.3)
-            loss_s = num_rounds * max(0.0, (doubt * self.latency.seconds(number, k) - sunk_s) * (1.0 - rates[k] / rates[now]))
-            allowed_s = TRIAL_SHARE * self._spent_s + FIRST_TRIALS * self.latency.seconds(number, now)
-            # What rounds without drafts take is the measure of all others: it is not left to a guess for want of credit.
+            loss_s = num_rounds * max(
+                0.0,
+                (doubt * self.latency.seconds(number, k) - sunk_s) * (1.0 - rates[k] / rates[now]),
+            )
+            allowed_s = TRIAL_SHARE * self._spent_s + FIRST_TRIALS * self.latency.seconds(
+                number, now
+            )
+            # What rounds without drafts take is the measure of all others: it is not left to a
+            # guess for want of credit.
             is_measure = k == 0 and not known
             if not is_measure and self._lost_s + loss_s + self._surprise_s > allowed_s:
                 continue
@@ -230,7 +278,8 @@ class AutoControl:
             return
 
     def _mix_of(self, number: int, bucket: _Bucket, load: _Load, rates: list[float]) -> _Mix | None:
-        """Classes take the drafts that bring more than their time costs at the round's own rate. None if one k does as well."""
+        """Classes take the drafts that bring more than their time costs at the round's own rate.
+        None if one k does as well."""
         rows = Counter(wish.request_class for wish in load.rows.elements())
         if len(rows) == 1 or not all(self.latency.measured(number, k) for k in (0, 1, bucket.k)):
             return None
@@ -241,14 +290,19 @@ class AutoControl:
         mix = _Mix({}, rates[bucket.k], 0.0)
         for _ in range(3):
             shares = {name: _worthwhile(chances[name], costs_s, mix.rate) for name in rows}
-            tokens = load.num_rows + sum(count * sum(chances[name][: shares[name]]) for name, count in rows.items())
-            seconds = round_s[0] + sum(count * sum(costs_s[: shares[name]]) for name, count in rows.items())
+            tokens = load.num_rows + sum(
+                count * sum(chances[name][: shares[name]]) for name, count in rows.items()
+            )
+            seconds = round_s[0] + sum(
+                count * sum(costs_s[: shares[name]]) for name, count in rows.items()
+            )
             mix = _Mix(shares, tokens / (seconds - sunk_s), seconds)
         return mix if mix.rate > (1.0 + GAIN_WANTED) * bucket.mix_error * max(rates) else None
 
 
 def _worthwhile(chances: list[float], costs_s: list[float], rate: float) -> int:
-    """The depth with the largest sum of tokens won less tokens that the time would have brought otherwise."""
+    """The depth with the largest sum of tokens won less tokens that the time would have brought
+    otherwise."""
     surplus, best, depth = 0.0, 0.0, 0
     for index, (chance, cost_s) in enumerate(zip(chances, costs_s, strict=True)):
         surplus += chance - rate * cost_s

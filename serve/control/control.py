@@ -1,7 +1,9 @@
-"""How many tokens to draft: fixed, by batch size, or what pays as measured while serving (`auto_control.py`). Torch-free.
+"""How many tokens to draft: fixed, by batch size, or what pays as measured while serving
+(`auto_control.py`). Torch-free.
 
-What is chosen here is chosen before anything of the round is drawn (law 4), so it cannot change the law of the output. It does
-change which random numbers decide a position: token for token, a seeded request repeats at a fixed k only.
+What is chosen here is chosen before anything of the round is drawn (invariant 4), so it cannot
+change the distribution of the output. It does change which random numbers decide a position: token
+for token, a seeded request repeats at a fixed k only.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class Wish(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What became of a row's drafts. `accepted` is None where the request's draws can be repeated (`Request.repeatable`): no
-    control may depend on them."""
+    """What became of a row's drafts. `accepted` is None where the request's draws can be repeated
+    (`Request.repeatable`): no control may depend on them."""
 
     request_class: str
     offered: int
@@ -35,10 +37,12 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What was chosen for a round, and whatever its control needs to know again when the round is over."""
+    """What was chosen for a round, and whatever its control needs to know again when the round is
+    over."""
 
     ks: list[int]  # of each row
-    # A row's drafts end where the drafter itself thinks them less likely to be kept, all of them, than this; see DraftInputs.
+    # A row's drafts end where the drafter itself thinks them less likely to be kept, all of them,
+    # than this; see DraftInputs.
     least_survival: float = field(default=0.0, kw_only=True)
 
 
@@ -51,7 +55,8 @@ class RoundResult:
     seconds: float
     catching_up: bool  # the draft read far more than the last round's tokens
     offers: Sequence[Offer]
-    num_drafted: int | None = 0  # tokens that were put before the target; None where draws that can be repeated decided it
+    # tokens that were put before the target; None where draws that can be repeated decided it
+    num_drafted: int | None = 0
 
 
 class Control(Protocol):
@@ -93,7 +98,9 @@ class ScheduledControl(FixedControl):
         self.steps = steps
 
     def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
-        k = next((step.k for step in reversed(self.steps) if step.batch <= len(wishes)), self.steps[0].k)
+        k = next(
+            (step.k for step in reversed(self.steps) if step.batch <= len(wishes)), self.steps[0].k
+        )
         return RoundPlan([min(k, wish.most) for wish in wishes])
 
 
@@ -103,11 +110,16 @@ def parse_schedule(text: str) -> list[Step]:
     for part in text.split(","):
         batch, separator, k = part.partition(":")
         if not (separator and batch.strip().isdecimal() and k.strip().isdecimal()):
-            raise UserError(f"k_schedule has {part!r}; write BATCH:K pairs, for example 1:5,8:3,32:0")
+            raise UserError(
+                f"k_schedule has {part!r}; write BATCH:K pairs, for example 1:5,8:3,32:0"
+            )
         steps.append(Step(int(batch), int(k)))
     batches = [step.batch for step in steps]
     if batches[0] < 1 or any(low >= high for low, high in pairwise(batches)):
-        raise UserError(f"k_schedule is {text!r}; its batch sizes must rise from at least 1, for example 1:5,8:3,32:0")
+        raise UserError(
+            f"k_schedule is {text!r}; its batch sizes must rise from at least 1, for example "
+            "1:5,8:3,32:0"
+        )
     if max(step.k for step in steps) > MAX_K:
         raise UserError(f"k_schedule is {text!r}; at most {MAX_K} tokens can be drafted a round")
     return steps

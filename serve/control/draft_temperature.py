@@ -1,6 +1,8 @@
-"""The temperature that drafts are drawn at: the request's own, greedy, or tuned while serving. Torch-free.
+"""The temperature that drafts are drawn at: the request's own, greedy, or tuned while serving.
+Torch-free.
 
-Verification is told the law that a draft was drawn from, so any choice is lossless as long as it is made before the draw.
+Verification is told the distribution that a draft was drawn from, so any choice is lossless as long
+as it is made before the draw.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ MIN_SEEN = 60.0
 
 @dataclass(slots=True)
 class _Arm:
-    """How often the first draft of a round was kept: later ones are not reached equally often by all."""
+    """How often the first draft of a round was kept: later ones are not reached equally often by
+    all."""
 
     offered: float = 0.0
     kept: float = 0.0
@@ -33,9 +36,10 @@ class _Arm:
         return (self.kept + 1.0) / (self.offered + 2.0)
 
 
-class DraftLaw:
-    """`greedy`: drafts are the draft's likeliest tokens. `tune`: of a few multiples of the request's temperature the one whose
-    first drafts are kept most often; every `TRIAL_EVERY`-th round asks another."""
+class DraftDistribution:
+    """`greedy`: drafts are the draft's likeliest tokens. `tune`: of a few multiples of the
+    request's temperature the one whose first drafts are kept most often; every `TRIAL_EVERY`-th
+    round asks another."""
 
     def __init__(self, *, greedy: bool = False, tune: bool = False):
         self.greedy, self.tune = greedy, tune and not greedy
@@ -59,7 +63,11 @@ class DraftLaw:
 
     def plain(self, params: Sequence[SamplingParams]) -> bool:
         """Drafts of these requests are drawn at the requests' own temperatures."""
-        return not self.greedy and not self.tune and all(each.draft_temperature is None for each in params)
+        return (
+            not self.greedy
+            and not self.tune
+            and all(each.draft_temperature is None for each in params)
+        )
 
     def observe(self, params: Sequence[SamplingParams], accepted: Sequence[int]) -> None:
         """What became of that round's drafts; rows that drafted nothing must be left out."""
@@ -78,14 +86,20 @@ class DraftLaw:
             return params.draft_temperature
         if self.greedy or params.temperature == 0:
             return 0.0
-        return max(params.temperature * FACTORS[self._now], MIN_TEMPERATURE) if self.tune else params.temperature
+        return (
+            max(params.temperature * FACTORS[self._now], MIN_TEMPERATURE)
+            if self.tune
+            else params.temperature
+        )
 
     def _choose(self) -> None:
         best = self._arms[self.best]
         for index, arm in enumerate(self._arms):
             if min(arm.offered, best.offered) < MIN_SEEN:
                 continue
-            doubt = math.sqrt(sum(each.alpha * (1.0 - each.alpha) / each.offered for each in (arm, best)))
+            doubt = math.sqrt(
+                sum(each.alpha * (1.0 - each.alpha) / each.offered for each in (arm, best))
+            )
             if arm.alpha > best.alpha + 1.5 * doubt:
                 self.best, best = index, arm
 

@@ -1,4 +1,5 @@
-"""How long a round takes, measured while serving, by the tokens that go through the target anyway and by k. Torch-free."""
+"""How long a round takes, measured while serving, by the tokens that go through the target anyway
+and by k. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-# Relative cost of one more drafted token before anything was measured: a guess that the first rounds replace.
+# Relative cost of one more drafted token before anything was measured: a guess that the first
+# rounds replace.
 FIRST_SLOPE = 0.12
 KEPT = 15  # measurements; their median counts, for a stall of the machine is not the price of k
 BELIEVED = 3  # so many stand for themselves, before that a change is told from a change of the pace
@@ -30,7 +32,8 @@ _TOPS = _bucket_tops()
 
 
 def bucket_of(num_tokens: int) -> int:
-    """The bucket of a round with `num_tokens` known tokens (one a decoding row, and prompt pieces), drafts not counted."""
+    """The bucket of a round with `num_tokens` known tokens (one a decoding row, and prompt pieces),
+    drafts not counted."""
     return _TOPS[min(bisect_left(_TOPS, num_tokens), len(_TOPS) - 1)]
 
 
@@ -56,8 +59,9 @@ class _Cell:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Times at pace 1, and the pace of now: a machine that others slow down, or requests that are sampled after greedy ones,
-    change the rounds of every k alike, but only those of one k are seen."""
+    """Times at pace 1, and the pace of now: a machine that others slow down, or requests that are
+    sampled after greedy ones, change the rounds of every k alike, but only those of one k are seen.
+    """
 
     cells: dict[int, _Cell] = field(default_factory=dict)
     pace: float = 1.0
@@ -73,7 +77,8 @@ class _Bucket:
         self.rounds += 1
         cell = self.cells.get(k)
         if cell is None:
-            # The first round of its kind may compile, capture or touch new memory: it is not believed.
+            # The first round of its kind may compile, capture or touch new memory: it is not
+            # believed.
             self.cells[k] = _Cell(seen=self.rounds)
         elif len(cell.latest) < BELIEVED or self.rounds - cell.seen > STALE:
             cell.add(seconds / self.pace, self.rounds)
@@ -86,7 +91,8 @@ class _Bucket:
 
 
 class LatencyTable:
-    """Medians per (bucket, k) and a moving pace per bucket; what was never measured is inferred from its neighbours."""
+    """Medians per (bucket, k) and a moving pace per bucket; what was never measured is inferred
+    from its neighbours."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
@@ -98,7 +104,8 @@ class LatencyTable:
         return self._own(bucket, k) is not None
 
     def seconds(self, bucket: int, k: int) -> float:
-        """Of a round of this bucket. Before anything was measured anywhere only ratios mean something."""
+        """Of a round of this bucket. Before anything was measured anywhere only ratios mean
+        something."""
         if (measured := self._own(bucket, k)) is not None:
             return measured
         own = self._buckets.get(bucket)
@@ -115,14 +122,23 @@ class LatencyTable:
         """Without a walk through the cells, so that another thread may ask while they grow."""
         own = self._buckets.get(bucket)
         cell = None if own is None else own.cells.get(k)
-        return own.pace * cell.seconds if own is not None and cell is not None and cell.latest else None
+        return (
+            own.pace * cell.seconds
+            if own is not None and cell is not None and cell.latest
+            else None
+        )
 
     def _beyond(self, bucket: int, points: list[tuple[int, float]], k: int) -> float:
-        """By the ratio that the nearest bucket with both measured has, else by the last slope; one point alone has no slope, so
-        it goes by all that the nearest bucket with more infers: a load far from this one that happens to know just this k would
-        make it look cheaper than a lesser one."""
+        """By the ratio that the nearest bucket with both measured has, else by the last slope; one
+        point alone has no slope, so it goes by all that the nearest bucket with more infers: a load
+        far from this one that happens to know just this k would make it look cheaper than a lesser
+        one."""
         near, near_s = points[0] if k < points[0][0] else points[-1]
-        other = self._nearest(bucket, near, several=True) if len(points) == 1 else self._nearest(bucket, near, k)
+        other = (
+            self._nearest(bucket, near, several=True)
+            if len(points) == 1
+            else self._nearest(bucket, near, k)
+        )
         if other is not None:
             return near_s * self.seconds(other, k) / self.seconds(other, near)
         if len(points) > 1 and k > near:
@@ -133,22 +149,28 @@ class LatencyTable:
         return max(near_s + slope * (k - near), 0.1 * near_s)
 
     def _nearest(self, bucket: int, *ks: int, several: bool = False) -> int | None:
-        """The bucket most like this one with all of `ks` measured, and another k too if `several` must be."""
+        """The bucket most like this one with all of `ks` measured, and another k too if `several`
+        must be."""
         found = [
             number
             for number, other in self._buckets.items()
-            if number != bucket and all(k in other.measured for k in ks) and (not several or len(other.measured) > 1)
+            if number != bucket
+            and all(k in other.measured for k in ks)
+            and (not several or len(other.measured) > 1)
         ]
         return nearest(bucket, found)
 
     def _from_neighbour(self, bucket: int, k: int) -> float:
-        other = nearest(bucket, [number for number, other in self._buckets.items() if other.measured])
+        other = nearest(
+            bucket, [number for number, other in self._buckets.items() if other.measured]
+        )
         return 1.0 + FIRST_SLOPE * k if other is None else self.seconds(other, k)
 
 
 MEMORY = 200.0  # rounds
 LEAST_VARIANCE = 0.05  # of drafted tokens a round; below it nothing can be told
-FORGETTING = 0.995  # of what was told last, for each such round: rounds must differ again before it is told anew
+# of what was told last, for each such round: rounds must differ again before it is told anew
+FORGETTING = 0.995
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""How far drafts survive, by request class: the chance that position i is kept given that it was reached. Torch-free."""
+"""How far drafts survive, by request class: the chance that position i is kept given that it was
+reached. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class _Counts:
         fade = max(1.0 - times / MEMORY, 0.0)
         for position in range(min(accepted + 1, offered)):
             self.reached[position] = fade * self.reached[position] + times
-            self.kept[position] = fade * self.kept[position] + (times if position < accepted else 0.0)
+            self.kept[position] = fade * self.kept[position] + (
+                times if position < accepted else 0.0
+            )
 
     def alpha(self, position: int, prior: float, weight: float) -> float:
         if position >= len(self.reached):
@@ -38,7 +41,8 @@ class _Counts:
 
 
 class Survival:
-    """A class leans on all classes together until it has rounds of its own, a position on the one before it."""
+    """A class leans on all classes together until it has rounds of its own, a position on the one
+    before it."""
 
     def __init__(self) -> None:
         self._all = _Counts()
@@ -65,6 +69,7 @@ class Survival:
         return chances
 
     def doubt(self, left: float) -> None:
-        """What was seen counts for a share `left` of what it did: weights have changed, or it was seen long ago."""
+        """What was seen counts for a share `left` of what it did: weights have changed, or it was
+        seen long ago."""
         for counts in (self._all, *self._classes.values()):
             counts.scale(left)

@@ -1,4 +1,5 @@
-"""k auto beside draft trees: a round's rows grow their trees or none, whichever brings more tokens a second. Torch-free."""
+"""k auto beside draft trees: a round's rows grow their trees or none, whichever brings more tokens
+a second. Torch-free."""
 
 from __future__ import annotations
 
@@ -30,16 +31,21 @@ class _Plan(RoundPlan):
 
 
 class TreeControl:
-    """Trees have one size, as `AutoControl` sees it 1: what it weighs against 0 by measured rounds and the depth kept so far.
-    `depth` is that of the trees."""
+    """Trees have one size, as `AutoControl` sees it 1: what it weighs against 0 by measured rounds
+    and the depth kept so far. `depth` is that of the trees."""
 
     def __init__(self, depth: int):
         self._control = AutoControl(start=1)
         self._control.survival = _Heights(depth)
 
     def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
-        chosen = self._control.choose([wish._replace(most=min(wish.most, 1)) for wish in wishes], num_tokens)
-        return _Plan([wish.most if trees else 0 for wish, trees in zip(wishes, chosen.ks, strict=True)], chosen)
+        chosen = self._control.choose(
+            [wish._replace(most=min(wish.most, 1)) for wish in wishes], num_tokens
+        )
+        return _Plan(
+            [wish.most if trees else 0 for wish, trees in zip(wishes, chosen.ks, strict=True)],
+            chosen,
+        )
 
     def observe(self, result: RoundResult) -> None:
         plan = result.plan.chosen if isinstance(result.plan, _Plan) else None

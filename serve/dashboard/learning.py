@@ -1,6 +1,8 @@
-"""What learning left on disk, for the dashboard: versions with their gates, decisions, the learner's status, the buffer's size.
+"""What learning left on disk, for the dashboard: versions with their gates, decisions, the
+learner's status, the buffer's size.
 
-Read from files alone, because `serve` does not know `distill`; a server that does not learn has nothing to tell.
+Read from files alone, because `serve` does not know `distill`; a server that does not learn has
+nothing to tell.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
-from draftsmith.drafters.published.versions import DECISIONS, latest, read_decisions, read_manifest, versions
+from draftsmith.drafters.published.versions import (
+    DECISIONS,
+    latest,
+    read_decisions,
+    read_manifest,
+    versions,
+)
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.dashboard.samples import Counts
@@ -37,7 +45,10 @@ class Learning:
     versions: str | None = None  # the folder that the server follows
     buffer: str | None = None  # where rounds are recorded
     _manifests: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _decisions: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = field(default_factory=dict)  # with what was seen
+    # with what was seen
+    _decisions: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = field(
+        default_factory=dict
+    )
     _buffer: tuple[float, dict[str, Any] | None] = (-math.inf, None)
 
     def read(self) -> dict[str, Any]:
@@ -60,7 +71,11 @@ class Learning:
             return []
         manifests = [self._manifest(version) for version in present]
         keys = ("version", "parent", "family", "created_s", "gate")
-        return [{key: one.get(key) for key in keys} | {"live": one["version"] == live} for one in manifests if one]
+        return [
+            {key: one.get(key) for key in keys} | {"live": one["version"] == live}
+            for one in manifests
+            if one
+        ]
 
     def _manifest(self, version: int) -> dict[str, Any]:
         assert self.versions is not None
@@ -81,7 +96,9 @@ class Learning:
         for name, folder in classes.items():
             found = found + [{"class": name, **one} for one in self._decisions_in(folder)]
         kept = {Path(self.versions), *classes.values()}
-        self._decisions = {folder: seen for folder, seen in self._decisions.items() if folder in kept}
+        self._decisions = {
+            folder: seen for folder, seen in self._decisions.items() if folder in kept
+        }
         return sorted(found, key=lambda one: one.get("time_s") or 0.0)[-DECISIONS_SHOWN:]
 
     def _class_folders(self, root: str) -> dict[str, Path]:
@@ -91,7 +108,10 @@ class Learning:
         except (OSError, UserError):
             # The watcher says so.
             return {}
-        return {name: pool_root(root) / folder for name, folder in {**pool.classes, **pool.learning}.items()}
+        return {
+            name: pool_root(root) / folder
+            for name, folder in {**pool.classes, **pool.learning}.items()
+        }
 
     def _decisions_in(self, folder: Path) -> list[dict[str, Any]]:
         try:
@@ -147,15 +167,21 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def drafts(stats: EngineStats, canary_share: float, learner: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """A row a draft, the live one first; then the classes that the learner has and this server has no draft for. `learner` is its
-    status."""
+def drafts(
+    stats: EngineStats, canary_share: float, learner: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """A row a draft, the live one first; then the classes that the learner has and this server has
+    no draft for. `learner` is its status."""
     pool = (learner or {}).get("pool") or {}
     notes = {class_draft(name): note(told) for name, told in pool.items()}
     notes[CANARY] = f"on trial, {100 * canary_share:.0f} % of the requests"
     served = stats.draft_versions
     rows = [row(stats, draft, version, notes.get(draft, "")) for draft, version in served.items()]
-    return rows + [row(stats, draft, "", notes[draft]) for draft in map(class_draft, pool) if draft not in served]
+    return rows + [
+        row(stats, draft, "", notes[draft])
+        for draft in map(class_draft, pool)
+        if draft not in served
+    ]
 
 
 def row(stats: EngineStats, draft: str, version: str, note: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The live view of `serve --dashboard-text`: the latest rounds' tokens, told apart by what became of them."""
+"""The live view of `serve --dashboard-text`: the latest rounds' tokens, told apart by what became
+of them."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ class ShownRound(NamedTuple):
 
 
 class TextView:
-    """`hear` runs on the engine's thread and keeps a few small tuples; they are decoded only for those who look."""
+    """`hear` runs on the engine's thread and keeps a few small tuples; they are decoded only for
+    those who look."""
 
     def __init__(self) -> None:
         self._rounds = deque[ShownRound](maxlen=KEPT)
         self._count = 0
 
-    def hear(self, request: Request, chain: Sequence[int], accepted: int, committed: Sequence[int]) -> None:
-        """One request's share of a round, after it was committed. Who keeps out of learning is never shown."""
+    def hear(
+        self, request: Request, chain: Sequence[int], accepted: int, committed: Sequence[int]
+    ) -> None:
+        """One request's share of a round, after it was committed. Who keeps out of learning is
+        never shown."""
         if not request.learn or not committed:
             return
         begin = len(request.tokens) - len(committed)

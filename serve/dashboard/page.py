@@ -1,4 +1,5 @@
-"""The page at `/dashboard` and what it reads: `/dashboard/data`, and `/dashboard/text` where the server shows text."""
+"""The page at `/dashboard` and what it reads: `/dashboard/data`, and `/dashboard/text` where the
+server shows text."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ TEXT_POLL_S = 0.2
 TEXT_STREAM_S = 5.0
 # The page shows what users wrote: nothing is loaded from elsewhere and nothing goes there.
 POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
@@ -40,23 +42,36 @@ def add_dashboard(app: FastAPI, server: Server, dashboard: Dashboard) -> None:
 
     @app.get("/dashboard", include_in_schema=False)
     async def show() -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
+        return HTMLResponse(
+            page, headers={"content-security-policy": POLICY, "cache-control": "no-cache"}
+        )
 
     # No coroutine, so that reading files happens on a thread beside the event loop's.
-    @app.get("/dashboard/data", responses={**documented(200, model=DashboardBody), **documented(400, 401)})
+    @app.get(
+        "/dashboard/data",
+        responses={**documented(200, model=DashboardBody), **documented(400, 401)},
+    )
     def data(since: float = 0.0, span: Literal["recent", "day"] = "recent") -> Response:
         """Points that ended after `since` (seconds since the epoch), and all else as it is now."""
-        return JSONResponse(data_of(server, dashboard, since, span), headers={"cache-control": "no-store"})
+        return JSONResponse(
+            data_of(server, dashboard, since, span), headers={"cache-control": "no-store"}
+        )
 
     @app.get("/dashboard/text", include_in_schema=False)
     async def text(after: int = 0) -> Response:
         if dashboard.text is None:
-            raise Refusal(404, "this server shows no text; start it with --dashboard-text", code="no_text")
+            raise Refusal(
+                404, "this server shows no text; start it with --dashboard-text", code="no_text"
+            )
         events = _text_events(server, dashboard.text, after)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
 
 
-def data_of(server: Server, dashboard: Dashboard, since: float, span: Literal["recent", "day"]) -> dict[str, Any]:
+def data_of(
+    server: Server, dashboard: Dashboard, since: float, span: Literal["recent", "day"]
+) -> dict[str, Any]:
     history, engine = dashboard.history, server.loop.engine
     kept = {"recent": history.recent, "day": history.day}[span]
     recent, learning = history.recent.since(0.0), dashboard.learning.read()
@@ -64,7 +79,10 @@ def data_of(server: Server, dashboard: Dashboard, since: float, span: Literal["r
         "server": _identity(server, dashboard),
         "now": summary(history.recent.since(time.time() - NOW_S)),
         "classes": by_class(recent),
-        "served": {version: Counts.of(counts).rates() for version, counts in engine.stats.by_version.items()},
+        "served": {
+            version: Counts.of(counts).rates()
+            for version, counts in engine.stats.by_version.items()
+        },
         "drafts": drafts(engine.stats, engine.lineup.router.canary_share, learning["learner"]),
         "points": kept.since(since),
         **learning,

@@ -1,4 +1,5 @@
-"""What the server did, moment by moment: differences of the engine's plain counters, kept in rings of bounded size.
+"""What the server did, moment by moment: differences of the engine's plain counters, kept in rings
+of bounded size.
 
 A thread of its own reads the counters every other second, so that history costs the rounds nothing.
 """
@@ -31,30 +32,53 @@ class Counts(NamedTuple):
 
     rounds: int = 0
     committed: int = 0
-    reached: tuple[int, ...] = ()  # [K] rounds whose position i was before the target with its prefix kept
+    # [K] rounds whose position i was before the target with its prefix kept
+    reached: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()  # [K] of those, rounds that kept it
 
     @classmethod
     def of(cls, acceptance: AcceptanceCounts) -> Counts:
         # Copied before they are walked through: another thread goes on counting.
-        accepted, reached, sizes = tuple(acceptance.accepted), tuple(acceptance.offered), dict(acceptance.committed)
-        return cls(sum(sizes.values()), sum(size * count for size, count in sizes.items()), reached, accepted)
+        accepted, reached, sizes = (
+            tuple(acceptance.accepted),
+            tuple(acceptance.offered),
+            dict(acceptance.committed),
+        )
+        return cls(
+            sum(sizes.values()),
+            sum(size * count for size, count in sizes.items()),
+            reached,
+            accepted,
+        )
 
     @classmethod
     def total(cls, parts: Sequence[Counts]) -> Counts:
         depth = max((len(part.reached) for part in parts), default=0)
-        reached = tuple(sum(_at(part.reached, position) for part in parts) for position in range(depth))
-        accepted = tuple(sum(_at(part.accepted, position) for part in parts) for position in range(depth))
-        return cls(sum(part.rounds for part in parts), sum(part.committed for part in parts), reached, accepted)
+        reached = tuple(
+            sum(_at(part.reached, position) for part in parts) for position in range(depth)
+        )
+        accepted = tuple(
+            sum(_at(part.accepted, position) for part in parts) for position in range(depth)
+        )
+        return cls(
+            sum(part.rounds for part in parts),
+            sum(part.committed for part in parts),
+            reached,
+            accepted,
+        )
 
     def since(self, earlier: Counts) -> Counts:
-        reached = tuple(count - _at(earlier.reached, position) for position, count in enumerate(self.reached))
+        reached = tuple(
+            count - _at(earlier.reached, position) for position, count in enumerate(self.reached)
+        )
         accepted = tuple(
             # A round may have been half counted when it was read.
             min(_at(self.accepted, position) - _at(earlier.accepted, position), count)
             for position, count in enumerate(reached)
         )
-        return Counts(self.rounds - earlier.rounds, self.committed - earlier.committed, reached, accepted)
+        return Counts(
+            self.rounds - earlier.rounds, self.committed - earlier.committed, reached, accepted
+        )
 
     @property
     def tau(self) -> float | None:
@@ -149,8 +173,13 @@ def point(engine: Engine, before: Sample, after: Sample) -> Point:
     control, scheduler = engine.scheduler.control, engine.scheduler
     plain_s = None
     if isinstance(control, AutoControl):
-        plain_s = plain_seconds(control.latency, busy_s=busy_s, tokens=tokens, drafting=drafting, rounds_by_k=by_k)
-    classes = {name: counts.since(before.by_class.get(name, Counts())) for name, counts in after.by_class.items()}
+        plain_s = plain_seconds(
+            control.latency, busy_s=busy_s, tokens=tokens, drafting=drafting, rounds_by_k=by_k
+        )
+    classes = {
+        name: counts.since(before.by_class.get(name, Counts()))
+        for name, counts in after.by_class.items()
+    }
     return {
         "time_s": after.time_s,
         "seconds": after.time_s - before.time_s,
@@ -167,11 +196,18 @@ def point(engine: Engine, before: Sample, after: Sample) -> Point:
 
 
 def plain_seconds(
-    latency: LatencyTable, *, busy_s: float, tokens: int, drafting: Counts, rounds_by_k: Mapping[int, int]
+    latency: LatencyTable,
+    *,
+    busy_s: float,
+    tokens: int,
+    drafting: Counts,
+    rounds_by_k: Mapping[int, int],
 ) -> float | None:
-    """How long these rounds would have taken without drafts, as measured while serving; None where that was not measured.
+    """How long these rounds would have taken without drafts, as measured while serving; None where
+    that was not measured.
 
-    Each round costs what its drafts cost less, and every token beyond one a row costs its share of another plain round.
+    Each round costs what its drafts cost less, and every token beyond one a row costs its share of
+    another plain round.
     """
     ks = {k: count for k, count in rounds_by_k.items() if count > 0}
     rounds = sum(ks.values())
@@ -180,7 +216,8 @@ def plain_seconds(
     passes = tokens - drafting.committed + drafting.rounds  # each row's share of a round
     rows = max(1.0, passes / rounds)
     bucket = bucket_of(round(rows))
-    # Only what was measured is looked up: the table would walk through its cells for the rest, while the engine adds to them.
+    # Only what was measured is looked up: the table would walk through its cells for the rest,
+    # while the engine adds to them.
     if not all(latency.measured(bucket, k) for k in {0, *ks}):
         return None
     plain_round_s = latency.seconds(bucket, 0)
@@ -189,7 +226,8 @@ def plain_seconds(
 
 
 def summary(points: Sequence[Point]) -> dict[str, Any]:
-    """Points taken together. Speeds are those while there was work, so that an idle server does not look slow."""
+    """Points taken together. Speeds are those while there was work, so that an idle server does not
+    look slow."""
     counts = Counts.total([Counts(**one["drafting"]) for one in points])
     seconds, tokens = sum(one["seconds"] for one in points), sum(one["tokens"] for one in points)
     busy_s = sum(one["busy_s"] for one in points)

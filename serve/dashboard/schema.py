@@ -1,4 +1,5 @@
-"""What `/openapi.json` says of `/dashboard/data`, which `draftsmith top` and the page at `/dashboard` both read."""
+"""What `/openapi.json` says of `/dashboard/data`, which `draftsmith top` and the page at
+`/dashboard` both read."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class RoundCounts(BaseModel):
 
 
 class Point(BaseModel):
-    """An interval that ended at `time_s`. `plain_s`: what its rounds would have taken without drafts, where that is known."""
+    """An interval that ended at `time_s`. `plain_s`: what its rounds would have taken without
+    drafts, where that is known."""
 
     time_s: float
     seconds: float
@@ -72,7 +74,8 @@ class PublishedVersion(BaseModel):
 
 
 class DraftRow(Rates):
-    """`requests` and their `share` since the server started; `version` is "" where the server has none."""
+    """`requests` and their `share` since the server started; `version` is "" where the server has
+    none."""
 
     draft: str
     version: str

@@ -1,4 +1,5 @@
-"""`draftsmith top`: a running server in the terminal, redrawn in place; piped, one line a refresh."""
+"""`draftsmith top`: a running server in the terminal, redrawn in place; piped, one line
+a refresh."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ import httpx
 
 from draftsmith.errors import UserError
 from draftsmith.serve.dashboard.config import TopConfig
-from draftsmith.serve.dashboard.top_screen import ASCII_BLOCKS, BLOCKS, RED, Data, Line, one_line, render, screen
+from draftsmith.serve.dashboard.top_screen import (
+    ASCII_BLOCKS,
+    BLOCKS,
+    RED,
+    Data,
+    Line,
+    one_line,
+    render,
+    screen,
+)
 
 LOOK_S = 0.1  # how soon a key or a new size of the window is noticed
 POINTS = 450
@@ -26,7 +36,9 @@ def run(config: TopConfig) -> int:
     if config.every_s <= 0:
         raise UserError(f"every_s is {config.every_s}; it must be above 0")
     headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
-    with httpx.Client(base_url=config.url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=10) as http:
+    with httpx.Client(
+        base_url=config.url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=10
+    ) as http:
         feed = Feed(http, config.url)
         feed.refresh()  # what cannot work is told before the screen is taken
         try:
@@ -60,16 +72,22 @@ class Feed:
             response = self.http.get("/dashboard/data", params={"since": since})
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UserError(
-                f"{self.url} does not answer ({error}); check the URL and that draftsmith serve is running"
+                f"{self.url} does not answer ({error}); check the URL and that draftsmith serve "
+                "is running"
             ) from error
         if response.status_code == 401:
             raise UserError(f"{self.url} asks for an API key; give --api-key")
         if response.status_code != 200:
-            raise UserError(f"{self.url} answers {response.status_code} to /dashboard/data; give the URL of a draftsmith server")
+            raise UserError(
+                f"{self.url} answers {response.status_code} to /dashboard/data; give the URL of a "
+                "draftsmith server"
+            )
         try:
             return response.json()
         except ValueError as error:
-            raise UserError(f"{self.url} answers something else than JSON; give the URL of a draftsmith server") from error
+            raise UserError(
+                f"{self.url} answers something else than JSON; give the URL of a draftsmith server"
+            ) from error
 
 
 def log(feed: Feed, every_s: float, stream: TextIO) -> None:
@@ -121,7 +139,8 @@ def own_screen(stream: TextIO) -> Iterator[None]:
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """`pressed(seconds)` waits so long for a key; "" for none. Without a terminal to type at it just waits."""
+    """`pressed(seconds)` waits so long for a key; "" for none. Without a terminal to type at it
+    just waits."""
     if os.name != "posix" or not sys.stdin.isatty():
         yield lambda seconds: time.sleep(seconds) or ""
         return

@@ -1,4 +1,5 @@
-"""What `draftsmith top` shows: lines of text from one answer of `/dashboard/data`. Pure functions, no terminal."""
+"""What `draftsmith top` shows: lines of text from one answer of `/dashboard/data`. Pure functions,
+no terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 Data = dict[str, Any]
 
 BOLD, FAINT, RED, GREEN, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
-BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))  # eighths of a character, from low to full
+# eighths of a character, from low to full
+BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
 ASCII_BLOCKS = "_.-=+*#@"
 VERSIONS_SHOWN, DECISIONS_SHOWN = 4, 8
 LABEL_WIDTH = 12
@@ -24,7 +26,10 @@ class Line(NamedTuple):
 
 def render(lines: Sequence[Line], *, width: int, height: int) -> str:
     """One screen. What does not fit is cut: a line that wrapped would shift all below it."""
-    shown = [f"{line.style}{printable(line.text)[:width]}{PLAIN if line.style else ''}\x1b[K" for line in lines[:height]]
+    shown = [
+        f"{line.style}{printable(line.text)[:width]}{PLAIN if line.style else ''}\x1b[K"
+        for line in lines[:height]
+    ]
     return "\x1b[H" + "\r\n".join(shown) + "\x1b[J"
 
 
@@ -51,7 +56,8 @@ def one_line(data: Data) -> str:
     server, now = data["server"], data["now"]
     clock = time.strftime("%H:%M:%S", time.localtime(server["time_s"]))
     text = (
-        f"{clock} {server['model']} version {server['draft_version'] or '-'}: {number(now['tokens_per_s'], 1)} tok/s, "
+        f"{clock} {server['model']} version {server['draft_version'] or '-'}: "
+        f"{number(now['tokens_per_s'], 1)} tok/s, "
         f"{speedup(now)}, tau {number(now['tau'], 2)}, alpha {alphas(now)}, "
         f"{server['running']} running, {server['waiting']} waiting, {len(data['alarms'])} alarms"
     )
@@ -60,14 +66,22 @@ def one_line(data: Data) -> str:
 
 def _head(data: Data) -> Iterator[Line]:
     server = data["server"]
-    drafter = f"{server['drafter']} version {server['draft_version']}" if server["drafter"] else "no drafter"
+    drafter = (
+        f"{server['drafter']} version {server['draft_version']}"
+        if server["drafter"]
+        else "no drafter"
+    )
     yield Line(
-        f"draftsmith {server['version']}  {server['model']}  {drafter}  up {lasted(server['time_s'] - server['started_s'])}", BOLD
+        f"draftsmith {server['version']}  {server['model']}  {drafter}  up "
+        f"{lasted(server['time_s'] - server['started_s'])}",
+        BOLD,
     )
     if not server["lossless"]:
-        yield Line("LOSSY: answers need not have the target's law", RED)
+        yield Line("LOSSY: answers need not have the target's distribution", RED)
     yield _row(
-        "requests", f"{server['running']} running, {server['waiting']} waiting, cache {100 * server['kv_usage']:.0f} % full"
+        "requests",
+        f"{server['running']} running, {server['waiting']} waiting, cache "
+        f"{100 * server['kv_usage']:.0f} % full",
     )
     yield from _seeded(server)
 
@@ -76,7 +90,8 @@ def _seeded(server: Data) -> Iterator[Line]:
     if server["seeded_share"]:
         yield _row(
             "seeded",
-            f"{100 * server['seeded_share']:.1f} % of the tokens ({server['seeded_requests']} requests) are sampled with a "
+            f"{100 * server['seeded_share']:.1f} % of the tokens ({server['seeded_requests']} "
+            "requests) are sampled with a "
             "seed, neither learned from nor measured: leave the seed out",
         )
 
@@ -84,29 +99,47 @@ def _seeded(server: Data) -> Iterator[Line]:
 def _rates(data: Data, points: Sequence[Data], width: int, blocks: str) -> Iterator[Line]:
     now = data["now"]
     yield _row(
-        "tok/s", f"{number(now['tokens_per_s'], 1)}, {number(now['busy_tokens_per_s'], 1)} while there is work; {speedup(now)}"
+        "tok/s",
+        f"{number(now['tokens_per_s'], 1)}, {number(now['busy_tokens_per_s'], 1)} while there is "
+        f"work; {speedup(now)}",
     )
     taus = [_ratio(one["drafting"]["committed"], one["drafting"]["rounds"]) for one in points]
-    yield _row("tau", f"{number(now['tau'], 2)}  {sparkline(taus, max(0, width - LABEL_WIDTH - 8), blocks)}")
+    yield _row(
+        "tau",
+        f"{number(now['tau'], 2)}  {sparkline(taus, max(0, width - LABEL_WIDTH - 8), blocks)}",
+    )
     yield _row("alpha", alphas(now))
     yield Line("")
 
 
 def _classes(data: Data) -> Iterator[Line]:
     if data["classes"]:
-        yield Line(f"{'class':24} {'rounds':>8} {'tau':>6}  alpha by position, last 15 minutes", FAINT)
+        yield Line(
+            f"{'class':24} {'rounds':>8} {'tau':>6}  alpha by position, last 15 minutes", FAINT
+        )
         for name, rates in data["classes"].items():
-            yield Line(f"{(name or '(no class)')[:24]:24} {rates['rounds']:8} {number(rates['tau'], 2):>6}  {alphas(rates)}")
+            yield Line(
+                f"{(name or '(no class)')[:24]:24} {rates['rounds']:8} "
+                f"{number(rates['tau'], 2):>6}  {alphas(rates)}"
+            )
         yield Line("")
 
 
 def _drafts(data: Data) -> Iterator[Line]:
     if len(data["drafts"]) > 1:
-        yield Line(f"{'draft':24} {'version':>12} {'requests':>8} {'share':>6} {'tau':>6}  alpha by position", FAINT)
+        yield Line(
+            f"{'draft':24} {'version':>12} {'requests':>8} {'share':>6} {'tau':>6}  alpha by "
+            "position",
+            FAINT,
+        )
         for one in data["drafts"]:
-            version, share = one["version"] or "-", "-" if one["share"] is None else f"{100 * one['share']:.0f} %"
+            version, share = (
+                one["version"] or "-",
+                "-" if one["share"] is None else f"{100 * one['share']:.0f} %",
+            )
             yield Line(
-                f"{one['draft'][:24]:24} {version[:12]:>12} {one['requests']:8} {share:>6} {number(one['tau'], 2):>6}  "
+                f"{one['draft'][:24]:24} {version[:12]:>12} {one['requests']:8} {share:>6} "
+                f"{number(one['tau'], 2):>6}  "
                 f"{alphas(one)}  {one['note']}"
             )
         yield Line("")
@@ -114,13 +147,21 @@ def _drafts(data: Data) -> Iterator[Line]:
 
 def _versions(data: Data) -> Iterator[Line]:
     if data["versions"]:
-        yield Line(f"{'version':9} {'gate: alpha':>20} {'gain':>8} {'p':>9}  {'served: tau':>11}  alpha by position", FAINT)
+        yield Line(
+            f"{'version':9} {'gate: alpha':>20} {'gain':>8} {'p':>9}  {'served: tau':>11}  alpha "
+            "by position",
+            FAINT,
+        )
         for one in reversed(data["versions"][-VERSIONS_SHOWN:]):
             gate, served = one["gate"] or {}, data["served"].get(str(one["version"]))
-            change = f"{number(gate.get('alpha_live'), 4)} -> {number(gate.get('alpha_candidate'), 4)}"
+            change = (
+                f"{number(gate.get('alpha_live'), 4)} -> {number(gate.get('alpha_candidate'), 4)}"
+            )
             yield Line(
-                f"{str(one['version']) + (' live' if one['live'] else ''):9} {change:>20} {number(gate.get('gain'), 4):>8} "
-                f"{number(gate.get('p_value'), 5):>9}  {number(served and served['tau'], 2):>11}  {alphas(served)}",
+                f"{str(one['version']) + (' live' if one['live'] else ''):9} {change:>20} "
+                f"{number(gate.get('gain'), 4):>8} "
+                f"{number(gate.get('p_value'), 5):>9}  {number(served and served['tau'], 2):>11}  "
+                f"{alphas(served)}",
                 BOLD if one["live"] else "",
             )
         yield Line("")
@@ -132,7 +173,8 @@ def _learner(data: Data) -> Iterator[Line]:
         working = "resting" if learner.get("resting") else "running"
         state = working if learner["age_s"] < SILENT_S else f"silent for {lasted(learner['age_s'])}"
         counts = ", ".join(
-            f"{learner.get(name, '-')} {name.replace('_', ' ')}" for name in ("updates", "texts", "fresh", "held_out")
+            f"{learner.get(name, '-')} {name.replace('_', ' ')}"
+            for name in ("updates", "texts", "fresh", "held_out")
         )
         yield _row("learner", f"{state}: {counts}, loss {number(learner.get('loss'), 3)}")
     if buffer is not None:
@@ -149,7 +191,10 @@ def _decisions(data: Data) -> Iterator[Line]:
         version = "" if one.get("version") is None else f" version {one['version']}"
         style = RED if one in data["alarms"] else GREEN if one.get("decision") == "accept" else ""
         gain = "" if one.get("gain") is None else f" ({number(one['gain'], 4)})"
-        yield Line(f"{clock} {one.get('decision', '')}{version}{of_class}: {one.get('reason', '')}{gain}", style)
+        yield Line(
+            f"{clock} {one.get('decision', '')}{version}{of_class}: {one.get('reason', '')}{gain}",
+            style,
+        )
 
 
 def _row(label: str, text: str) -> Line:
@@ -157,7 +202,9 @@ def _row(label: str, text: str) -> Line:
 
 
 def number(value: Any, digits: int) -> str:
-    return f"{value:.{digits}f}" if isinstance(value, (int, float)) and math.isfinite(value) else "-"
+    return (
+        f"{value:.{digits}f}" if isinstance(value, (int, float)) and math.isfinite(value) else "-"
+    )
 
 
 def alphas(rates: Data | None) -> str:
@@ -186,7 +233,9 @@ def sparkline(values: Sequence[float | None], width: int, blocks: str) -> str:
         return ""
     low, high = min(known), max(known)
     scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if value is None else blocks[round((value - low) * scale)] for value in shown)
+    return "".join(
+        " " if value is None else blocks[round((value - low) * scale)] for value in shown
+    )
 
 
 def _ratio(above: float, below: float) -> float | None:

@@ -28,8 +28,19 @@ log = logging.getLogger(__name__)
 class Lineup:
     """`make_ready` prepares a further draft for serving as the first one was."""
 
-    def __init__(self, drafting: Drafting, stats: EngineStats, target: Target, make_ready: Callable[[ServingDrafter], None]):
-        self.drafting, self.stats, self.target, self.make_ready = drafting, stats, target, make_ready
+    def __init__(
+        self,
+        drafting: Drafting,
+        stats: EngineStats,
+        target: Target,
+        make_ready: Callable[[ServingDrafter], None],
+    ):
+        self.drafting, self.stats, self.target, self.make_ready = (
+            drafting,
+            stats,
+            target,
+            make_ready,
+        )
         self.router = Router()
         self.swaps: deque[Swap] = deque()  # filled by any thread, emptied by the engine's
 
@@ -41,14 +52,17 @@ class Lineup:
                 swap = prepare_swap(drafters.get(draft), self.target, folder, version, draft=draft)
             else:
                 live = drafters.get(LIVE)
-                swap = prepare_new(live, self.target, folder, version, draft=draft, make_ready=self.make_ready)
+                swap = prepare_new(
+                    live, self.target, folder, version, draft=draft, make_ready=self.make_ready
+                )
         except UserError:
             self.stats.num_swaps_refused += 1
             raise
         except torch.OutOfMemoryError as error:
             self.stats.num_swaps_refused += 1
             raise UserError(
-                f"version {version} found no room on the device ({error}); serve with a smaller memory_gib or fewer drafts"
+                f"version {version} found no room on the device ({error}); serve with a smaller "
+                "memory_gib or fewer drafts"
             ) from error
         self.swaps.append(swap)
         return swap
@@ -67,9 +81,12 @@ class Lineup:
         try:
             pause_s = apply_swap(swap)
         except RuntimeError as error:
-            # Whatever mixture of weights drafts now, answers keep the target's law.
+            # Whatever mixture of weights drafts now, answers keep the target's distribution.
             log.exception("draft version %s could not be copied in", swap.version)
-            swap.error = f"version {swap.version} could not be copied in ({error}); publish it again or restart the server"
+            swap.error = (
+                f"version {swap.version} could not be copied in ({error}); publish it again or "
+                "restart the server"
+            )
             self.stats.num_swaps_refused += 1
         else:
             self.stats.count_swap(swap.draft, swap.version, pause_s)
@@ -96,10 +113,15 @@ class Lineup:
         if request.k > 0:
             # As records name it, so that the learner knows who was chosen.
             name = hashed(request.id)
-            request.route = self.router.choose(name, request.request_class, request.tokens, self.drafting.ready)
+            request.route = self.router.choose(
+                name, request.request_class, request.tokens, self.drafting.ready
+            )
             self.stats.routed[request.route.draft] += 1
 
     def heard(self, request: Request) -> None:
-        """The end of a request tells how its draft did for its class, unless its draws can be repeated."""
+        """The end of a request tells how its draft did for its class, unless its draws can be
+        repeated."""
         if request.route.pool_class and not request.repeatable:
-            self.router.heard(request.route, request.speculation.own_reached, request.speculation.own_kept)
+            self.router.heard(
+                request.route, request.speculation.own_reached, request.speculation.own_kept
+            )

@@ -1,6 +1,8 @@
-"""Which of several drafts a request is drafted with. Chosen once, when it comes in, before anything is drawn. Torch-free.
+"""Which of several drafts a request is drafted with. Chosen once, when it comes in, before anything
+is drawn. Torch-free.
 
-Drafts have names: `LIVE`, `CANARY` (a version on trial) and `class_draft(NAME)`, the draft of a class of requests.
+Drafts have names: `LIVE`, `CANARY` (a version on trial) and `class_draft(NAME)`, the draft of a
+class of requests.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from draftsmith.serve.requests.route import CANARY, LIVE, Route, class_draft
 WINDOW = 64  # latest requests that a draft is judged by
 FEWEST = 12  # of these, before it is
 CERTAIN = 3.0  # standard errors
-PROBES = 0.1  # of a class's requests are drafted by the other of its two drafts, so that both stay known
+# of a class's requests are drafted by the other of its two drafts, so that both stay known
+PROBES = 0.1
 
 
 @dataclass
@@ -39,10 +42,12 @@ class Measured:
 
 
 class Router:
-    """Whoever follows the versions folder sets `canary_share` and `pool` from its own thread; the rest is the engine's.
+    """Whoever follows the versions folder sets `canary_share` and `pool` from its own thread; the
+    rest is the engine's.
 
-    A class's draft drafts its class until it is measured to be worse there than the live one, and again once it is not. Who is
-    left for the live draft takes part in the trial of a version, whatever the reason: the trial compares like with like.
+    A class's draft drafts its class until it is measured to be worse there than the live one, and
+    again once it is not. Who is left for the live draft takes part in the trial of a version,
+    whatever the reason: the trial compares like with like.
     """
 
     def __init__(self) -> None:
@@ -50,9 +55,11 @@ class Router:
         self.pool = DraftPool()
         self._measured: dict[Route, Measured] = {}
 
-    def choose(self, request: str, request_class: str, prompt: Sequence[int], ready: Collection[str]) -> Route:
-        """`request` as records name it, so that whoever reads them knows who was in a trial; `ready` are the drafts that take
-        requests."""
+    def choose(
+        self, request: str, request_class: str, prompt: Sequence[int], ready: Collection[str]
+    ) -> Route:
+        """`request` as records name it, so that whoever reads them knows who was in a trial;
+        `ready` are the drafts that take requests."""
         pool = self.pool
         name = pool.class_of(request_class, prompt) if pool.classes else ""
         if name not in pool.classes:
@@ -63,7 +70,8 @@ class Router:
         return Route(CANARY if canary else LIVE, name)
 
     def heard(self, route: Route, reached: int, kept: int) -> None:
-        """The end of a request: `reached` drafted tokens whose prefix was kept, and how many of them were kept."""
+        """The end of a request: `reached` drafted tokens whose prefix was kept, and how many of
+        them were kept."""
         if route.pool_class and reached > 0:
             self._measured.setdefault(route, Measured()).shares.append(kept / reached)
 
@@ -76,7 +84,9 @@ class Router:
 
     def forget(self, draft: str) -> None:
         """It has other weights now, or is gone."""
-        self._measured = {route: measured for route, measured in self._measured.items() if route.draft != draft}
+        self._measured = {
+            route: measured for route, measured in self._measured.items() if route.draft != draft
+        }
 
 
 def is_probe(request: str) -> bool:

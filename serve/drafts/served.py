@@ -1,4 +1,5 @@
-"""One of the drafts that an engine serves, and how it stands: its failures are its own. Torch-free but for the drafter."""
+"""One of the drafts that an engine serves, and how it stands: its failures are its own. Torch-free
+but for the drafter."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ LONGEST_PAUSE = 256  # rounds without drafting after a drafter has failed again 
 class ServedDraft:
     def __init__(self, name: str, drafter: ServingDrafter):
         self.name, self.drafter = name, drafter
-        # It was made for other weights of the target, until it is shown to be worth its time with these.
+        # It was made for other weights of the target, until it is shown to be worth its time with
+        # these.
         self.quarantined = False
         self.retired = False  # goes when its last request has ended
         self._failures = 0
@@ -27,7 +29,8 @@ class ServedDraft:
         return self._pause == 0 and not self.retired
 
     def take_turn(self) -> bool:
-        """Whether it may draft in this round; counts down the pause that follows failures, or a turn in quarantine."""
+        """Whether it may draft in this round; counts down the pause that follows failures, or a
+        turn in quarantine."""
         if self._pause > 0:
             self._pause -= 1
             return False
@@ -42,4 +45,10 @@ class ServedDraft:
         self._failures += 1
         self._pause = min(2 ** (self._failures - 1), LONGEST_PAUSE) - 1
         if self._pause < LONGEST_PAUSE - 1 or self._failures % 16 == 0:
-            log.warning("draft %s failed (%s: %s); it rests for %d rounds", shown(self.name), cause, error, self._pause)
+            log.warning(
+                "draft %s failed (%s: %s); it rests for %d rounds",
+                shown(self.name),
+                cause,
+                error,
+                self._pause,
+            )

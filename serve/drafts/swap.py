@@ -1,6 +1,8 @@
-"""New draft weights under a running engine: loaded and checked beside it, copied between rounds to the old addresses.
+"""New draft weights under a running engine: loaded and checked beside it, copied between rounds to
+the old addresses.
 
-A draft with a new name comes as a module of its own, made ready beside the engine as well, and is taken in between rounds.
+A draft with a new name comes as a module of its own, made ready beside the engine as well, and is
+taken in between rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class SwapLate(UserError):
 
 @dataclass
 class Swap:
-    """A checked set of weights on its way in. `done` is set once the engine serves with it, or `error` says why it does not."""
+    """A checked set of weights on its way in. `done` is set once the engine serves with it, or
+    `error` says why it does not."""
 
     version: str
     pairs: list[tuple[torch.Tensor, torch.Tensor]]  # live tensor, new values
@@ -50,8 +53,11 @@ class Swap:
         return True
 
 
-def prepare_swap(drafter: ServingDrafter | None, target: Target, folder: str, version: str, *, draft: str = LIVE) -> Swap:
-    """To be copied over the weights of `drafter`, which the swap keeps: it may be gone from the engine by then."""
+def prepare_swap(
+    drafter: ServingDrafter | None, target: Target, folder: str, version: str, *, draft: str = LIVE
+) -> Swap:
+    """To be copied over the weights of `drafter`, which the swap keeps: it may be gone from the
+    engine by then."""
     live = model_of(drafter, version)
     served, pairs = live.state_dict(), []
     for name, values in checked_weights(live, load(Path(folder), target), version).items():
@@ -70,7 +76,8 @@ def prepare_new(
     draft: str,
     make_ready: Callable[[ServingDrafter], None],
 ) -> Swap:
-    """A further draft beside `drafter`, the live one, which it must be like; `make_ready` prepares it for serving."""
+    """A further draft beside `drafter`, the live one, which it must be like; `make_ready` prepares
+    it for serving."""
     live = model_of(drafter, version)
     new = load(Path(folder), target, dtype=next(live.parameters()).dtype)
     checked_weights(live, new, version)
@@ -83,26 +90,45 @@ def model_of(drafter: ServingDrafter | None, version: str) -> torch.nn.Module:
     if isinstance(drafter, TextFirst):
         drafter = drafter.model
     if not isinstance(drafter, torch.nn.Module):
-        raise UserError(f"version {version} cannot be swapped in: the server runs without a trained draft; start it with one")
+        raise UserError(
+            f"version {version} cannot be swapped in: the server runs without a trained draft; "
+            "start it with one"
+        )
     return drafter
 
 
-def checked_weights(live: torch.nn.Module, new: TrainedDrafter, version: str) -> dict[str, torch.Tensor]:
+def checked_weights(
+    live: torch.nn.Module, new: TrainedDrafter, version: str
+) -> dict[str, torch.Tensor]:
     """The weights of `new`, sound and of the family and shape of `live`."""
     if new.family != live.family:
-        raise UserError(f"version {version} is a {new.family} draft but {live.family} is being served; publish that family")
+        raise UserError(
+            f"version {version} is a {new.family} draft but {live.family} is being served; "
+            "publish that family"
+        )
     if new.taps != live.taps:
-        raise UserError(f"version {version} reads layers {new.taps} but {live.taps} are served; publish drafts of one shape")
+        raise UserError(
+            f"version {version} reads layers {new.taps} but {live.taps} are served; publish "
+            "drafts of one shape"
+        )
     served, fresh = live.state_dict(), new.state_dict()
     if served.keys() != fresh.keys():
         name = sorted(served.keys() ^ fresh.keys())[0]
-        raise UserError(f"version {version} and the served draft differ in tensor {name!r}; publish drafts of one shape")
+        raise UserError(
+            f"version {version} and the served draft differ in tensor {name!r}; publish drafts of "
+            "one shape"
+        )
     for name, values in fresh.items():
         if values.shape != served[name].shape:
             shapes = f"{list(values.shape)}, served is {list(served[name].shape)}"
-            raise UserError(f"version {version} has {name!r} of shape {shapes}; publish drafts of one shape")
+            raise UserError(
+                f"version {version} has {name!r} of shape {shapes}; publish drafts of one shape"
+            )
         if values.is_floating_point() and not bool(torch.isfinite(values).all()):
-            raise UserError(f"version {version} has values in {name!r} that are not finite; the served draft stays")
+            raise UserError(
+                f"version {version} has values in {name!r} that are not finite; the served draft "
+                "stays"
+            )
     return fresh
 
 

@@ -23,10 +23,15 @@ def control_of(config: EngineConfig) -> Control:
     return AutoControl(min(3, config.k)) if tree is None else TreeControl(tree.depth)
 
 
-def prefix_cache(target: Target, drafter: ServingDrafter | None, blocks: BlockManager, plan: BlockPlan) -> PrefixCache:
+def prefix_cache(
+    target: Target, drafter: ServingDrafter | None, blocks: BlockManager, plan: BlockPlan
+) -> PrefixCache:
     if drafter is None:
         return PrefixCache(blocks, root=target.revision)
-    # A drafter that cannot hold the newest position before it knows the next token keeps there what depends on that token.
+    # A drafter that cannot hold the newest position before it knows the next token keeps there what
+    # depends on that token.
     ahead = max(0, 2 - drafter.cached_after(1, 0, 0))
     most = most_tapped(target, drafter, plan, blocks.block_size)
-    return PrefixCache(blocks, root=target.revision, ahead=ahead, needs_taps=bool(drafter.taps), max_tapped=most)
+    return PrefixCache(
+        blocks, root=target.revision, ahead=ahead, needs_taps=bool(drafter.taps), max_tapped=most
+    )

@@ -1,11 +1,14 @@
-"""CUDA graphs of the target's decoding passes: a pass of a few rows costs one launch instead of hundreds.
+"""CUDA graphs of the target's decoding passes: a pass of a few rows costs one launch instead of
+hundreds.
 
-A graph is captured once for each shape (rows, tokens, tree or not, taps) and replayed whenever a round fits into it: what is left
-over is filled with rows that read and write the null block, whose results nobody reads. It stays valid for the life of the
-engine, because everything it reads stays at its address: weights, pools and its own inputs. Passes that hold pieces of prompts
-run as they are; they are long enough to keep a device busy.
+A graph is captured once for each shape (rows, tokens, tree or not, taps) and replayed whenever a
+round fits into it: what is left over is filled with rows that read and write the null block, whose
+results nobody reads. It stays valid for the life of the engine, because everything it reads stays
+at its address: weights, pools and its own inputs. Passes that hold pieces of prompts run as they
+are; they are long enough to keep a device busy.
 
-Never run on a device so far: the tests drive it with a recorder of their own on the CPU, and those marked `gpu` wait for one.
+Never run on a device so far: the tests drive it with a recorder of their own on the CPU, and those
+marked `gpu` wait for one.
 """
 
 from __future__ import annotations
@@ -50,28 +53,45 @@ class Shape(NamedTuple):
 
 
 class StaticInputs:
-    """The inputs of one shape at fixed addresses. The host's numbers arrive in one copy, from memory that the device can read."""
+    """The inputs of one shape at fixed addresses. The host's numbers arrive in one copy, from
+    memory that the device can read."""
 
     def __init__(self, shape: Shape, max_blocks: int, device: torch.device):
         tokens, rows = shape.num_tokens, shape.num_rows
         pinned = device.type == "cuda"
         self._host = torch.zeros(3 * tokens + rows, dtype=torch.int64, pin_memory=pinned)
         self._flat = torch.zeros(3 * tokens + rows, dtype=torch.int64, device=device)
-        self.ids, self.positions, self.wanted, self.lengths = self._flat.split([tokens, tokens, tokens, rows])
+        self.ids, self.positions, self.wanted, self.lengths = self._flat.split(
+            [tokens, tokens, tokens, rows]
+        )
         self.tables = torch.full((rows, max_blocks), NULL_BLOCK, dtype=torch.int64, device=device)
         self.tree = None
         if shape.has_tree:
-            self.tree = TreeLayout(*(torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3)))
+            self.tree = TreeLayout(
+                *(torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3))
+            )
         self.shape = shape
 
     def fill(self, inputs: PassInputs) -> None:
-        """The round's rows first, then padding: every surplus row one token, the last one all tokens that are left."""
+        """The round's rows first, then padding: every surplus row one token, the last one all
+        tokens that are left."""
         num_tokens, num_rows = len(inputs.ids), len(inputs.lengths)
-        spare_tokens, spare_rows = self.shape.num_tokens - num_tokens, self.shape.num_rows - num_rows
+        spare_tokens, spare_rows = (
+            self.shape.num_tokens - num_tokens,
+            self.shape.num_rows - num_rows,
+        )
         lengths = padding_lengths(spare_rows, spare_tokens)
         positions = [position for length in lengths for position in range(length)]
         wanted = inputs.wanted + [0] * (self.shape.num_tokens - len(inputs.wanted))
-        numbers = inputs.ids + [0] * spare_tokens + inputs.positions + positions + wanted + inputs.lengths + lengths
+        numbers = (
+            inputs.ids
+            + [0] * spare_tokens
+            + inputs.positions
+            + positions
+            + wanted
+            + inputs.lengths
+            + lengths
+        )
         self._host.copy_(torch.tensor(numbers, dtype=torch.int64))
         # The copy is over before the host writes again: every round waits for its tokens.
         self._flat.copy_(self._host, non_blocking=True)
@@ -102,7 +122,15 @@ class PassGraphs:
     The output is only good until the next pass, but for taps, which requests keep.
     """
 
-    def __init__(self, target: Target, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder):
+    def __init__(
+        self,
+        target: Target,
+        pool: PagedPool,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        recorder: Recorder,
+    ):
         self.target, self.pool, self.max_blocks, self.recorder = target, pool, max_blocks, recorder
         self.rows = row_buckets(max_batch)
         self.tokens = token_buckets(min(MOST_TOKENS, MOST_LOGITS // target.vocab_size))
@@ -123,10 +151,13 @@ class PassGraphs:
         static.fill(inputs)
         graph.replay()
         logits = output.logits[: len(inputs.wanted)]
-        return TargetOutput(logits, None if output.taps is None else output.taps[: len(inputs.ids)].clone())
+        return TargetOutput(
+            logits, None if output.taps is None else output.taps[: len(inputs.ids)].clone()
+        )
 
     def shape_for(self, inputs: PassInputs, taps: Sequence[int]) -> Shape | None:
-        """The smallest that the pass fits into with a row for what is left over; None: it is too large for any."""
+        """The smallest that the pass fits into with a row for what is left over; None: it is too
+        large for any."""
         num_rows, num_tokens = len(inputs.lengths), len(inputs.ids)
         rest = (inputs.tree is not None, tuple(taps))
         if num_rows in self.rows and num_tokens in self.tokens:
@@ -135,7 +166,9 @@ class PassGraphs:
         if row == len(self.rows):
             return None
         token = bisect.bisect_left(self.tokens, num_tokens + self.rows[row] - num_rows)
-        return Shape(self.rows[row], self.tokens[token], *rest) if token < len(self.tokens) else None
+        return (
+            Shape(self.rows[row], self.tokens[token], *rest) if token < len(self.tokens) else None
+        )
 
     def _capture(self, shape: Shape, inputs: PassInputs) -> bool:
         static = StaticInputs(shape, self.max_blocks, self.target.device)
@@ -143,16 +176,24 @@ class PassGraphs:
         try:
             graph, output = self.recorder.record(lambda: self._forward(static))
         except RuntimeError as error:
-            # A model that looks at values on the host cannot be captured; it is served without graphs.
-            log.warning("the target's passes cannot be captured as CUDA graphs (%s)", str(error).strip().splitlines()[0])
+            # A model that looks at values on the host cannot be captured; it is served without
+            # graphs.
+            log.warning(
+                "the target's passes cannot be captured as CUDA graphs (%s)",
+                str(error).strip().splitlines()[0],
+            )
             self._broken = True
             return False
         self._graphs[shape] = (static, graph, output)
         return True
 
     def _forward(self, static: StaticInputs) -> TargetOutput:
-        context = PagedPass(self.pool, static.tables, static.positions, static.lengths, tree=static.tree)
-        return self.target.forward(static.ids[None], static.positions[None], context, static.wanted, static.shape.taps)
+        context = PagedPass(
+            self.pool, static.tables, static.positions, static.lengths, tree=static.tree
+        )
+        return self.target.forward(
+            static.ids[None], static.positions[None], context, static.wanted, static.shape.taps
+        )
 
 
 def can_capture(target: Target) -> bool:
@@ -160,12 +201,15 @@ def can_capture(target: Target) -> bool:
     return target.device.type == "cuda" and not isinstance(target, LeadingTarget)
 
 
-def capture_drafts(drafter: ServingDrafter | None, pool: PagedPool | None, *, max_batch: int, max_blocks: int) -> None:
+def capture_drafts(
+    drafter: ServingDrafter | None, pool: PagedPool | None, *, max_batch: int, max_blocks: int
+) -> None:
     """Lets a drafter draft by graphs from `pool`, if it can."""
     if isinstance(drafter, Capturable) and pool is not None:
         drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder())
 
 
 def token_buckets(most: int) -> list[int]:
-    """Every number up to 8, where a token more is a share that counts, then powers of two and the numbers half way."""
+    """Every number up to 8, where a token more is a share that counts, then powers of two and the
+    numbers half way."""
     return sorted({*range(1, min(most, 8) + 1), *sizes_up_to(most)})

@@ -1,4 +1,5 @@
-"""Gives the engine a thread of its own. Everything here but `_run` may be called from any thread."""
+"""Gives the engine a thread of its own. Everything here but `_run` may be called from
+any thread."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MOST_LONE_FAILURES = 8  # see `LoneFailures`
 
 
 class Action(NamedTuple):
-    """What the engine's thread is to do between two rounds; `request` is ended with an error should that fail."""
+    """What the engine's thread is to do between two rounds; `request` is ended with an error should
+    that fail."""
 
     act: Callable[[], None]
     request: Request | None = None
@@ -36,16 +38,19 @@ class ShuttingDown(QueueFull):
 
 
 class EngineDead(UserError):
-    """Coming back later does not help: the engine failed for good and the server has to be started again."""
+    """Coming back later does not help: the engine failed for good and the server has to be started
+    again."""
 
 
 class EngineLoop:
-    """Rounds run while there is work; between two rounds the inbox is emptied. Callbacks run on the engine's thread.
+    """Rounds run while there is work; between two rounds the inbox is emptied. Callbacks run on the
+    engine's thread.
 
-    What a failure ends: a callback, or what the engine can lay to one request (`blame.py`), that request; an action the
-    request it is about; any other failure of a round the requests in it; and `MOST_FAILURES` of these in a row,
-    `MOST_LONE_FAILURES` rounds that served nobody because each request failed alone, or whatever else escapes, the engine:
-    all requests are told, and no more are taken.
+    What a failure ends: a callback, or what the engine can lay to one request (`blame.py`), that
+    request; an action the request it is about; any other failure of a round the requests in it; and
+    `MOST_FAILURES` of these in a row, `MOST_LONE_FAILURES` rounds that served nobody because each
+    request failed alone, or whatever else escapes, the engine: all requests are told, and no more
+    are taken.
     """
 
     def __init__(self, engine: Engine):
@@ -53,7 +58,8 @@ class EngineLoop:
         self.failures = 0  # rounds in a row that raised
         self._inbox: queue.SimpleQueue[Action] = queue.SimpleQueue()
         self._arriving = 0
-        self._lock = threading.Lock()  # of `_arriving`, `_closing` and `_ended`; what it lets in is in the inbox before it opens
+        # of `_arriving`, `_closing` and `_ended`; what it lets in is in the inbox before it opens
+        self._lock = threading.Lock()
         self._closing = False
         self._stopped = False
         self._ended = False  # the thread takes nothing more
@@ -80,7 +86,13 @@ class EngineLoop:
     ) -> Request:
         """Refuses bad requests and a full queue here, on the caller's thread."""
         request = self.engine.intake.request(
-            prompt_ids, params, on_update, text=text, request_class=request_class, tenant=tenant, learn=learn
+            prompt_ids,
+            params,
+            on_update,
+            text=text,
+            request_class=request_class,
+            tenant=tenant,
+            learn=learn,
         )
         self.enqueue([request])
         return request
@@ -92,10 +104,16 @@ class EngineLoop:
             if self._closing:
                 raise ShuttingDown("the server is shutting down; send the request to another one")
             if self._ended:
-                raise EngineDead("the engine failed and takes no more requests; restart the server, whose log says why")
+                raise EngineDead(
+                    "the engine failed and takes no more requests; restart the server, whose log "
+                    "says why"
+                )
             waiting = self._arriving + len(self.engine.scheduler.waiting)
             if waiting + len(requests) > limit:
-                raise QueueFull(f"{waiting} requests are waiting already and this server holds {limit}; try again later")
+                raise QueueFull(
+                    f"{waiting} requests are waiting already and this server holds {limit}; try "
+                    "again later"
+                )
             self._arriving += len(requests)
             for request in requests:
                 if request.on_update is not None:
@@ -110,15 +128,21 @@ class EngineLoop:
             raise UserError(f"k is {k} but there is no drafter; give 0")
         self._inbox.put(Action(partial(self.engine.set_k, request, k), request))
 
-    def swap(self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0) -> Swap:
-        """Loads on this thread, waits until the engine serves with it. A swap that came too late never comes."""
+    def swap(
+        self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0
+    ) -> Swap:
+        """Loads on this thread, waits until the engine serves with it. A swap that came too late
+        never comes."""
         if self._ended:
             raise SwapLate(f"version {version} cannot be swapped in; the engine has stopped")
         swap = self.engine.swap(folder, version, draft=draft)
         self._inbox.put(Action(_wake_up))
         # Given up only while nobody has begun it; then it is a matter of a copy.
         if not swap.done.wait(timeout_s) and (swap.give_up() or not swap.done.wait(timeout_s)):
-            raise SwapLate(f"version {version} was not swapped in within {timeout_s:g} s; the engine is stuck or stopped")
+            raise SwapLate(
+                f"version {version} was not swapped in within {timeout_s:g} s; the engine is "
+                "stuck or stopped"
+            )
         if swap.error:
             raise UserError(swap.error)
         return swap
@@ -131,7 +155,11 @@ class EngineLoop:
         with self._lock:
             self._closing = True
         deadline_s = time.monotonic() + drain_s
-        while (self._arriving or self.engine.scheduler.busy) and time.monotonic() < deadline_s and self._thread.is_alive():
+        while (
+            (self._arriving or self.engine.scheduler.busy)
+            and time.monotonic() < deadline_s
+            and self._thread.is_alive()
+        ):
             time.sleep(0.01)
         self._inbox.put(Action(self._stop))
         self._thread.join()
@@ -146,13 +174,16 @@ class EngineLoop:
         self._stopped = True
 
     def _guarded(self, on_update: OnUpdate) -> OnUpdate:
-        """A reader that fails (its event loop is closed, say) loses its own request, not the round of all others."""
+        """A reader that fails (its event loop is closed, say) loses its own request, not the round
+        of all others."""
 
         def update(request: Request, update: Update) -> None:
             try:
                 on_update(request, update)
             except Exception:
-                log.exception("the reader of request %s failed; the request is cancelled", request.id)
+                log.exception(
+                    "the reader of request %s failed; the request is cancelled", request.id
+                )
                 request.on_update = None
                 self.cancel(request)
 

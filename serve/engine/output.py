@@ -1,4 +1,5 @@
-"""What of a round's tokens a request keeps: end-of-sequence, stop tokens, length and stop strings."""
+"""What of a round's tokens a request keeps: end-of-sequence, stop tokens, length and
+stop strings."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.engine.round import Row
 from draftsmith.serve.engine.runner import prompt_positions
+from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.request_errors import LoneFailures, is_own
 
@@ -24,10 +25,11 @@ class Outcome(NamedTuple):
 
 
 def outcome(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> Outcome:
-    """What is kept of `emitted`. A last token of -1, where none could be decided, ends the request with an error unless the
-    tokens before it end it first.
+    """What is kept of `emitted`. A last token of -1, where none could be decided, ends the request
+    with an error unless the tokens before it end it first.
 
-    Changes nothing of the request but its text stream, and that only where a stop string may end the answer.
+    Changes nothing of the request but its text stream, and that only where a stop string may end
+    the answer.
     """
     failed = emitted[-1] < 0
     committed, reason, silent = _trim(request, emitted[:-1] if failed else emitted, eos_token_ids)
@@ -54,17 +56,19 @@ def late_text(request: Request, given: Outcome) -> str:
 
 
 def complaint(request: Request, *, sound: bool) -> str:
-    """What to tell of a request that ended because a position had no token; `sound`: the target's logits there were no NaN.
+    """What to tell of a request that ended because a position had no token; `sound`: the target's
+    logits there were no NaN.
 
     "" where the request is not to blame.
     """
-    state = request.law_state
+    state = request.sampling_state
     if state is not None and (error := state.error or state.error_behind_drafts):
         return error
     if sound and request.params.adjusts:
         return (
             f"what the request allows leaves no token at position {request.num_tokens} "
-            "(of allowed_token_ids, logit_bias, bad_words, min_tokens and its format); loosen one of them"
+            "(of allowed_token_ids, logit_bias, bad_words, min_tokens and its format); loosen one "
+            "of them"
         )
     return ""
 
@@ -91,10 +95,11 @@ def _trim(request: Request, emitted: list[int], eos_token_ids: Collection[int]) 
 
 
 def _grammar_end(request: Request, emitted: list[int]) -> int | None:
-    """How many tokens complete a text that a grammar lets nothing follow; asked where no token says so."""
-    if request.law_state is None or request.law_state.matcher is None:
+    """How many tokens complete a text that a grammar lets nothing follow; asked where no token says
+    so."""
+    if request.sampling_state is None or request.sampling_state.matcher is None:
         return None
-    return request.law_state.matcher.tokens_until_end(emitted)
+    return request.sampling_state.matcher.tokens_until_end(emitted)
 
 
 log = logging.getLogger(__name__)
@@ -112,7 +117,8 @@ class Failure(NamedTuple):
 
 
 class Emission:
-    """Nothing that is added here can change a schedule, so it may be flushed while the next pass runs."""
+    """Nothing that is added here can change a schedule, so it may be flushed while the next pass
+    runs."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
@@ -124,10 +130,13 @@ class Emission:
         self._pending.append(_Share(request, outcome, logprobs))
 
     def take_failed(self) -> list[Failure]:
-        """Requests whose text or last record could not be made: told nothing since, to be ended by the caller."""
+        """Requests whose text or last record could not be made: told nothing since, to be ended by
+        the caller."""
         failed = list(self._failed.values())
         # Later shares of theirs would be given after a hole, or after their end.
-        self._pending = deque(share for share in self._pending if share.request.id not in self._failed)
+        self._pending = deque(
+            share for share in self._pending if share.request.id not in self._failed
+        )
         self._failed.clear()
         return failed
 
@@ -145,7 +154,9 @@ class Emission:
             request.text += text
             request.logprobs += logprobs
             if request.on_update is not None:
-                request.on_update(request, Update(outcome.committed, text, logprobs, outcome.finish_reason))
+                request.on_update(
+                    request, Update(outcome.committed, text, logprobs, outcome.finish_reason)
+                )
 
     def _text(self, share: _Share) -> str | None:
         """None where it could not be made and the request is still to be ended for that."""
@@ -157,28 +168,39 @@ class Emission:
                 self._recorder.finish(request)
         except Exception as error:
             if not is_own(error):
-                # Whoever still runs is ended by the caller; one that is done would never be heard of again.
+                # Whoever still runs is ended by the caller; one that is done would never be heard
+                # of again.
                 if outcome.finish_reason is not None and request.on_update is not None:
                     request.on_update(request, Update([], "", [], FinishReason.ERROR))
                 raise
             if outcome.finish_reason is not FinishReason.ERROR:
                 self._failed[request.id] = Failure(request, error)
                 return None
-            log.warning("request %s, which ends with an error, could not be put away whole (%s)", request.id, error)
+            log.warning(
+                "request %s, which ends with an error, could not be put away whole (%s)",
+                request.id,
+                error,
+            )
         return text
 
 
-def token_logprobs(logits: torch.Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
+def token_logprobs(
+    logits: torch.Tensor, tokens: list[int], alternatives: int
+) -> list[TokenLogprob]:
     """Raw logits [n, V] of the positions of `tokens` [n]."""
     logprobs = torch.log_softmax(logits[: len(tokens)], dim=-1)
     emitted = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     likeliest = torch.topk(logprobs, min(alternatives, logprobs.shape[-1]), dim=-1)
-    tops = [list(zip(ids, values)) for ids, values in zip(likeliest.indices.tolist(), likeliest.values.tolist())]
+    tops = [
+        list(zip(ids, values))
+        for ids, values in zip(likeliest.indices.tolist(), likeliest.values.tolist())
+    ]
     return [TokenLogprob(*parts) for parts in zip(tokens, emitted, tops)]
 
 
 def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
-    """What a pass tells of the row's prompt; `logits` [n, V] are those behind the row's `prompt_positions`."""
+    """What a pass tells of the row's prompt; `logits` [n, V] are those behind the row's
+    `prompt_positions`."""
     request, positions = row.request, prompt_positions(row)
     alternatives = request.params.prompt_logprobs
     if alternatives is None or not positions:

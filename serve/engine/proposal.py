@@ -1,6 +1,8 @@
-"""A proposal as the round uses it: checked, on the host where the host needs it, and of several drafts made one.
+"""A proposal as the round uses it: checked, on the host where the host needs it, and of several
+drafts made one.
 
-Legend: B drafting rows, K draft positions, N nodes of a row's tree, V vocabulary, Q laws of trees.
+Legend: B drafting rows, K draft positions, N nodes of a row's tree, V vocabulary, Q distributions
+of trees.
 """
 
 from __future__ import annotations
@@ -41,10 +43,15 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Draf
         tree, sound = grown
         sound = [fine and all(row[1 + width :]) for fine, row in zip(sound, told)]
         drawn = proposal.q_rows is not None
-        return Drafts(chains, sound, proposal.tokens, proposal.lengths, proposal.logits, tree, sampled=drawn)
-    # NaN weights end here. What was drafted before them is verified all the same: to drop a token for what came of it later
-    # would be to choose among the draws (law 4). What lies beyond a row's length may be anything.
-    usable = [leading(row[1 + width : 1 + width + length], length) for row, length in zip(told, lengths)]
+        return Drafts(
+            chains, sound, proposal.tokens, proposal.lengths, proposal.logits, tree, sampled=drawn
+        )
+    # NaN weights end here. What was drafted before them is verified all the same: to drop a token
+    # for what came of it later would be to choose among the draws (invariant 4). What lies beyond a
+    # row's length may be anything.
+    usable = [
+        leading(row[1 + width : 1 + width + length], length) for row, length in zip(told, lengths)
+    ]
     sound = [kept == length for kept, length in zip(usable, lengths)]
     chains = [chain[:kept] for chain, kept in zip(chains, usable)]
     used = proposal.lengths if all(sound) else torch.tensor(usable, device=proposal.lengths.device)
@@ -61,7 +68,8 @@ def leading(flags: Sequence[int], length: int) -> int:
 
 
 def _massive(proposal: Proposal) -> torch.Tensor | None:
-    """[B, K], whether each token has mass in the law it was drawn from: one that gives none to its own draw is no law."""
+    """[B, K], whether each token has mass in the distribution it was drawn from: one that gives
+    none to its own draw is no distribution."""
     if proposal.sound is not None or proposal.logits is None or proposal.parents is not None:
         return proposal.sound
     tokens = proposal.tokens.clamp(0, proposal.logits.shape[2] - 1)
@@ -93,13 +101,15 @@ def joined(parts: Sequence[Part], num_rows: int) -> Drafts:
         tokens[at, : drafts.tokens.shape[1]] = drafts.tokens.to(like)
         lengths[at] = drafts.lengths.to(like)
         served |= {row for index, row in enumerate(rows) if index not in drafts.missed}
-        undrawn |= {row for index, row in enumerate(rows) if not drafts.sampled or index in drafts.undrawn}
+        undrawn |= {
+            row for index, row in enumerate(rows) if not drafts.sampled or index in drafts.undrawn
+        }
         copied |= {row for index, row in enumerate(rows) if index in drafts.copied}
     tree = None
     if any(part.drafts.tree is not None for part in parts):
         tree, logits = _joined_trees(parts, tokens, lengths)
     else:
-        logits = _joined_laws(parts, (num_rows, width))
+        logits = _joined_distributions(parts, (num_rows, width))
     return Drafts(
         chains, sound, tokens, lengths, logits, tree,
         missed=frozenset(range(num_rows)) - served,
@@ -109,27 +119,31 @@ def joined(parts: Sequence[Part], num_rows: int) -> Drafts:
     )  # fmt: skip
 
 
-def _joined_laws(parts: Sequence[Part], shape: tuple[int, int]) -> torch.Tensor | None:
+def _joined_distributions(parts: Sequence[Part], shape: tuple[int, int]) -> torch.Tensor | None:
     """[B, K, V], one-hot where nothing was drawn; None where nothing was drawn at all."""
     given = [part.drafts.logits for part in parts if part.drafts.logits is not None]
     if not given:
         return None
-    laws = given[0].new_full((*shape, given[0].shape[2]), -torch.inf)
+    distributions = given[0].new_full((*shape, given[0].shape[2]), -torch.inf)
     for rows, drafts in parts:
         if drafts.logits is not None:
-            laws[torch.tensor(rows, device=laws.device), : drafts.logits.shape[1]] = drafts.logits
+            distributions[
+                torch.tensor(rows, device=distributions.device), : drafts.logits.shape[1]
+            ] = drafts.logits
             continue
         for row, chain in zip(rows, drafts.chains, strict=True):
-            laws[row, torch.arange(len(chain)), chain] = 0.0
-    return laws
+            distributions[row, torch.arange(len(chain)), chain] = 0.0
+    return distributions
 
 
-def _joined_trees(parts: Sequence[Part], tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[RoundTree, torch.Tensor | None]:
-    """Trees of all rows, and the laws [Q, V] that their nodes were drawn from."""
+def _joined_trees(
+    parts: Sequence[Part], tokens: torch.Tensor, lengths: torch.Tensor
+) -> tuple[RoundTree, torch.Tensor | None]:
+    """Trees of all rows, and the distributions [Q, V] that their nodes were drawn from."""
     parents = torch.full_like(tokens, -1)
     q_rows = parents.new_full((len(tokens), tokens.shape[1] + 1), -1)
     told: list[list[int]] = [[] for _ in range(len(tokens))]
-    laws: list[torch.Tensor] = []
+    distributions: list[torch.Tensor] = []
     for rows, drafts in parts:
         tree = _tree_of(drafts)
         for index, row in enumerate(rows):
@@ -137,15 +151,17 @@ def _joined_trees(parts: Sequence[Part], tokens: torch.Tensor, lengths: torch.Te
         at = torch.tensor(rows, device=tokens.device)
         parents[at, : tree.draft.parents.shape[1]] = tree.draft.parents.to(parents)
         if drafts.logits is not None and tree.q_rows is not None:
-            own = tree.q_rows + sum(map(len, laws))
+            own = tree.q_rows + sum(map(len, distributions))
             q_rows[at, : own.shape[1]] = torch.where(tree.q_rows < 0, -1, own)
-            laws.append(drafts.logits)
-    logits = torch.cat(laws) if laws else None
-    return RoundTree(DraftTree(tokens, parents, lengths), q_rows if laws else None, told), logits
+            distributions.append(drafts.logits)
+    logits = torch.cat(distributions) if distributions else None
+    return RoundTree(
+        DraftTree(tokens, parents, lengths), q_rows if distributions else None, told
+    ), logits
 
 
 def _tree_of(drafts: Drafts) -> RoundTree:
-    """A chain among trees is a stand-in's, which matches text: no law comes with it."""
+    """A chain among trees is a stand-in's, which matches text: no distribution comes with it."""
     if drafts.tree is not None:
         return drafts.tree
     assert drafts.logits is None

@@ -1,7 +1,8 @@
-"""The engine's side of its drafts: their inputs, what their caches hold of each request, and law 6: a bad draft only slows.
+"""The engine's side of its drafts: their inputs, what their caches hold of each request, and
+invariant 6: a bad draft only slows.
 
-Several drafts of one family and shape share the pool: a row is drafted by the draft that its request was given, which writes its
-blocks. A round that needs one of them alone makes no detour.
+Several drafts of one family and shape share the pool: a row is drafted by the draft that its
+request was given, which writes its blocks. A round that needs one of them alone makes no detour.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import Adjust, DraftInputs, GrowsTrees, Proposal, Remembering, ServingDrafter
+from draftsmith.drafters.interface import (
+    Adjust,
+    DraftInputs,
+    GrowsTrees,
+    Proposal,
+    Remembering,
+    ServingDrafter,
+)
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
@@ -21,7 +29,8 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.drafts.served import ServedDraft
 from draftsmith.serve.engine.proposal import BadProposal, Part, checked, joined
-from draftsmith.serve.engine.round import Drafts, Row
+from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.route import LIVE, shown
 from draftsmith.serve.stats import EngineStats
@@ -45,10 +54,15 @@ class Drafting:
     ):
         if tree is not None and not isinstance(drafter, GrowsTrees):
             family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
-            raise UserError(f"tree is given with {family}, which grows none; leave it out or draft with eagle3, eagle1 or mtp")
+            raise UserError(
+                f"tree is given with {family}, which grows none; leave it out or draft with "
+                "eagle3, eagle1 or mtp"
+            )
         self.pool, self.stats, self.vocab_size, self.tree = pool, stats, vocab_size, tree
         # Replaced, not changed: other threads look into it.
-        self.drafts: dict[str, ServedDraft] = {} if drafter is None else {LIVE: ServedDraft(LIVE, drafter)}
+        self.drafts: dict[str, ServedDraft] = (
+            {} if drafter is None else {LIVE: ServedDraft(LIVE, drafter)}
+        )
         # Drafts from the text alone while a draft rests: a drafter without cache and taps.
         self.fallback = fallback
         self.misreport = misreport  # makes q wrong, for tests
@@ -118,14 +132,19 @@ class Drafting:
                 return self._stand_in(inputs, wanted.rows)
             drafts = self._checked(self._proposal(draft.drafter, inputs), wanted.rows)
         except Exception as error:
-            # Any failure of a drafter is a matter of speed, never of the request (law 6).
+            # Any failure of a drafter is a matter of speed, never of the request (invariant 6).
             cause = "raised" if not isinstance(error, BadProposal) else "invalid"
-            self._failed(draft, cause, error, rests=not any(row.request.repeatable for row in wanted.rows))
+            self._failed(
+                draft, cause, error, rests=not any(row.request.repeatable for row in wanted.rows)
+            )
             return None
-        # Rows whose draws can be repeated do not decide whether it rests: later rounds with the same draws would know of them.
-        seen = [sound for sound, row in zip(drafts.sound, wanted.rows) if not row.request.repeatable]
+        # Rows whose draws can be repeated do not decide whether it rests: later rounds with the
+        # same draws would know of them.
+        seen = [
+            sound for sound, row in zip(drafts.sound, wanted.rows) if not row.request.repeatable
+        ]
         if not all(drafts.sound):
-            self._failed(draft, "nan", "a draft law without mass", rests=not all(seen))
+            self._failed(draft, "nan", "a draft distribution without mass", rests=not all(seen))
         if seen and all(seen):
             draft.went_well()
         return drafts
@@ -152,23 +171,29 @@ class Drafting:
             draft.failed(cause, error)
         elif self.stats.fallbacks[cause].bit_count() == 1:
             # The 1st, 2nd, 4th, 8th, ... time: it may happen in every round.
-            log.warning("draft %s failed on seeded requests (%s: %s)", shown(draft.name), cause, error)
+            log.warning(
+                "draft %s failed on seeded requests (%s: %s)", shown(draft.name), cause, error
+            )
 
     def advance(self, row: Row, drafted: int, accepted: int, *, sound: bool) -> None:
-        """After a round: what the draft cache of this request still holds. Taps of the round are in already."""
+        """After a round: what the draft cache of this request still holds. Taps of the round are in
+        already."""
         request = row.request
         if sound:
             last = row.begin + row.count - 1
             drop_taps(request, self.live.drafter.cached_after(last, drafted, accepted))
 
     def finished(self, request: Request) -> None:
-        """A request that asked to be kept out of learning, or whose draws can be repeated, is kept out of what requests share."""
+        """A request that asked to be kept out of learning, or whose draws can be repeated, is kept
+        out of what requests share."""
         own = self.drafts.get(request.route.draft)
         for drafter in (None if own is None else own.drafter, self.fallback):
             if not isinstance(drafter, Remembering):
                 continue
             try:
-                drafter.finished(request.id, request.tokens if request.learn and not request.repeatable else [])
+                drafter.finished(
+                    request.id, request.tokens if request.learn and not request.repeatable else []
+                )
             except Exception as error:
                 self.stats.fallbacks["raised"] += 1
                 log.warning("a drafter could not take in a finished text (%s)", error)
@@ -182,7 +207,9 @@ class Drafting:
         return DraftInputs(
             tokens=torch.tensor(tokens, device=wanted.tables.device),
             starts=torch.tensor([request.draft_cached for request in requests]),
-            lengths=torch.tensor([request.num_tokens - request.draft_cached for request in requests]),
+            lengths=torch.tensor(
+                [request.num_tokens - request.draft_cached for request in requests]
+            ),
             taps=_joined(taps) if self.taps else None,
             num_draft=torch.tensor([row.k for row in wanted.rows]),
             sampling=wanted.sampling,
@@ -211,7 +238,14 @@ class Wanted(NamedTuple):
         at = torch.tensor(indices, device=self.tables.device)
         rows = [self.rows[index] for index in indices]
         adjust = None if self.adjust is None else _of_rows(self.adjust, at)
-        return Wanted(rows, self.tables[at], self.sampling.select(at), self.seeds[at], adjust, self.least_survival)
+        return Wanted(
+            rows,
+            self.tables[at],
+            self.sampling.select(at),
+            self.seeds[at],
+            adjust,
+            self.least_survival,
+        )
 
 
 def _of_rows(adjust: Adjust, at: torch.Tensor) -> Adjust:
@@ -220,7 +254,8 @@ def _of_rows(adjust: Adjust, at: torch.Tensor) -> Adjust:
 
 
 def keep_taps(request: Request, taps: torch.Tensor, begin: int, count: int) -> None:
-    """The request's share `taps[begin : begin + count]` of a round, until its drafter has consumed it."""
+    """The request's share `taps[begin : begin + count]` of a round, until its drafter has consumed
+    it."""
     if count > 0:
         request.taps.append(taps[begin : begin + count])
 

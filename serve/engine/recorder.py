@@ -1,4 +1,5 @@
-"""Round records: what verification learned about the draft, handed to the sink the caller plugged in."""
+"""Round records: what verification learned about the draft, handed to the sink the caller plugged
+in."""
 
 from __future__ import annotations
 
@@ -12,24 +13,28 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.top_tokens import top_law
-from draftsmith.record import TOP, LawArrays, Laws, RoundRecord, Sink, hashed, uniform
-from draftsmith.serve.engine.round import Drafts, Row
+from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.record import TOP, Distributions, ProbArrays, RoundRecord, Sink, hashed, uniform
+from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import Request
 
 log = logging.getLogger(__name__)
 
-# Logits of rounds whose laws the sink has not looked at yet; beyond it the engine's thread makes the oldest laws itself.
+# Logits of rounds whose distributions the sink has not looked at yet; beyond it the engine's thread
+# makes the oldest distributions itself.
 MAX_RAW_BYTES = 128 << 20
 
 
-class RoundLaws:
-    """p and q at every drafted position of one engine round. On a CPU the engine's thread only copies logits, which is cheap; the
-    likeliest tokens are found by whoever looks first, the sink's thread.
+class RoundDistributions:
+    """p and q at every drafted position of one engine round. On a CPU the engine's thread only
+    copies logits, which is cheap; the likeliest tokens are found by whoever looks first, the sink's
+    thread.
 
     Args:
-        raw: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive ones.
-        temperatures: of each drafting row, None where nobody wants its laws.
+        raw: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive
+        ones.
+        temperatures: of each drafting row, None where nobody wants its distributions.
     """
 
     def __init__(self, raw: torch.Tensor, drafts: Drafts, temperatures: Sequence[float | None]):
@@ -40,31 +45,37 @@ class RoundLaws:
         rows = [first + depth for first, length in zip(firsts, lengths) for depth in range(length)]
         self._p_logits: torch.Tensor | None = raw[rows]
         self._q_logits = _draft_logits(drafts, lengths)
-        self._tokens = [token for chain, want in zip(drafts.chains, wanted) if want for token in chain]
-        self._spread = [t for t, length in zip(temperatures, lengths) if t is not None for _ in range(length)]
+        self._tokens = [
+            token for chain, want in zip(drafts.chains, wanted) if want for token in chain
+        ]
+        self._spread = [
+            t for t, length in zip(temperatures, lengths) if t is not None for _ in range(length)
+        ]
         self._lock = threading.Lock()
-        self._made: tuple[LawArrays, LawArrays] | None = None
+        self._made: tuple[ProbArrays, ProbArrays] | None = None
         if raw.is_cuda:
             # There it costs a launch, and the memory of many rounds' logits would be the models'.
             self.make()
 
     @property
     def raw_bytes(self) -> int:
-        return sum(logits.nbytes for logits in (self._p_logits, self._q_logits) if logits is not None)
+        return sum(
+            logits.nbytes for logits in (self._p_logits, self._q_logits) if logits is not None
+        )
 
-    def p(self, index: int) -> Laws:
-        return Laws(self._make_p, self.begins[index], self.begins[index + 1])
+    def p(self, index: int) -> Distributions:
+        return Distributions(self._make_p, self.begins[index], self.begins[index + 1])
 
-    def q(self, index: int) -> Laws:
-        return Laws(self._make_q, self.begins[index], self.begins[index + 1])
+    def q(self, index: int) -> Distributions:
+        return Distributions(self._make_q, self.begins[index], self.begins[index + 1])
 
-    def _make_p(self) -> LawArrays:
+    def _make_p(self) -> ProbArrays:
         return self.make()[0]
 
-    def _make_q(self) -> LawArrays:
+    def _make_q(self) -> ProbArrays:
         return self.make()[1]
 
-    def make(self) -> tuple[LawArrays, LawArrays]:
+    def make(self) -> tuple[ProbArrays, ProbArrays]:
         """The arrays of p and q; after it the logits are gone."""
         with self._lock:
             if self._made is None:
@@ -73,7 +84,7 @@ class RoundLaws:
                 none = np.zeros(len(self._tokens), dtype=np.float32)
                 if self._q_logits is None:
                     ids = np.array(self._tokens, dtype=np.int32)[:, None]
-                    q = LawArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none)
+                    q = ProbArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none)
                 else:
                     q = _arrays(self._q_logits, none)
                 self._made, self._p_logits, self._q_logits = (p, q), None, None
@@ -87,16 +98,23 @@ def _draft_logits(drafts: Drafts, lengths: list[int]) -> torch.Tensor | None:
     return torch.cat([drafts.logits[row, :length] for row, length in enumerate(lengths)])
 
 
-def _arrays(logits: torch.Tensor, log_norms: np.ndarray) -> LawArrays:
-    law = top_law(logits, TOP)
-    return LawArrays(law.ids.int().cpu().numpy(), law.logprobs.float().cpu().numpy(), law.tail.float().cpu().numpy(), log_norms)
+def _arrays(logits: torch.Tensor, log_norms: np.ndarray) -> ProbArrays:
+    distribution = top_probs(logits, TOP)
+    return ProbArrays(
+        distribution.ids.int().cpu().numpy(),
+        distribution.logprobs.float().cpu().numpy(),
+        distribution.tail.float().cpu().numpy(),
+        log_norms,
+    )
 
 
 def _log_norms(logits: torch.Tensor, temperatures: list[float]) -> np.ndarray:
     """log sum_v exp(logprob_v / temperature), 0 where the temperature is 0 or 1."""
     if all(temperature in (0.0, 1.0) for temperature in temperatures):
         return np.zeros(len(temperatures), dtype=np.float32)
-    scale = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=logits.device)[:, None]
+    scale = torch.tensor(
+        [t or 1.0 for t in temperatures], dtype=torch.float32, device=logits.device
+    )[:, None]
     return torch.logsumexp(torch.log_softmax(logits.float(), dim=-1) / scale, dim=-1).cpu().numpy()
 
 
@@ -106,10 +124,11 @@ class Recorder:
     def __init__(self, sink: Sink | None, *, target: str, target_revision: str):
         self.sink, self.target, self.target_revision = sink, target, target_revision
         self.num_records = 0
-        self._unmade: deque[RoundLaws] = deque()
+        self._unmade: deque[RoundDistributions] = deque()
 
     def wants(self, request: Request) -> bool:
-        """Whether its rounds are recorded: decided once, so that what is recorded is whole requests."""
+        """Whether its rounds are recorded: decided once, so that what is recorded is whole
+        requests."""
         if self.sink is None or not request.learn or request.repeatable:
             return False
         if request.record_share is None:
@@ -124,30 +143,39 @@ class Recorder:
         accepted: int,
         committed: list[int],
         emitted: int,
-        laws: RoundLaws,
+        distributions: RoundDistributions,
         index: int,
         version: str,
     ) -> None:
-        """One round with drafted tokens; row `index` of `laws`. `committed` is in `request.tokens` already."""
+        """One round with drafted tokens; row `index` of `distributions`. `committed` is in
+        `request.tokens` already."""
         request = row.request
         position = request.num_tokens - len(committed)
-        record = self._record(request, position, request.tokens[request.recorded : position], version)
-        record.drafted, record.accepted, record.committed, record.emitted = drafted, accepted, committed, emitted
+        record = self._record(
+            request, position, request.tokens[request.recorded : position], version
+        )
+        record.drafted, record.accepted, record.committed, record.emitted = (
+            drafted,
+            accepted,
+            committed,
+            emitted,
+        )
         if not request.params.adjusts:
-            record.p, record.q = laws.p(index), laws.q(index)
-            self._bound(laws)
+            record.p, record.q = distributions.p(index), distributions.q(index)
+            self._bound(distributions)
         self._put(request, record)
 
     def finish(self, request: Request) -> None:
-        """Tokens committed since the last record, so that the request's text is complete, and that nothing follows."""
+        """Tokens committed since the last record, so that the request's text is complete, and that
+        nothing follows."""
         record = self._record(request, request.num_tokens, request.tokens[request.recorded :], "")
         record.last = True
         self._put(request, record)
 
-    def _bound(self, laws: RoundLaws) -> None:
-        if self._unmade and self._unmade[-1] is laws:
+    def _bound(self, distributions: RoundDistributions) -> None:
+        if self._unmade and self._unmade[-1] is distributions:
             return
-        self._unmade.append(laws)
+        self._unmade.append(distributions)
         while self._unmade and self._unmade[0].raw_bytes == 0:
             self._unmade.popleft()
         raw_bytes = sum(one.raw_bytes for one in self._unmade)
@@ -156,7 +184,9 @@ class Recorder:
             raw_bytes -= oldest.raw_bytes
             oldest.make()
 
-    def _record(self, request: Request, position: int, context: list[int], version: str) -> RoundRecord:
+    def _record(
+        self, request: Request, position: int, context: list[int], version: str
+    ) -> RoundRecord:
         params = request.params
         assert request.record_share is not None
         return RoundRecord(

@@ -1,36 +1,40 @@
-"""Values of one round: what takes part, what was proposed, what the target pass gave, what was decided."""
+"""Values of one round: what takes part, what was proposed, what the target pass gave, what was
+decided."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.serve.control.control import RoundPlan
-from draftsmith.serve.requests.request import Request
 
 
 @dataclass(frozen=True)
 class Drafts:
     """Row b of the drafting rows."""
 
-    chains: list[list[int]]  # usable tokens; empty where the drafter gave none or its first law failed
-    sound: list[bool]  # False: what the drafter did for this row is not trusted, its cache does not advance
+    # usable tokens; empty where the drafter gave none or its first distribution failed
+    chains: list[list[int]]
+    # False: what the drafter did for this row is not trusted, its cache does not advance
+    sound: list[bool]
     tokens: torch.Tensor  # [B, K] int64
     lengths: torch.Tensor  # [B] int64
     logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
     tree: RoundTree | None = None  # how the tokens hang together when they are no chains
-    # Rows that their draft did not draft, because it rests or has failed: what became of them says nothing about it.
+    # Rows that their draft did not draft, because it rests or has failed: what became of them says
+    # nothing about it.
     missed: frozenset[int] = frozenset()
-    sampled: bool = True  # False: deterministic, no law was drawn from
+    sampled: bool = True  # False: deterministic, no distribution was drawn from
     undrawn: frozenset[int] = frozenset()  # deterministic rows among others
-    copied: frozenset[int] = frozenset()  # of these, rows that text drafted in place of the trained draft behind it
+    # of these, rows that text drafted in place of the trained draft behind it
+    copied: frozenset[int] = frozenset()
 
     @property
     def as_planned(self) -> bool:
-        """For most of the rows; one draft of several that fails must not keep the control of k from learning."""
+        """For most of the rows; one draft of several that fails must not keep the control of k from
+        learning."""
         return 2 * len(self.missed) < len(self.chains)
 
     def offered(self, index: int) -> int:
@@ -40,11 +44,13 @@ class Drafts:
         return len(self.chains[index]) if self.tree is None else self.tree.height(index)
 
     def drawn(self, index: int) -> bool:
-        """Whether the row was drafted by drawing from the draft's law, at the temperature chosen for it."""
+        """Whether the row was drafted by drawing from the draft's distribution, at the temperature
+        chosen for it."""
         return self.sampled and index not in self.undrawn and self.offered(index) > 0
 
     def by_its_draft(self, index: int) -> bool:
-        """Whether the row was drafted by the draft that its request was given, and not by text in its place."""
+        """Whether the row was drafted by the draft that its request was given, and not by text in
+        its place."""
         return index < len(self.chains) and index not in self.missed and index not in self.copied
 
 
@@ -70,43 +76,11 @@ class PassOutput(NamedTuple):
     logits: torch.Tensor  # [R, V] float32: row b of the sampling rows owns 1 + its drafts
     taps: torch.Tensor | None  # [T, n * H]
     begins: list[int]  # where each row starts in T
-    prompt_logits: torch.Tensor  # [P, V] float32: after the positions that `prompt_positions` names, row after row
-
-
-@dataclass(slots=True)
-class Row:
-    """One request's share of a target pass: `count` known tokens from position `begin`, then `k` drafted ones."""
-
-    request: Request
-    begin: int
-    count: int
-    k: int = 0
-
-    @property
-    def samples(self) -> bool:
-        """Whether the pass reaches the newest token, so that its successor can be decided."""
-        return self.begin + self.count == self.request.num_tokens
-
-
-@dataclass(slots=True)
-class Schedule:
-    """Rows in the order of the pass: those that draft, those that only sample, prompt pieces that do neither."""
-
-    drafting: list[Row] = field(default_factory=list)
-    sampling: list[Row] = field(default_factory=list)
-    filling: list[Row] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    plan: RoundPlan | None = None  # of the rows that were decoding
-
-    @property
-    def rows(self) -> list[Row]:
-        return self.drafting + self.sampling + self.filling
-
-    @property
-    def num_deciding(self) -> int:
-        return len(self.drafting) + len(self.sampling)
+    # [P, V] float32: after the positions that `prompt_positions` names, row after row
+    prompt_logits: torch.Tensor
 
 
 class Decision(NamedTuple):
-    emitted: list[list[int]]  # each row's accepted drafts, then its residual or bonus token (-1 if its logits are not finite)
+    # each row's accepted drafts, then its residual or bonus token (-1 if its logits are not finite)
+    emitted: list[list[int]]
     paths: list[list[int]]  # each row's accepted nodes when trees were drafted; empty for chains

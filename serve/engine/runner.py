@@ -1,4 +1,5 @@
-"""One target pass for a whole round: prompt pieces and verify rows of any depth, flattened; logits only where needed.
+"""One target pass for a whole round: prompt pieces and verify rows of any depth, flattened; logits
+only where needed.
 
 Legend: T tokens of the pass, B rows, R rows of logits, V vocabulary.
 """
@@ -15,7 +16,8 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import CudaRecorder
 from draftsmith.serve.cache.blocks import NULL_BLOCK
 from draftsmith.serve.engine.graphs import PassGraphs, PassInputs, can_capture
-from draftsmith.serve.engine.round import PassOutput, RoundTree, Row
+from draftsmith.serve.engine.round import PassOutput, RoundTree
+from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import lay_out
 from draftsmith.serve.requests.request import Request
 
@@ -26,7 +28,8 @@ class BlockTables:
     def __init__(self, max_batch: int, max_blocks: int, device: torch.device):
         self.host = torch.full((max_batch, max_blocks), NULL_BLOCK, dtype=torch.int64)
         self.device = device
-        self._written: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * max_batch  # whose blocks, and how many of them
+        # whose blocks, and how many of them
+        self._written: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * max_batch
 
     def of(self, requests: Sequence[Request]) -> torch.Tensor:
         """[B, most blocks of any of them] int64."""
@@ -37,14 +40,17 @@ class BlockTables:
             if owner != holder:
                 written = 0
             if written < len(request.blocks):
-                self.host[request.slot, written : len(request.blocks)] = torch.tensor(request.blocks[written:])
+                self.host[request.slot, written : len(request.blocks)] = torch.tensor(
+                    request.blocks[written:]
+                )
             self._written[request.slot] = (owner, len(request.blocks))
         width = max(len(request.blocks) for request in requests)
         return self.host[[request.slot for request in requests], :width].to(self.device)
 
 
 def prompt_positions(row: Row) -> range:
-    """Positions of the row whose logits tell a token of the prompt that the request wants judged and that was not yet.
+    """Positions of the row whose logits tell a token of the prompt that the request wants judged
+    and that was not yet.
 
     At most `max_round_tokens` a pass, which bounds the memory that their logits take.
     """
@@ -69,7 +75,8 @@ class TargetRunner:
         taps: Sequence[int],
         tree: RoundTree | None = None,
     ) -> PassOutput:
-        """`drafts[b]` are the tokens that row b puts before the target, chains or `tree`; rows that do not sample come last."""
+        """`drafts[b]` are the tokens that row b puts before the target, chains or `tree`; rows that
+        do not sample come last."""
         ids: list[int] = []
         positions: list[int] = []
         lengths: list[int] = []
@@ -88,7 +95,8 @@ class TargetRunner:
         layout = None
         if tree is not None:
             positions, layout = lay_out(rows, tree, self.device)
-        # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on one that nobody reads.
+        # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on
+        # one that nobody reads.
         wanted = (logit_rows + prompt_rows) or [0]
         output = self._forward(PassInputs(ids, positions, lengths, wanted, tables, layout), taps)
         count = len(wanted) - len(prompt_rows)
@@ -103,11 +111,17 @@ class TargetRunner:
         lengths = torch.tensor(inputs.lengths, device=device)
         context = PagedPass(self.pool, inputs.tables, positions, lengths, tree=inputs.tree)
         wanted = torch.tensor(inputs.wanted, device=device)
-        return self.target.forward(torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps)
+        return self.target.forward(
+            torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps
+        )
 
 
-def make_runner(target: Target, pool: PagedPool, *, max_batch: int, max_blocks: int, compile: str) -> TargetRunner:
+def make_runner(
+    target: Target, pool: PagedPool, *, max_batch: int, max_blocks: int, compile: str
+) -> TargetRunner:
     graphs = None
     if compile == "auto" and can_capture(target):
-        graphs = PassGraphs(target, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder())
+        graphs = PassGraphs(
+            target, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder()
+        )
     return TargetRunner(target, pool, graphs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.control.control import Control, FixedControl, RoundPlan, Wish
-from draftsmith.serve.engine.round import Row, Schedule
 from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
 
@@ -18,9 +19,9 @@ class QueueFull(UserError):
 
 
 class Scheduler:
-    """Classes of requests take turns. Admission needs a batch slot and blocks for the whole prompt; decoding rows always run,
-    prompts are fed in pieces within `max_round_tokens`; when blocks run out the latest arrival is put back to wait and
-    recomputed later.
+    """Classes of requests take turns. Admission needs a batch slot and blocks for the whole prompt;
+    decoding rows always run, prompts are fed in pieces within `max_round_tokens`; when blocks run
+    out the latest arrival is put back to wait and recomputed later.
     """
 
     def __init__(
@@ -35,7 +36,11 @@ class Scheduler:
     ):
         self.blocks, self.prefix = blocks, prefix
         self.control: Control = FixedControl() if control is None else control
-        self.max_batch, self.max_round_tokens, self.max_queue = max_batch, max_round_tokens, max_queue
+        self.max_batch, self.max_round_tokens, self.max_queue = (
+            max_batch,
+            max_round_tokens,
+            max_queue,
+        )
         self.waiting = FairQueue()
         self.running: list[Request] = []  # in order of arrival
         self.num_preemptions = 0
@@ -48,7 +53,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a finished or cancelled request out and frees what it held; safe for one that is not there."""
+        """Takes a finished or cancelled request out and frees what it held; safe for one that is
+        not there."""
         if request in self.running:
             self.running.remove(request)
             self._release(request)
@@ -80,7 +86,9 @@ class Scheduler:
             if k > 0 and request.lost_taps:
                 behind.append(request)
                 k = 0
-            if request not in self.running or not self._reserve(request, request.num_tokens + k, schedule):
+            if request not in self.running or not self._reserve(
+                request, request.num_tokens + k, schedule
+            ):
                 continue
             row = Row(request, request.computed, request.num_tokens - request.computed, k)
             (schedule.drafting if k > 0 else schedule.sampling).append(row)
@@ -88,29 +96,36 @@ class Scheduler:
             self._read_again(schedule, behind[0])
 
     def _read_again(self, schedule: Schedule, request: Request) -> None:
-        """Puts a request that wants drafts, but has lost its taps, back to be admitted at once; one at a time, for it pauses."""
-        # As `_find_room` will count; a request that runs does not give up its place for the sake of speed.
+        """Puts a request that wants drafts, but has lost its taps, back to be admitted at once; one
+        at a time, for it pauses."""
+        # As `_find_room` will count; a request that runs does not give up its place for the sake of
+        # speed.
         if schedule.preempted or len(self.running) > self.blocks.num_free:
             return
         schedule.sampling = [row for row in schedule.sampling if row.request is not request]
         self.preempt(request)
 
     def _plan(self, deciding: list[Request]) -> RoundPlan:
-        # The bonus token comes on top of the drafted ones, so the last token is never worth drafting.
+        # The bonus token comes on top of the drafted ones, so the last token is never worth
+        # drafting.
         wishes = [Wish(request.request_class, _most_drafted(request)) for request in deciding]
         budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
         return self.control.choose(wishes, len(deciding) + min(self._pending(), budget))
 
     def _pending(self) -> int:
-        """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts take blocks first."""
-        pending = sum(_end(request) - request.computed for request in self.running if request.prefilling)
+        """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts
+        take blocks first."""
+        pending = sum(
+            _end(request) - request.computed for request in self.running if request.prefilling
+        )
         if self.waiting and self._slots and self.waiting.head() is not self._blocked:
             head = self.waiting.head()
             pending += _end(head) - (0 if self.prefix is None else self.prefix.num_found(head))
         return pending
 
     def _reserve(self, request: Request, num_tokens: int, schedule: Schedule) -> bool:
-        """Blocks for `num_tokens`, taken from later arrivals if need be; False when it had to make room itself."""
+        """Blocks for `num_tokens`, taken from later arrivals if need be; False when it had to make
+        room itself."""
         while not self.blocks.grow(request.blocks, num_tokens):
             victim = self.running[-1]
             self.preempt(victim)
@@ -158,7 +173,8 @@ class Scheduler:
             budget -= self._piece(schedule, request, budget)
 
     def _find_room(self, request: Request) -> bool:
-        """Blocks for the whole known text, cached ones first; False leaves the request without any."""
+        """Blocks for the whole known text, cached ones first; False leaves the request
+        without any."""
         if self.prefix is not None:
             self.prefix.attach(request)
         needed = self.blocks.blocks_for(request.num_tokens + 1) - len(request.blocks)
@@ -172,15 +188,52 @@ class Scheduler:
 
 
 def _most_drafted(request: Request) -> int:
-    # A token that is read costs a fraction of one that is written, but there must be enough to write to win it back.
+    # A token that is read costs a fraction of one that is written, but there must be enough to
+    # write to win it back.
     if request.lost_taps and READS_A_WRITE * request.remaining < request.num_tokens:
         return 0
     return min(request.k, request.remaining - 1)
 
 
 def _end(request: Request) -> int:
-    """Up to where a prompt is fed. A preempted request refills up to its newest token alone, which an ordinary round then takes.
-    Were its successor decided while it is fed, without drafts, the rounds after would begin elsewhere and a seeded request would
-    go on with other tokens.
+    """Up to where a prompt is fed. A preempted request refills up to its newest token alone, which
+    an ordinary round then takes. Were its successor decided while it is fed, without drafts, the
+    rounds after would begin elsewhere and a seeded request would go on with other tokens.
     """
     return request.num_tokens if request.num_output == 0 else request.num_tokens - 1
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's share of a target pass: `count` known tokens from position `begin`, then `k`
+    drafted ones."""
+
+    request: Request
+    begin: int
+    count: int
+    k: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether the pass reaches the newest token, so that its successor can be decided."""
+        return self.begin + self.count == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Rows in the order of the pass: those that draft, those that only sample, prompt pieces that
+    do neither."""
+
+    drafting: list[Row] = field(default_factory=list)
+    sampling: list[Row] = field(default_factory=list)
+    filling: list[Row] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    plan: RoundPlan | None = None  # of the rows that were decoding
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.drafting + self.sampling + self.filling
+
+    @property
+    def num_deciding(self) -> int:
+        return len(self.drafting) + len(self.sampling)

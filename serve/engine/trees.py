@@ -1,6 +1,8 @@
-"""Trees in a round: where their nodes go, which were kept, and how a kept path becomes an ordinary chain before it is committed.
+"""Trees in a round: where their nodes go, which were kept, and how a kept path becomes an ordinary
+chain before it is committed.
 
-Legend: a row's nodes are numbered in the order of its drafted tokens; -1 is its newest committed token, the root.
+Legend: a row's nodes are numbered in the order of its drafted tokens; -1 is its newest committed
+token, the root.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.verify.draft_tree import MAX_NODES, DraftTree
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.round import RoundTree, Row
+from draftsmith.serve.engine.round import RoundTree
+from draftsmith.serve.engine.scheduler import Row
 
 if TYPE_CHECKING:
     from draftsmith.serve.engine.round import Drafts, PassOutput
@@ -28,16 +31,19 @@ def wanted_tree(config: EngineConfig) -> TreeShape | None:
         return None
     if config.verification != "chain":
         raise UserError(
-            f"verification is {config.verification!r}, which judges chains, together with a tree; leave one of them out"
+            f"verification is {config.verification!r}, which judges chains, together with a tree; "
+            "leave one of them out"
         )
     if config.synthetic_acceptance is not None:
         raise UserError(
-            "synthetic_acceptance is given, which keeps drafts of a chain, together with a tree; leave one of them out"
+            "synthetic_acceptance is given, which keeps drafts of a chain, together with a tree; "
+            "leave one of them out"
         )
     shape = parse_tree(config.tree)
     if config.test_misreport is not None and isinstance(shape, DynamicTree):
         raise UserError(
-            f"test_misreport is {config.test_misreport!r} with the tree {config.tree!r}, whose drafts are not drawn and have no "
+            f"test_misreport is {config.test_misreport!r} with the tree {config.tree!r}, whose "
+            "drafts are not drawn and have no "
             "q to make wrong; give a tree 'sampled' or 'auto', or leave the tree out"
         )
     return shape
@@ -49,7 +55,8 @@ class Laid(NamedTuple):
 
 
 def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> Laid:
-    """Positions, places and ancestors of all tokens of a pass: each row's known tokens, then its nodes."""
+    """Positions, places and ancestors of all tokens of a pass: each row's known tokens, then its
+    nodes."""
     positions: list[int] = []
     places: list[int] = []
     ancestors: list[int] = []
@@ -65,50 +72,61 @@ def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> Laid:
         places += range(row.begin, end + len(parents))
         ancestors += [-1] * row.count + bits
         first += [end - 1] * (row.count + len(parents))
-    return Laid(positions, TreeLayout(*(torch.tensor(values, device=device) for values in (places, ancestors, first))))
+    return Laid(
+        positions,
+        TreeLayout(*(torch.tensor(values, device=device) for values in (places, ancestors, first))),
+    )
 
 
 def check_tree(proposal: Proposal, lengths: Sequence[int]) -> tuple[RoundTree, list[bool]] | str:
-    """The proposal's trees and whether each is sound, that is, no node's law is without mass; or what is wrong with them.
+    """The proposal's trees and whether each is sound, that is, no node's distribution is without
+    mass; or what is wrong with them.
 
-    Nodes of a law without mass stay where they are: verification passes over them, and to drop a token for what came of it
-    later would be to choose among the draws (law 4).
+    Nodes of a distribution without mass stay where they are: verification passes over them, and to
+    drop a token for what came of it later would be to choose among the draws (invariant 4).
     """
     assert proposal.parents is not None
     width = proposal.parents.shape[1]
     parts = [proposal.parents]
     if proposal.logits is not None:
         if proposal.q_rows is None:
-            return "laws without telling whose they are"
-        parts += [proposal.q_rows, _has_mass(proposal, proposal.logits, proposal.q_rows)[:, None].long()]
+            return "distributions without telling whose they are"
+        parts += [
+            proposal.q_rows,
+            _has_mass(proposal, proposal.logits, proposal.q_rows)[:, None].long(),
+        ]
     told: list[list[int]] = torch.cat(parts, dim=1).tolist()
     parents = [row[:length] for row, length in zip(told, lengths)]
     if max(lengths, default=0) > MAX_NODES:
         return f"a tree of {max(lengths)} nodes, where {MAX_NODES} are possible"
     if any(not -1 <= parent < node for row in parents for node, parent in enumerate(row)):
         return f"nodes that do not come after their parents {parents}"
-    tree = RoundTree(DraftTree(proposal.tokens, proposal.parents, proposal.lengths), proposal.q_rows, parents)
+    tree = RoundTree(
+        DraftTree(proposal.tokens, proposal.parents, proposal.lengths), proposal.q_rows, parents
+    )
     if proposal.logits is None:
         return tree, [True] * len(parents)
     if any(max(row[width : 2 * width + 1]) >= len(proposal.logits) for row in told):
-        return "laws without telling whose they are"
+        return "distributions without telling whose they are"
     return tree, [bool(row[-1]) for row in told]
 
 
 def _has_mass(proposal: Proposal, logits: torch.Tensor, q_rows: torch.Tensor) -> torch.Tensor:
-    """[B], whether the laws of all nodes have mass where they were drawn; indices that mean nothing are kept inside."""
+    """[B], whether the distributions of all nodes have mass where they were drawn; indices that
+    mean nothing are kept inside."""
     assert proposal.parents is not None
     width = proposal.tokens.shape[1]
     # What lies beyond a row's length may be anything.
     real = torch.arange(width, device=proposal.tokens.device) < proposal.lengths[:, None]
-    laws = q_rows.gather(1, torch.where(real, proposal.parents + 1, 0).clamp(0, width))
+    distributions = q_rows.gather(1, torch.where(real, proposal.parents + 1, 0).clamp(0, width))
     tokens = torch.where(real, proposal.tokens, 0).clamp(0, logits.shape[1] - 1)
-    drawn = logits[laws.clamp(0, len(logits) - 1), tokens]
-    return (torch.isfinite(drawn) | (laws < 0) | ~real).all(dim=1)
+    drawn = logits[distributions.clamp(0, len(logits) - 1), tokens]
+    return (torch.isfinite(drawn) | (distributions < 0) | ~real).all(dim=1)
 
 
 def greedy_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """The nodes that greedy decoding walks; `choices` are the target's, after the root and after each node."""
+    """The nodes that greedy decoding walks; `choices` are the target's, after the root and after
+    each node."""
     path: list[int] = []
     node = -1
     # Children come after their parent, so that one look at each node is enough.
@@ -120,13 +138,17 @@ def greedy_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence
 
 
 def tried(parents: Sequence[int], path: Sequence[int]) -> list[int]:
-    """The path and, if it ends above other nodes, the first of these: it was tested and rejected."""
+    """The path and, if it ends above other nodes, the first of these: it was tested and
+    rejected."""
     end = path[-1] if path else -1
     return [*path, *(node for node, parent in enumerate(parents) if parent == end)][: len(path) + 1]
 
 
-def move_kept(pool: PagedPool, tables: torch.Tensor, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
-    """Keys and values of the kept nodes go where those of a chain would be: side by side behind the known tokens."""
+def move_kept(
+    pool: PagedPool, tables: torch.Tensor, rows: Sequence[Row], paths: Sequence[Sequence[int]]
+) -> None:
+    """Keys and values of the kept nodes go where those of a chain would be: side by side behind the
+    known tokens."""
     owners: list[int] = []
     sources: list[int] = []
     places: list[int] = []
@@ -138,12 +160,17 @@ def move_kept(pool: PagedPool, tables: torch.Tensor, rows: Sequence[Row], paths:
                 sources.append(begin + node)
                 places.append(begin + step)
     if owners:
-        rows_at, from_at, to_at = (torch.tensor(values, device=tables.device) for values in (owners, sources, places))
-        pool.move_slots(pool.slots_of(tables, rows_at, from_at), pool.slots_of(tables, rows_at, to_at))
+        rows_at, from_at, to_at = (
+            torch.tensor(values, device=tables.device) for values in (owners, sources, places)
+        )
+        pool.move_slots(
+            pool.slots_of(tables, rows_at, from_at), pool.slots_of(tables, rows_at, to_at)
+        )
 
 
 class Straightened(NamedTuple):
-    """The round as if each tree had been the chain of its kept nodes and the first one rejected after them."""
+    """The round as if each tree had been the chain of its kept nodes and the first one rejected
+    after them."""
 
     chains: list[list[int]]
     drafts: Drafts
@@ -157,9 +184,9 @@ def straighten(
     output: PassOutput,
     paths: Sequence[Sequence[int]],
     *,
-    with_laws: bool,
+    with_distributions: bool,
 ) -> Straightened:
-    """`paths` of the deciding rows; `with_laws` says whether anybody will look at q."""
+    """`paths` of the deciding rows; `with_distributions` says whether anybody will look at q."""
     assert drafts.tree is not None
     nodes = [tried(parents, path) for parents, path in zip(drafts.tree.parents, paths)]
     nodes += [[] for _ in range(len(rows) - len(nodes))]
@@ -181,24 +208,37 @@ def straighten(
     logits = output.logits[torch.tensor(logit_rows, dtype=torch.int64, device=device)]
     count = len(drafts.chains)
     width = max(map(len, straight[:count]), default=0)
-    tokens = torch.tensor([[*chain, *[-1] * (width - len(chain))] for chain in straight[:count]], device=device)
-    laws = _path_laws(drafts, drafts.tree, nodes[:count], width) if with_laws else None
+    tokens = torch.tensor(
+        [[*chain, *[-1] * (width - len(chain))] for chain in straight[:count]], device=device
+    )
+    distributions = (
+        _path_distributions(drafts, drafts.tree, nodes[:count], width)
+        if with_distributions
+        else None
+    )
     lengths = torch.tensor([len(chain) for chain in straight[:count]], device=device)
-    kept_drafts = replace(drafts, chains=straight[:count], tokens=tokens, lengths=lengths, logits=laws)
-    return Straightened(straight, kept_drafts, output._replace(logits=logits, taps=taps, begins=begins))
+    kept_drafts = replace(
+        drafts, chains=straight[:count], tokens=tokens, lengths=lengths, logits=distributions
+    )
+    return Straightened(
+        straight, kept_drafts, output._replace(logits=logits, taps=taps, begins=begins)
+    )
 
 
-def _path_laws(drafts: Drafts, tree: RoundTree, nodes: Sequence[Sequence[int]], width: int) -> torch.Tensor | None:
-    """[B, width, V]: what the children of each node's parent were drawn from, first to last; one-hot where nothing was drawn."""
+def _path_distributions(
+    drafts: Drafts, tree: RoundTree, nodes: Sequence[Sequence[int]], width: int
+) -> torch.Tensor | None:
+    """[B, width, V]: what the children of each node's parent were drawn from, first to last;
+    one-hot where nothing was drawn."""
     if drafts.logits is None or tree.q_rows is None:
         return None
-    laws = drafts.logits.new_full((len(nodes), width, drafts.logits.shape[1]), -torch.inf)
+    distributions = drafts.logits.new_full((len(nodes), width, drafts.logits.shape[1]), -torch.inf)
     told = tree.q_rows.tolist()
     for row, kept in enumerate(nodes):
         for step, node in enumerate(kept):
-            law = told[row][tree.parents[row][node] + 1]
-            if law >= 0:
-                laws[row, step] = drafts.logits[law]
+            distribution = told[row][tree.parents[row][node] + 1]
+            if distribution >= 0:
+                distributions[row, step] = drafts.logits[distribution]
             else:
-                laws[row, step, drafts.chains[row][node]] = 0.0
-    return laws
+                distributions[row, step, drafts.chains[row][node]] = 0.0
+    return distributions

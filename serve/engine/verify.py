@@ -1,4 +1,5 @@
-"""From target logits to emitted tokens: the request's law, then verification of what was drafted."""
+"""From target logits to emitted tokens: the request's distribution, then verification of what was
+drafted."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import Verdict
-from draftsmith.serve.engine.round import Decision, Drafts, Row
+from draftsmith.serve.engine.round import Decision, Drafts
+from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import greedy_path
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams
@@ -42,33 +44,47 @@ def chain_rule(verification: str, synthetic_acceptance: Sequence[float] | None) 
 
 
 class Streams:
-    """Sampling law and random stream of every deciding row, as the tensors both the drafter and verification read."""
+    """Sampling distribution and random stream of every deciding row, as the tensors both the
+    drafter and verification read."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device, *, rule: ChainRule = CHAIN_RULES["chain"]):
+    def __init__(
+        self, rows: Sequence[Row], device: torch.device, *, rule: ChainRule = CHAIN_RULES["chain"]
+    ):
         self.params, self.device = [row.request.params for row in rows], device
         self.rule = rule
         self.all_greedy = all(params.temperature == 0 for params in self.params)
-        self.seeds = torch.tensor([row.request.seed for row in rows], dtype=torch.int64, device=device)
-        self.positions = torch.tensor([row.request.num_tokens for row in rows], dtype=torch.int64, device=device)
+        self.seeds = torch.tensor(
+            [row.request.seed for row in rows], dtype=torch.int64, device=device
+        )
+        self.positions = torch.tensor(
+            [row.request.num_tokens for row in rows], dtype=torch.int64, device=device
+        )
         self.adjust = Adjustments.of([row.request for row in rows])
 
     @cached_property
-    def laws(self) -> SamplingRows:
+    def distributions(self) -> SamplingRows:
         # Not made for a greedy round without drafts, which reads none.
-        return self._laws(self.params, [p.temperature for p in self.params])
+        return self._distributions(self.params, [p.temperature for p in self.params])
 
     def draft_seeds(self, num_rows: int) -> torch.Tensor:
-        """[num_rows] int64 of the first rows, which draft; no two rounds of a request have the same one."""
+        """[num_rows] int64 of the first rows, which draft; no two rounds of a request have the same
+        one."""
         return round_seeds(self.seeds[:num_rows], self.positions[:num_rows])
 
-    def draft_laws(self, num_rows: int, temperatures: Sequence[float] | None = None) -> SamplingRows:
+    def draft_distributions(
+        self, num_rows: int, temperatures: Sequence[float] | None = None
+    ) -> SamplingRows:
         """Of the first rows, which draft; at their requests' temperatures or the given ones."""
         if temperatures is None and num_rows == len(self.params):
-            return self.laws
+            return self.distributions
         params = self.params[:num_rows]
-        return self._laws(params, [p.temperature for p in params] if temperatures is None else temperatures)
+        return self._distributions(
+            params, [p.temperature for p in params] if temperatures is None else temperatures
+        )
 
-    def _laws(self, params: Sequence[SamplingParams], temperatures: Sequence[float]) -> SamplingRows:
+    def _distributions(
+        self, params: Sequence[SamplingParams], temperatures: Sequence[float]
+    ) -> SamplingRows:
         return SamplingRows.of(
             temperatures,
             top_k=[p.top_k for p in params],
@@ -78,7 +94,9 @@ class Streams:
         )
 
 
-def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts | None, streams: Streams) -> Decision:
+def decide(
+    logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts | None, streams: Streams
+) -> Decision:
     """What each row emits.
 
     Args:
@@ -89,15 +107,21 @@ def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts
     tree = None if drafts is None else drafts.tree
     parents = None if tree is None else tree.parents + [[]] * (len(chains) - len(tree.parents))
     if streams.adjust is not None:
-        owners, prefixes = chain_prefixes(chains) if parents is None else tree_prefixes(chains, parents)
+        owners, prefixes = (
+            chain_prefixes(chains) if parents is None else tree_prefixes(chains, parents)
+        )
         logits = streams.adjust.apply(logits, owners, prefixes)
-    if streams.all_greedy and streams.rule.argmax and (decision := _decide_greedily(logits, chains, parents)) is not None:
+    if (
+        streams.all_greedy
+        and streams.rule.argmax
+        and (decision := _decide_greedily(logits, chains, parents)) is not None
+    ):
         return decision
     counts = [len(chain) + 1 for chain in chains]
-    laws = streams.laws
+    distributions = streams.distributions
     if max(counts) > 1:
-        laws = laws.repeat(counts)
-    p_logits = process(logits, laws)
+        distributions = distributions.repeat(counts)
+    p_logits = process(logits, distributions)
     decision = Decision([], [])
     num_drafting = len(drafts.chains) if drafts is not None else 0
     num_rows = sum(counts[:num_drafting])
@@ -114,12 +138,22 @@ def decide(logits: torch.Tensor, chains: Sequence[Sequence[int]], drafts: Drafts
     return decision
 
 
-def _verify(p_logits: torch.Tensor, drafts: Drafts, seeds: torch.Tensor, positions: torch.Tensor, rule: ChainRule) -> Decision:
+def _verify(
+    p_logits: torch.Tensor,
+    drafts: Drafts,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    rule: ChainRule,
+) -> Decision:
     if drafts.tree is None:
-        verdict = rule.verify(p_logits, drafts.tokens, drafts.lengths, drafts.logits, seeds, positions)
+        verdict = rule.verify(
+            p_logits, drafts.tokens, drafts.lengths, drafts.logits, seeds, positions
+        )
         parts = [verdict.accepted[:, None], verdict.tokens]
     else:
-        grown = verify_tree(p_logits, drafts.tree.draft, drafts.logits, drafts.tree.q_rows, seeds, positions)
+        grown = verify_tree(
+            p_logits, drafts.tree.draft, drafts.logits, drafts.tree.q_rows, seeds, positions
+        )
         parts = [grown.accepted[:, None], grown.tokens, grown.nodes]
     width = parts[1].shape[1]
     # The round's one look at what became of it.
@@ -132,9 +166,10 @@ def _verify(p_logits: torch.Tensor, drafts: Drafts, seeds: torch.Tensor, positio
 def _decide_greedily(
     logits: torch.Tensor, chains: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None
 ) -> Decision | None:
-    """What verification of one-hot laws comes to: drafts are kept while they are the argmax. None when a logit is NaN.
+    """What verification of one-hot distributions comes to: drafts are kept while they are the
+    argmax. None when a logit is NaN.
 
-    The common case on a small machine, and several times cheaper than making the laws.
+    The common case on a small machine, and several times cheaper than making the distributions.
     """
     best = logits.max(dim=-1)  # the first of equal logits, as `process` takes it
     choices, finite = torch.stack([best.indices, torch.isfinite(best.values).long()]).tolist()

@@ -32,7 +32,7 @@ def _extras(server: Server, body: Generation) -> Extras:
         name_by_id=bool(body.return_tokens_as_token_ids),
         echo=body.echoes(),
         prompt_only=body.most_tokens() == 0,
-        # A request without drafts has the target's law on any server.
+        # A request without drafts has the target's distribution on any server.
         lossless=server.loop.engine.lossless or body.speculation.k == 0,
         usage=options is not None and bool(options.include_usage),
         running_usage=options is not None and bool(options.continuous_usage_stats),
@@ -40,7 +40,11 @@ def _extras(server: Server, body: Generation) -> Extras:
 
 
 async def _answer(
-    server: Server, request: Request, body: Generation, prompts: Sequence[Prompt], responder: Responder
+    server: Server,
+    request: Request,
+    body: Generation,
+    prompts: Sequence[Prompt],
+    responder: Responder,
 ) -> Response:
     num_choices = body.n or 1
     _check_count(server, len(prompts), num_choices)
@@ -51,7 +55,9 @@ async def _answer(
         raise as_refusal(error, told_as=body.told_as) from error
     if body.stream:
         events = _stream(server, exchange, responder)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
     if not await _finished(server, request, exchange):
         return Response(status_code=499)
     for finished in exchange.requests:
@@ -63,16 +69,26 @@ async def _answer(
 
 
 async def _submit(
-    server: Server, exchange: Exchange, request: Request, body: Generation, prompts: Sequence[Prompt], *, answer: str
+    server: Server,
+    exchange: Exchange,
+    request: Request,
+    body: Generation,
+    prompts: Sequence[Prompt],
+    *,
+    answer: str,
 ) -> None:
     num_choices = body.n or 1
-    bad_words = await server.aside.run(lambda: bad_word_tokens(body.bad_words or (), server.tokenizer))
+    bad_words = await server.aside.run(
+        lambda: bad_word_tokens(body.bad_words or (), server.tokenizer)
+    )
     params = [body.sampling(index, bad_words) for index in range(num_choices)]
     await exchange.submit(
         [prompt.tokens for prompt in prompts for _ in range(num_choices)],
         params * len(prompts),
         request_class=body.request_class,
-        tenant=tenant_of(request.headers.get("authorization", "")) if len(server.limits.api_keys) > 1 else "",
+        tenant=tenant_of(request.headers.get("authorization", ""))
+        if len(server.limits.api_keys) > 1
+        else "",
         learn=request.headers.get(LEARN_HEADER, "on").lower() not in ("off", "false", "0", "no"),
         answer=answer,
     )
@@ -84,7 +100,8 @@ def _check_count(server: Server, num_prompts: int, num_choices: int) -> None:
     if count > most:
         param = "prompt" if num_prompts > 1 else "n"
         message = (
-            f"{num_prompts} prompts times n = {num_choices} are more than the {most} requests that this server's queue holds"
+            f"{num_prompts} prompts times n = {num_choices} are more than the {most} requests "
+            "that this server's queue holds"
         )
         raise Refusal(400, f"{message}; ask for fewer at a time", param=param)
 
@@ -123,7 +140,9 @@ async def _stream(server: Server, exchange: Exchange, responder: Responder) -> A
     yield "data: [DONE]\n\n"
 
 
-async def _chunks(server: Server, exchange: Exchange, responder: Responder) -> AsyncIterator[dict[str, Any]]:
+async def _chunks(
+    server: Server, exchange: Exchange, responder: Responder
+) -> AsyncIterator[dict[str, Any]]:
     for index in range(len(exchange.requests)):
         if (opening := responder.opening(index)) is not None:
             yield opening
@@ -139,13 +158,16 @@ async def _chunks(server: Server, exchange: Exchange, responder: Responder) -> A
                 raise refusal
         # Also without text (half a character, say): a client measures the arrival of tokens by it.
         yield responder.update(index, request, update)
-    server.metrics.answered([request.num_output for request in exchange.requests], responder.num_choices)
+    server.metrics.answered(
+        [request.num_output for request in exchange.requests], responder.num_choices
+    )
     if (closing := responder.closing(exchange.requests)) is not None:
         yield closing
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-# Line ends to Unicode but not to server-sent events. Many a client (all on httpx's iter_lines) cuts an event in two there.
+# Line ends to Unicode but not to server-sent events. Many a client (all on httpx's iter_lines) cuts
+# an event in two there.
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 

@@ -26,9 +26,12 @@ from draftsmith.version import __version__
 if TYPE_CHECKING:
     from draftsmith.serve.http.server import Server
 
-LOSSLESS_HEADER = "x-draftsmith-lossless"  # of /health, where answers need not have the target's distribution
+# of /health, where answers need not have the target's distribution
+LOSSLESS_HEADER = "x-draftsmith-lossless"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-METRICS_DOCUMENT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+METRICS_DOCUMENT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
+}
 HEALTH_DOCUMENT: dict[int | str, dict[str, Any]] = {
     200: {"description": "The engine runs."},
     503: {"description": "The engine does not run; restart the server."},
@@ -58,17 +61,28 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(server)]}
 
-    @app.get("/v1/models/{model:path}", responses={**documented(200, model=Model), **documented(401, 404)})
+    @app.get(
+        "/v1/models/{model:path}",
+        responses={**documented(200, model=Model), **documented(401, 404)},
+    )
     async def model(model: str) -> dict[str, Any]:
         server.check_model(model)
         return _model(server)
 
 
 def _model(server: Server) -> dict[str, Any]:
-    entry = {"id": server.model, "object": "model", "created": server.created, "owned_by": "draftsmith"}
+    entry = {
+        "id": server.model,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "draftsmith",
+    }
     engine = server.loop.engine
     entry |= {"root": engine.target.name, "parent": None, "max_model_len": engine.max_length}
-    entry["max_draft_depth"], entry["max_draft_tokens"] = engine.max_draft_depth, engine.max_draft_tokens
+    entry["max_draft_depth"], entry["max_draft_tokens"] = (
+        engine.max_draft_depth,
+        engine.max_draft_tokens,
+    )
     return entry if engine.lossless else entry | {"lossless": False}
 
 
@@ -92,7 +106,8 @@ def _kind(body: Any) -> str:
 
 
 TokenizeRequest = Annotated[
-    Annotated[TokenizeText, Tag("text body")] | Annotated[TokenizeChat, Tag("chat body")], Discriminator(_kind)
+    Annotated[TokenizeText, Tag("text body")] | Annotated[TokenizeChat, Tag("chat body")],
+    Discriminator(_kind),
 ]
 
 
@@ -102,11 +117,15 @@ class DetokenizeRequest(Wire):
 
 
 def add_token_endpoints(app: FastAPI, server: Server) -> None:
-    @app.post("/tokenize", responses={**documented(200, model=TokenizeBody), **documented(*STATUSES)})
+    @app.post(
+        "/tokenize", responses={**documented(200, model=TokenizeBody), **documented(*STATUSES)}
+    )
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
         tokens = await server.aside.run(lambda: _tokens(server, body))
-        strings = server.vocabulary.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        strings = (
+            server.vocabulary.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        )
         return {
             "count": len(tokens),
             "max_model_len": server.loop.engine.max_length,
@@ -114,15 +133,23 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
             "token_strs": strings,
         }
 
-    @app.post("/detokenize", responses={**documented(200, model=DetokenizeBody), **documented(*STATUSES)})
+    @app.post(
+        "/detokenize", responses={**documented(200, model=DetokenizeBody), **documented(*STATUSES)}
+    )
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         server.check_model(body.model)
         size = server.loop.engine.target.vocab_size
         if (wrong := next((token for token in body.tokens if token >= size), None)) is not None:
-            raise Refusal(400, f"tokens holds {wrong}; the ids of this model are 0..{size - 1}", param="tokens")
+            raise Refusal(
+                400,
+                f"tokens holds {wrong}; the ids of this model are 0..{size - 1}",
+                param="tokens",
+            )
         return {"prompt": server.vocabulary.decode(body.tokens)}
 
-    @app.get("/tokenizer_info", responses={**documented(200, model=TokenizerInfo), **documented(401)})
+    @app.get(
+        "/tokenizer_info", responses={**documented(200, model=TokenizerInfo), **documented(401)}
+    )
     async def tokenizer_info() -> dict[str, Any]:
         tokenizer = server.vocabulary
         return {
@@ -153,16 +180,31 @@ DOCUMENT[503]["description"] = "The buffer cannot be reached; ask again."
 
 def add_learning_endpoints(app: FastAPI, server: Server) -> None:
     # Not async: it takes seconds, in which a thread of the pool waits.
-    @app.delete("/v1/learn/{answer}", status_code=204, response_class=Response, responses=DOCUMENT, operation_id="forget")
+    @app.delete(
+        "/v1/learn/{answer}",
+        status_code=204,
+        response_class=Response,
+        responses=DOCUMENT,
+        operation_id="forget",
+    )
     def forget(answer: str) -> Response:
         sink = server.loop.engine.recorder.sink
         if sink is None:
-            raise Refusal(404, "nothing is recorded by this server; ask the one that answered", code="not_recorded")
+            raise Refusal(
+                404,
+                "nothing is recorded by this server; ask the one that answered",
+                code="not_recorded",
+            )
         try:
             num_records = sink.forget(answer)
         except OSError as error:
-            raise Refusal(503, f"the buffer cannot be reached ({error}); ask again", kind="server_error") from error
+            raise Refusal(
+                503, f"the buffer cannot be reached ({error}); ask again", kind="server_error"
+            ) from error
         if num_records == 0:
-            message = f"no record of {answer!r} is in the buffer; a learner that still holds some drops them"
+            message = (
+                f"no record of {answer!r} is in the buffer; a learner that still holds some drops "
+                "them"
+            )
             raise Refusal(404, message, param="answer", code="not_recorded")
         return Response(status_code=204)

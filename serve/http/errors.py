@@ -20,7 +20,17 @@ from draftsmith.serve.requests.request import Request as EngineRequest
 
 RETRY_AFTER = {"retry-after": "1"}
 _LEADING_NAME = re.compile(r"[a-z_]+")
-SHORT_NAMES = ("temperature", "stop", "seed", "logprobs", "prompt", "messages", "grammar", "speculation", "n")
+SHORT_NAMES = (
+    "temperature",
+    "stop",
+    "seed",
+    "logprobs",
+    "prompt",
+    "messages",
+    "grammar",
+    "speculation",
+    "n",
+)
 
 
 class Refusal(Exception):
@@ -37,7 +47,13 @@ class Refusal(Exception):
         headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.kind, self.param, self.code, self.headers = status, kind, param, code, headers
+        self.status, self.kind, self.param, self.code, self.headers = (
+            status,
+            kind,
+            param,
+            code,
+            headers,
+        )
 
     def body(self) -> dict[str, Any]:
         return error_body(str(self), kind=self.kind, param=self.param, code=self.code)
@@ -48,12 +64,19 @@ class Refusal(Exception):
 
 class ErrorResponse(JSONResponse):
     def render(self, content: Any) -> bytes:
-        # Messages and names quote the client, who may have sent half a surrogate pair: only ASCII escapes can carry that.
-        return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+        # Messages and names quote the client, who may have sent half a surrogate pair: only ASCII
+        # escapes can carry that.
+        return json.dumps(
+            content, ensure_ascii=True, allow_nan=False, separators=(",", ":")
+        ).encode()
 
 
 def error_body(
-    message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
 ) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -63,7 +86,12 @@ def overloaded(message: str) -> Refusal:
 
 
 def timed_out(seconds: float) -> Refusal:
-    return Refusal(408, f"no answer within {seconds:g} s; ask for fewer tokens", kind="timeout_error", code="timeout")
+    return Refusal(
+        408,
+        f"no answer within {seconds:g} s; ask for fewer tokens",
+        kind="timeout_error",
+        code="timeout",
+    )
 
 
 def failure(request: EngineRequest) -> Refusal | None:
@@ -72,7 +100,11 @@ def failure(request: EngineRequest) -> Refusal | None:
     if reason is FinishReason.ERROR and request.error:
         return Refusal(400, request.error)
     if reason is FinishReason.ERROR:
-        return Refusal(500, "the engine could not finish this request; see the server's log", kind="server_error")
+        return Refusal(
+            500,
+            "the engine could not finish this request; see the server's log",
+            kind="server_error",
+        )
     if reason is FinishReason.ABORT:
         return shutting_down("the server is shutting down; send the request to another one")
     return None
@@ -95,7 +127,8 @@ def as_refusal(error: UserError, *, told_as: Callable[[str], str] = str) -> Refu
 
 
 def named_param(message: str) -> str | None:
-    """Sentences about a parameter begin with its name, which has an underscore, or is one of the few that have none."""
+    """Sentences about a parameter begin with its name, which has an underscore, or is one of the
+    few that have none."""
     leading = _LEADING_NAME.match(message)
     name = leading.group() if leading else ""
     return name if "_" in name or name in SHORT_NAMES else None
@@ -121,18 +154,26 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> ErrorResponse:
-        return Refusal(500, "the server failed on this request; see its log", kind="server_error").response()
+        return Refusal(
+            500, "the server failed on this request; see its log", kind="server_error"
+        ).response()
 
 
 def validation_refusal(error: RequestValidationError) -> Refusal:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return Refusal(400, "the request body is not valid JSON; mend it")
-    # Where the schema allows several types, the first entry may be about the wrong one; the name is right in any case.
+    # Where the schema allows several types, the first entry may be about the wrong one; the name is
+    # right in any case.
     name = next((str(part) for part in first["loc"] if part not in PLACES), None)
     message = _sentence(first, name)
     unknown = first["type"] == "extra_forbidden"
-    return Refusal(400, message, param=name or named_param(message), code="unknown_parameter" if unknown else None)
+    return Refusal(
+        400,
+        message,
+        param=name or named_param(message),
+        code="unknown_parameter" if unknown else None,
+    )
 
 
 def _sentence(error: dict[str, Any], name: str | None) -> str:
@@ -149,6 +190,9 @@ def _sentence(error: dict[str, Any], name: str | None) -> str:
     return f"parameter {name!r}: {reason}"
 
 
-PLACES = ("body", "path", "query", "text body", "chat body")  # where a parameter stands, which is no part of its name
+# where a parameter stands, which is no part of its name
+PLACES = ("body", "path", "query", "text body", "chat body")
 _STRUCTURED = " and say it in structured_outputs or response_format"
-MENDS = dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _STRUCTURED)
+MENDS = dict.fromkeys(
+    ("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _STRUCTURED
+)

@@ -1,4 +1,5 @@
-"""One HTTP request's engine requests: submitted together, their updates in one asyncio queue, cancelled together."""
+"""One HTTP request's engine requests: submitted together, their updates in one asyncio queue,
+cancelled together."""
 
 from __future__ import annotations
 
@@ -20,9 +21,16 @@ class Event(NamedTuple):
 
 
 class Exchange:
-    """`timeout_s` bounds the time from here to the last update; `asyncio.TimeoutError` tells that it is over."""
+    """`timeout_s` bounds the time from here to the last update; `asyncio.TimeoutError` tells that
+    it is over."""
 
-    def __init__(self, loop: EngineLoop, aside: Aside, mailbox: Mailbox[Event], timeout_s: float | None = None):
+    def __init__(
+        self,
+        loop: EngineLoop,
+        aside: Aside,
+        mailbox: Mailbox[Event],
+        timeout_s: float | None = None,
+    ):
         self.loop, self._aside, self._mailbox = loop, aside, mailbox
         self.requests: list[Request] = []
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -43,13 +51,25 @@ class Exchange:
 
         def request(index: int, prompt: Sequence[int], choice: SamplingParams) -> Request:
             forward = self._forwarder(index)
-            return intake.request(prompt, choice, forward, request_class=request_class, tenant=tenant, learn=learn, answer=answer)
+            return intake.request(
+                prompt,
+                choice,
+                forward,
+                request_class=request_class,
+                tenant=tenant,
+                learn=learn,
+                answer=answer,
+            )
 
         def make() -> list[Request]:
-            return [request(index, prompt, choice) for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))]
+            return [
+                request(index, prompt, choice)
+                for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))
+            ]
 
         requests = await self._aside.run(make)
-        # Back on the event loop's thread: whoever is cancelled while it waits has nothing in the engine yet.
+        # Back on the event loop's thread: whoever is cancelled while it waits has nothing in the
+        # engine yet.
         self.loop.enqueue(requests)
         self.requests = requests
 
@@ -73,7 +93,9 @@ class Exchange:
     async def _next(self) -> Event:
         if self._deadline_s is None:
             return await self._events.get()
-        return await asyncio.wait_for(self._events.get(), max(0.0, self._deadline_s - time.monotonic()))
+        return await asyncio.wait_for(
+            self._events.get(), max(0.0, self._deadline_s - time.monotonic())
+        )
 
     async def finished(self) -> list[Request]:
         async for _ in self.events():

@@ -14,7 +14,9 @@ def _is_text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it holds half a surrogate pair, which is no text; mend its encoding") from error
+        raise ValueError(
+            "it holds half a surrogate pair, which is no text; mend its encoding"
+        ) from error
     return value
 
 
@@ -40,7 +42,9 @@ class JsonObjectFormat(Wire):
 
 class JsonSchema(Wire):
     # "schema" would hide a method of pydantic's, which only warns about it.
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), populate_by_name=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, protected_namespaces=(), populate_by_name=False
+    )
 
     name: Text
     schema_: dict[str, Any] = Field(alias="schema")
@@ -71,7 +75,9 @@ class StructuredOutputs(Wire):
     def _one_kind(self) -> StructuredOutputs:
         given = [kind for kind, value in zip(KINDS, self._values()) if value is not None]
         if len(given) != 1:
-            raise ValueError(f"structured_outputs holds {len(given)} of {', '.join(KINDS)}; give exactly one")
+            raise ValueError(
+                f"structured_outputs holds {len(given)} of {', '.join(KINDS)}; give exactly one"
+            )
         if isinstance(self.json_, str):
             _parsed(self.json_)
         return self
@@ -81,7 +87,9 @@ class StructuredOutputs(Wire):
 
     def to_grammar(self) -> Grammar:
         if self.json_ is not None:
-            return Grammar.json_schema(_parsed(self.json_) if isinstance(self.json_, str) else self.json_)
+            return Grammar.json_schema(
+                _parsed(self.json_) if isinstance(self.json_, str) else self.json_
+            )
         if self.regex is not None:
             return Grammar.regex(self.regex)
         if self.choice is not None:
@@ -95,13 +103,17 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"structured_outputs.json is a text that is not JSON ({error}); mend it") from error
+        raise ValueError(
+            f"structured_outputs.json is a text that is not JSON ({error}); mend it"
+        ) from error
     if not isinstance(schema, dict):
         raise ValueError("structured_outputs.json is no JSON object; give a schema")
     return schema
 
 
-def grammar_of(response_format: BaseModel | None, structured: StructuredOutputs | None) -> Grammar | None:
+def grammar_of(
+    response_format: BaseModel | None, structured: StructuredOutputs | None
+) -> Grammar | None:
     if structured is not None:
         return structured.to_grammar()
     if isinstance(response_format, JsonObjectFormat):

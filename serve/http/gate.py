@@ -1,5 +1,5 @@
-"""What stands before the endpoints: API keys, the size of bodies, how many answers are being made. Plain ASGI, so that a client
-that leaves is still seen to leave."""
+"""What stands before the endpoints: API keys, the size of bodies, how many answers are being made.
+Plain ASGI, so that a client that leaves is still seen to leave."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Load:
 
 
 class Gate:
-    """`responded` hears the status of every answer of the generating endpoints, refusals here included."""
+    """`responded` hears the status of every answer of the generating endpoints, refusals here
+    included."""
 
     def __init__(self, app: ASGIApp, limits: Limits, load: Load, responded: Callable[[int], None]):
         self.app, self.limits, self.load, self.responded = app, limits, load, responded
@@ -59,7 +60,11 @@ class Gate:
             self.load.num_answering -= answering
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if self._digests and scope["path"] not in OPEN_PATHS and not opens(self._digests, headers.get("authorization", "")):
+        if (
+            self._digests
+            and scope["path"] not in OPEN_PATHS
+            and not opens(self._digests, headers.get("authorization", ""))
+        ):
             raise Refusal(
                 401,
                 "the API key is missing or wrong; send it as a bearer token",
@@ -71,9 +76,14 @@ class Gate:
         if told.isdecimal() and int(told) > self.limits.max_body_bytes:
             raise Refusal(413, too_large(self.limits.max_body_bytes), code="body_too_large")
         most = self.limits.max_concurrency
-        if most is not None and scope["path"] in ANSWERING_PATHS and self.load.num_answering >= most:
+        if (
+            most is not None
+            and scope["path"] in ANSWERING_PATHS
+            and self.load.num_answering >= most
+        ):
             raise overloaded(
-                f"{self.load.num_answering} requests are being answered and this server takes {most}; try again later"
+                f"{self.load.num_answering} requests are being answered and this server takes "
+                f"{most}; try again later"
             )
 
 
@@ -95,7 +105,10 @@ def tenant_of(authorization: str) -> str:
 
 
 def too_large(limit: int) -> str:
-    return f"the request body has more than the {limit} bytes that this server takes; send a smaller one"
+    return (
+        f"the request body has more than the {limit} bytes that this server takes; send a smaller "
+        "one"
+    )
 
 
 def _overheard(send: Send, responded: Callable[[int], None]) -> Send:

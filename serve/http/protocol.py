@@ -1,4 +1,5 @@
-"""The OpenAI wire format: what a request may say. A parameter that is not honoured exactly is refused with 400."""
+"""The OpenAI wire format: what a request may say. A parameter that is not honoured exactly is
+refused with 400."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ import reprlib
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from draftsmith.serve.http.formats import ResponseFormat, StructuredOutputs, Text, Wire, grammar_of
 from draftsmith.serve.sampling.params import SamplingParams
@@ -15,7 +22,8 @@ TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class Speculation(Wire):
-    """Ours: how this request is drafted, and whether the response reports what became of the drafts."""
+    """Ours: how this request is drafted, and whether the response reports what became of the
+    drafts."""
 
     k: Annotated[int, Field(ge=0, le=64)] | None = None
     draft_temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -55,8 +63,10 @@ class Generation(Wire):
     user: Text | None = None
     speculation: Speculation = Field(default_factory=Speculation)
     request_class: Annotated[Text, Field(max_length=128)] = ""
-    return_token_ids: bool | None = None  # as vLLM: the response also carries the tokens of prompt and answer
-    return_tokens_as_token_ids: bool | None = None  # as vLLM: tokens of logprobs are named "token_id:17"
+    # as vLLM: the response also carries the tokens of prompt and answer
+    return_token_ids: bool | None = None
+    # as vLLM: tokens of logprobs are named "token_id:17"
+    return_tokens_as_token_ids: bool | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -69,19 +79,25 @@ class Generation(Wire):
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Generation:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is given without stream; set stream to true or leave it out")
+            raise ValueError(
+                "stream_options is given without stream; set stream to true or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
     def _one_format(self) -> Generation:
         if self.structured_outputs is not None and self.response_format is not None:
-            raise ValueError("structured_outputs is given together with response_format; choose one of them")
+            raise ValueError(
+                "structured_outputs is given together with response_format; choose one of them"
+            )
         return self
 
     @model_validator(mode="after")
     def _some_tokens(self) -> Generation:
         if self.most_tokens() == 0 and not self.echoes():
-            raise ValueError("max_tokens is 0; ask for at least 1, or for the echo of a completion's prompt")
+            raise ValueError(
+                "max_tokens is 0; ask for at least 1, or for the echo of a completion's prompt"
+            )
         return self
 
     def told_as(self, name: str) -> str:
@@ -102,7 +118,8 @@ class Generation(Wire):
         return False
 
     def sampling(self, index: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-        """Of the `index`-th of n choices: each draws from its own streams. `bad_words` are the tokens of those asked for."""
+        """Of the `index`-th of n choices: each draws from its own streams. `bad_words` are the
+        tokens of those asked for."""
         most = self.most_tokens()
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -125,7 +142,9 @@ class Generation(Wire):
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             bad_words=bad_words,
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            allowed_token_ids=None
+            if self.allowed_token_ids is None
+            else tuple(self.allowed_token_ids),
             grammar=grammar_of(self.response_format, self.structured_outputs),
         )
 
@@ -153,12 +172,17 @@ class CompletionRequest(Generation):
             if isinstance(value, str):
                 raise
             what = f"{reprlib.repr(value)} is no prompt"
-            raise ValueError(f"{what}; give a text, token ids, or a list of texts or of lists of ids") from error
+            raise ValueError(
+                f"{what}; give a text, token ids, or a list of texts or of lists of ids"
+            ) from error
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
-            raise ValueError(f"best_of is {self.best_of} but n is {self.n or 1}; only best_of equal to n is supported")
+            raise ValueError(
+                f"best_of is {self.best_of} but n is {self.n or 1}; only best_of equal to n is "
+                "supported"
+            )
         return self
 
     def alternatives(self) -> int | None:
@@ -182,8 +206,14 @@ class Message(Wire):
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        return {"role": self.role, "content": content} | (
+            {"name": self.name} if self.name is not None else {}
+        )
 
 
 class Conversation(Wire):
@@ -198,7 +228,9 @@ class Conversation(Wire):
     @model_validator(mode="after")
     def _continues_or_prompts(self) -> Conversation:
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("add_generation_prompt and continue_final_message are both true; choose one of them")
+            raise ValueError(
+                "add_generation_prompt and continue_final_message are both true; choose one of them"
+            )
         return self
 
     @field_validator("chat_template_kwargs")
@@ -210,10 +242,13 @@ class Conversation(Wire):
         return value
 
 
-# What apply_chat_template is itself told: a client must not set it through the variables of its template.
+# What apply_chat_template is itself told: a client must not set it through the variables of its
+# template.
 OURS_OF_TEMPLATES = (
-    "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
 
 
@@ -225,8 +260,13 @@ class ChatRequest(Generation, Conversation):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is given without logprobs; set logprobs to true or leave it out")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                "top_logprobs is given without logprobs; set logprobs to true or leave it out"
+            )
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         return self
 

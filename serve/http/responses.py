@@ -1,4 +1,5 @@
-"""OpenAI response bodies from engine requests. Plain dicts: they are built once a round, and nothing validates them again."""
+"""OpenAI response bodies from engine requests. Plain dicts: they are built once a round, and
+nothing validates them again."""
 
 from __future__ import annotations
 
@@ -27,17 +28,19 @@ class Extras(NamedTuple):
     report: Level = "none"  # what became of the drafts
     report_alone: bool = False  # a stream tells it even where no usage is asked for
     token_ids: bool = False  # the response also carries the tokens of prompt and answer
-    name_by_id: bool = False  # tokens of logprobs are named "token_id:17", which text cannot confuse
+    # tokens of logprobs are named "token_id:17", which text cannot confuse
+    name_by_id: bool = False
     echo: bool = False  # the prompt is part of the text
     prompt_only: bool = False  # and there is nothing else
-    lossless: bool = True  # answers have the target's law
+    lossless: bool = True  # answers have the target's distribution
     usage: bool = False  # a stream ends with the usage
     running_usage: bool = False  # and every chunk has it
 
 
 @dataclass
 class Responder(ABC):
-    """Shared by both endpoints: identity of the response, usage, the optional report. Choices of one prompt are neighbours."""
+    """Shared by both endpoints: identity of the response, usage, the optional report. Choices of
+    one prompt are neighbours."""
 
     model: str
     vocabulary: Vocabulary
@@ -56,18 +59,23 @@ class Responder(ABC):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
     def head(self, kind: str) -> Body:
-        # Whoever gets an answer that need not have the target's law is told so.
+        # Whoever gets an answer that need not have the target's distribution is told so.
         label = {} if self.extras.lossless else {"lossless": False}
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model} | label
 
     def body(self, requests: Sequence[Request]) -> Body:
-        choices = [self.choice(index, request) | self.tokens(request.output) for index, request in enumerate(requests)]
+        choices = [
+            self.choice(index, request) | self.tokens(request.output)
+            for index, request in enumerate(requests)
+        ]
         body = {**self.head(self.whole), "choices": choices, "usage": self.usage(requests)}
         return body | self.metrics(requests)
 
     def usage(self, requests: Sequence[Request]) -> Body:
         """Prompt tokens count once a prompt, however many choices it has."""
-        return self._usage(requests[:: self.num_choices], sum(request.num_output for request in requests))
+        return self._usage(
+            requests[:: self.num_choices], sum(request.num_output for request in requests)
+        )
 
     def _usage(self, prompts: Sequence[Request], completion: int) -> Body:
         """`prompts` has one request of each prompt."""
@@ -77,17 +85,26 @@ class Responder(ABC):
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(request.num_cached for request in prompts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(request.num_cached for request in prompts)
+            },
         }
 
     def metrics(self, requests: Sequence[Request]) -> Body:
         if self.extras.report == "none":
             return {}
-        reports = [speculation_report(each.speculation, each.k, level=self.extras.report) for each in requests]
+        reports = [
+            speculation_report(each.speculation, each.k, level=self.extras.report)
+            for each in requests
+        ]
         if len(reports) == 1:
             return {"metrics": {"speculative_decoding": reports[0]}}
-        # As vLLM: one report belongs to one choice, and several choices have none. Who asks by our own field gets all.
-        return {"metrics": {"speculative_decoding": None} | ({"choices": reports} if self.extras.report_alone else {})}
+        # As vLLM: one report belongs to one choice, and several choices have none. Who asks by our
+        # own field gets all.
+        return {
+            "metrics": {"speculative_decoding": None}
+            | ({"choices": reports} if self.extras.report_alone else {})
+        }
 
     def tokens(self, tokens: list[int]) -> Body:
         if not self.extras.token_ids:
@@ -98,7 +115,9 @@ class Responder(ABC):
         return self.prompts[index // self.num_choices]
 
     def chunk(self, choices: list[Body]) -> Body:
-        return {**self.head(self.piece), "choices": choices} | ({"usage": None} if self.extras.usage else {})
+        return {**self.head(self.piece), "choices": choices} | (
+            {"usage": None} if self.extras.usage else {}
+        )
 
     def update(self, index: int, request: Request, update: Update) -> Body:
         """The chunk of one round."""
@@ -134,11 +153,15 @@ class Responder(ABC):
 
 class CompletionResponder(Responder):
     def choice(self, index: int, request: Request) -> Body:
-        return self._piece(index, request, request.text, request.logprobs, request.finish_reason, first=True)
+        return self._piece(
+            index, request, request.text, request.logprobs, request.finish_reason, first=True
+        )
 
     def delta(self, index: int, request: Request, update: Update) -> Body:
         first = index not in self.offsets
-        return self._piece(index, request, update.text, update.logprobs, update.finish_reason, first=first)
+        return self._piece(
+            index, request, update.text, update.logprobs, update.finish_reason, first=first
+        )
 
     def _piece(
         self,
@@ -155,15 +178,24 @@ class CompletionResponder(Responder):
         if self.extras.prompt_only:
             text, entries = "", []
         if echoing:
-            text = (self.vocabulary.decode(prompt.tokens) if prompt.text is None else prompt.text) + text
+            text = (
+                self.vocabulary.decode(prompt.tokens) if prompt.text is None else prompt.text
+            ) + text
         offset = self.offsets.get(index, 0)
         self.offsets[index] = offset + len(text)
         logprobs = None
         if request.params.logprobs is not None:
             known = [None, *request.prompt_logprobs] if echoing else []
             logprobs = self._logprobs(prompt.tokens[0], [*known, *entries], offset)
-        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_name(reason)}
-        return body | ({"prompt_token_ids": prompt.tokens} if first and self.extras.token_ids else {})
+        body = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_name(reason),
+        }
+        return body | (
+            {"prompt_token_ids": prompt.tokens} if first and self.extras.token_ids else {}
+        )
 
     def _logprobs(self, first: int, entries: Sequence[TokenLogprob | None], offset: int) -> Body:
         """Only the first token of a prompt has no entry: nothing comes before it."""
@@ -175,11 +207,19 @@ class CompletionResponder(Responder):
             offset += len(text)
             values.append(None if entry is None else finite(entry.logprob))
             tops.append(None if entry is None else self._top(entry))
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     def _top(self, entry: TokenLogprob) -> Body:
         # Of tokens with the same text the likeliest is told, and the emitted one before all.
-        return {self.token(token): finite(value) for token, value in [*entry.top[::-1], (entry.token, entry.logprob)]}
+        return {
+            self.token(token): finite(value)
+            for token, value in [*entry.top[::-1], (entry.token, entry.logprob)]
+        }
 
 
 class ChatResponder(Responder):
@@ -196,7 +236,9 @@ class ChatResponder(Responder):
 
     def opening(self, index: int) -> Body:
         delta = {"role": "assistant", "content": ""}
-        chunk = self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        chunk = self.chunk(
+            [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        )
         return chunk | (self._prompt_tokens() if index == 0 else {})
 
     def delta(self, index: int, request: Request, update: Update) -> Body:
@@ -214,14 +256,16 @@ class ChatResponder(Responder):
         if request.params.logprobs is None:
             return None
         content = [
-            self._entry(entry.token, entry.logprob) | {"top_logprobs": [self._entry(*pair) for pair in entry.top]}
+            self._entry(entry.token, entry.logprob)
+            | {"top_logprobs": [self._entry(*pair) for pair in entry.top]}
             for entry in entries
         ]
         return {"content": content}
 
     def _entry(self, token: int, logprob: float) -> Body:
         text = self.token(token)
-        # A part of a character has no text of its own, and its bytes are not those of the replacement character.
+        # A part of a character has no text of its own, and its bytes are not those of the
+        # replacement character.
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": finite(logprob), "bytes": data}
 
@@ -240,7 +284,9 @@ def completion_responder(
     return CompletionResponder(model, vocabulary, extras, prompts, num_choices)
 
 
-def chat_responder(model: str, vocabulary: Vocabulary, extras: Extras, prompt: Prompt, num_choices: int) -> Responder:
+def chat_responder(
+    model: str, vocabulary: Vocabulary, extras: Extras, prompt: Prompt, num_choices: int
+) -> Responder:
     return ChatResponder(
         model,
         vocabulary,

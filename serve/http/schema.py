@@ -1,4 +1,5 @@
-"""What `/openapi.json` says of answers: bodies, statuses, the error object. Nothing is checked against it while serving."""
+"""What `/openapi.json` says of answers: bodies, statuses, the error object. Nothing is checked
+against it while serving."""
 
 from __future__ import annotations
 
@@ -189,7 +190,8 @@ def events_of(model: type[BaseModel]) -> Documents:
 
 
 def describe(app: FastAPI, *, model: str, guarded: bool) -> None:
-    """`/openapi.json` without FastAPI's own 422, which never comes, and with the API key where one is asked for."""
+    """`/openapi.json` without FastAPI's own 422, which never comes, and with the API key where one
+    is asked for."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

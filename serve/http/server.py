@@ -59,7 +59,9 @@ class Server:
         return chat_prompt(
             [message.plain() for message in body.messages],
             self.tokenizer,
-            add_generation_prompt=prompts_answer if body.add_generation_prompt is None else body.add_generation_prompt,
+            add_generation_prompt=prompts_answer
+            if body.add_generation_prompt is None
+            else body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
             variables=body.chat_template_kwargs,

@@ -11,12 +11,14 @@ Level = Literal["none", "summary", "detailed"]
 
 
 def speculation_report(stats: SpeculationStats, k: int, *, level: Level) -> dict[str, Any]:
-    """vLLM's fields, with `tau` (of the rounds that drafted), what was committed and all target passes added.
+    """vLLM's fields, with `tau` (of the rounds that drafted), what was committed and all target
+    passes added.
 
-    `k` is the draft length that the request was to have; a round may offer fewer tokens, or more where it is chosen.
-    "detailed" adds numbers of every round.
+    `k` is the draft length that the request was to have; a round may offer fewer tokens, or more
+    where it is chosen. "detailed" adds numbers of every round.
     """
-    # Clients hold the histogram's length against this number, and a round may go deeper than asked for.
+    # Clients hold the histogram's length against this number, and a round may go deeper than asked
+    # for.
     deepest = max([k, *stats.offered])
     drafts, offered, accepted = len(stats.offered), sum(stats.offered), sum(stats.accepted)
     body: dict[str, Any] = {
@@ -46,7 +48,8 @@ def histogram(accepted: Sequence[int], deepest: int) -> list[int]:
 
 
 def by_draft_length(stats: SpeculationStats) -> dict[str, list[int]]:
-    """A histogram for the rounds of each draft length: short drafts cannot be accepted far, which one histogram would hide."""
+    """A histogram for the rounds of each draft length: short drafts cannot be accepted far, which
+    one histogram would hide."""
     groups: dict[int, list[int]] = {}
     for offered, accepted in zip(stats.offered, stats.accepted, strict=True):
         groups.setdefault(offered, []).append(accepted)

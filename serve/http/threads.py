@@ -12,8 +12,9 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Of one event loop, for all its readers. A wake-up of another thread costs more than what it brings: system calls, and
-    the two threads take Python's lock from each other in the middle of a round."""
+    """Of one event loop, for all its readers. A wake-up of another thread costs more than what it
+    brings: system calls, and the two threads take Python's lock from each other in the middle of a
+    round."""
 
     def __init__(self) -> None:
         self._here = asyncio.get_running_loop()
@@ -39,7 +40,8 @@ class Mailbox(Generic[T]):
 
 
 class Aside:
-    """One thread, in order: encoding sets options of the tokenizer, so nobody else may use that one meanwhile."""
+    """One thread, in order: encoding sets options of the tokenizer, so nobody else may use that one
+    meanwhile."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draftsmith-intake")

@@ -52,7 +52,10 @@ def chat_prompt(
 ) -> list[int]:
     """`variables` are the chat template's own."""
     if tokenizer.chat_template is None:
-        raise UserError("messages need a chat template, which this model's tokenizer has not; use /v1/completions")
+        raise UserError(
+            "messages need a chat template, which this model's tokenizer has not; use "
+            "/v1/completions"
+        )
     try:
         text = tokenizer.apply_chat_template(
             messages,
@@ -62,18 +65,26 @@ def chat_prompt(
             **(variables or {}),
         )
     except Exception as error:
-        # Templates are programs of their own and raise what they like, mostly about the order of roles.
+        # Templates are programs of their own and raise what they like, mostly about the order of
+        # roles.
         reason = re.sub(r"\s+", " ", str(error))
-        raise UserError(f"messages are refused by the chat template ({reason}); mend them") from error
+        raise UserError(
+            f"messages are refused by the chat template ({reason}); mend them"
+        ) from error
     return encode(text, tokenizer, add_special_tokens=add_special_tokens)
 
 
-def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word at the beginning of a text and, as vLLM has it, of those after a space where that is another
-    first token and as many of them."""
+def bad_word_tokens(
+    words: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word at the beginning of a text and, as vLLM has it, of those after a
+    space where that is another first token and as many of them."""
     sequences: list[tuple[int, ...]] = []
     for word in words:
-        first, spaced = (tuple(encode(space + word.lstrip(), tokenizer, add_special_tokens=False)) for space in ("", " "))
+        first, spaced = (
+            tuple(encode(space + word.lstrip(), tokenizer, add_special_tokens=False))
+            for space in ("", " ")
+        )
         if not first:
             raise UserError(f"bad_words holds {word!r}, which has no tokens; leave it out")
         sequences.append(first)

@@ -1,4 +1,5 @@
-"""The engine's counters as Prometheus metrics: under vLLM's names, which dashboards and load generators know, and under ours."""
+"""The engine's counters as Prometheus metrics: under vLLM's names, which dashboards and load
+generators know, and under ours."""
 
 from __future__ import annotations
 
@@ -32,46 +33,99 @@ class EngineCollector(Collector):
     def _speculation(self) -> Iterator[Metric]:
         stats = self.engine.stats
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds that drafted.", stats.num_drafts)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.num_draft_tokens)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens.", stats.num_accepted_tokens)
+        yield self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.num_draft_tokens
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Accepted drafted tokens.",
+            stats.num_accepted_tokens,
+        )
         yield self._by_position(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by draft position.", stats.offered, stats.accepted
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted by draft position.",
+            stats.offered,
+            stats.accepted,
         )
 
     def _serving(self) -> Iterator[Metric]:
         stats, scheduler = self.engine.stats, self.engine.scheduler
-        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", len(scheduler.running))
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", len(scheduler.waiting))
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of blocks in use.", scheduler.blocks.usage)
+        yield self._gauge(
+            "vllm:num_requests_running", "Requests in the batch.", len(scheduler.running)
+        )
+        yield self._gauge(
+            "vllm:num_requests_waiting", "Requests in the queue.", len(scheduler.waiting)
+        )
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of blocks in use.", scheduler.blocks.usage
+        )
         yield self._counter("vllm:prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Generated tokens.", stats.num_generation_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests put back for lack of blocks.", scheduler.num_preemptions)
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries)
-        yield self._counter("vllm:prefix_cache_hits", "Of those, tokens found there.", stats.prefix_cache_hits)
-        finished = CounterMetricFamily("vllm:request_success", "Finished requests.", labels=["model_name", "finished_reason"])
-        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
+        yield self._counter(
+            "vllm:generation_tokens", "Generated tokens.", stats.num_generation_tokens
+        )
+        yield self._counter(
+            "vllm:num_preemptions",
+            "Requests put back for lack of blocks.",
+            scheduler.num_preemptions,
+        )
+        yield self._counter(
+            "vllm:prefix_cache_queries",
+            "Tokens looked up in the prefix cache.",
+            stats.prefix_cache_queries,
+        )
+        yield self._counter(
+            "vllm:prefix_cache_hits", "Of those, tokens found there.", stats.prefix_cache_hits
+        )
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Finished requests.", labels=["model_name", "finished_reason"]
+        )
+        for reason in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+            FinishReason.ABORT,
+            FinishReason.ERROR,
+        ):
             finished.add_metric([self.model, reason.value], stats.finished[reason.value])
         yield finished
         cache = InfoMetricFamily("vllm:cache_config", "The paged pool.", labels=["model_name"])
-        blocks = {"block_size": str(scheduler.blocks.block_size), "num_gpu_blocks": str(scheduler.blocks.num_usable)}
+        blocks = {
+            "block_size": str(scheduler.blocks.block_size),
+            "num_gpu_blocks": str(scheduler.blocks.num_usable),
+        }
         cache.add_metric([self.model], blocks)
         yield cache
 
     def _acceptance(self) -> Iterator[Metric]:
-        """alpha_i is accepted over reached, tau committed over drafting rounds; each version has its own."""
+        """alpha_i is accepted over reached, tau committed over drafting rounds; each version has
+        its own."""
         stats = self.engine.stats
-        yield self._by_position("draftsmith_offered", "Draft tokens put before the target.", stats.offered, stats.offered)
-        reached = self._of_versions("draftsmith_reached", "Of those, tokens whose prefix was kept.", "position")
+        yield self._by_position(
+            "draftsmith_offered",
+            "Draft tokens put before the target.",
+            stats.offered,
+            stats.offered,
+        )
+        reached = self._of_versions(
+            "draftsmith_reached", "Of those, tokens whose prefix was kept.", "position"
+        )
         accepted = self._of_versions("draftsmith_accepted", "Of those, tokens kept.", "position")
-        rounds = self._of_versions("draftsmith_drafting_rounds", "Rounds of a request that drafted.")
-        committed = self._of_versions("draftsmith_committed", "Tokens that these rounds committed, after stop trimming.")
+        rounds = self._of_versions(
+            "draftsmith_drafting_rounds", "Rounds of a request that drafted."
+        )
+        committed = self._of_versions(
+            "draftsmith_committed", "Tokens that these rounds committed, after stop trimming."
+        )
         for version, counts in stats.by_version.items():
-            for position, (num_reached, num_accepted) in enumerate(zip(list(counts.offered), list(counts.accepted))):
+            for position, (num_reached, num_accepted) in enumerate(
+                zip(list(counts.offered), list(counts.accepted))
+            ):
                 reached.add_metric([self.model, version, str(position)], num_reached)
                 accepted.add_metric([self.model, version, str(position)], num_accepted)
             sizes = dict(counts.committed)
             rounds.add_metric([self.model, version], sum(sizes.values()))
-            committed.add_metric([self.model, version], sum(size * count for size, count in sizes.items()))
+            committed.add_metric(
+                [self.model, version], sum(size * count for size, count in sizes.items())
+            )
         yield from (reached, accepted, rounds, committed, self._wasted())
 
     def _wasted(self) -> Metric:
@@ -84,28 +138,56 @@ class EngineCollector(Collector):
             # Of a tree no more than its depth could have been kept.
             "branches": max(0, stats.num_tree_nodes - stats.num_draft_tokens),
         }
-        return self._labelled("draftsmith_wasted_draft_tokens", "Draft tokens not committed, by cause.", "cause", causes)
+        return self._labelled(
+            "draftsmith_wasted_draft_tokens",
+            "Draft tokens not committed, by cause.",
+            "cause",
+            causes,
+        )
 
     def _rounds(self) -> Iterator[Metric]:
         stats = self.engine.stats
         yield self._counter("draftsmith_rounds", "Engine rounds.", stats.num_rounds)
         by_k = {str(k): count for k, count in sorted(self.engine.stats.rounds_by_k.items())}
-        yield self._labelled("draftsmith_rounds_by_k", "Engine rounds that decided, by the k they were planned with.", "k", by_k)
+        yield self._labelled(
+            "draftsmith_rounds_by_k",
+            "Engine rounds that decided, by the k they were planned with.",
+            "k",
+            by_k,
+        )
         lossless = float(self.engine.lossless)
         yield self._gauge(
-            "draftsmith_lossless", "0 when drafts are judged by typical or synthetic acceptance, which changes answers.", lossless
+            "draftsmith_lossless",
+            "0 when drafts are judged by typical or synthetic acceptance, which changes answers.",
+            lossless,
         )
-        yield self._labelled("draftsmith_time_seconds", "Where rounds spend their time.", "phase", stats.time_s)
-        yield self._labelled("draftsmith_fallbacks", "Drafting failures by cause.", "cause", stats.fallbacks)
-        yield self._counter("draftsmith_records", "Round records handed to the sink.", self.engine.recorder.num_records)
+        yield self._labelled(
+            "draftsmith_time_seconds", "Where rounds spend their time.", "phase", stats.time_s
+        )
+        yield self._labelled(
+            "draftsmith_fallbacks", "Drafting failures by cause.", "cause", stats.fallbacks
+        )
+        yield self._counter(
+            "draftsmith_records",
+            "Round records handed to the sink.",
+            self.engine.recorder.num_records,
+        )
         text = "Of sampled requests with a seed, which are neither learned from nor measured: "
-        yield self._counter("draftsmith_seeded_requests", f"{text}requests that ended.", stats.num_seeded_requests)
-        yield self._counter("draftsmith_seeded_tokens", f"{text}generated tokens.", stats.num_seeded_tokens)
+        yield self._counter(
+            "draftsmith_seeded_requests", f"{text}requests that ended.", stats.num_seeded_requests
+        )
+        yield self._counter(
+            "draftsmith_seeded_tokens", f"{text}generated tokens.", stats.num_seeded_tokens
+        )
 
     def _swaps(self) -> Iterator[Metric]:
         stats = self.engine.stats
         labels = ["model_name", "draft", "version"]
-        versions = GaugeMetricFamily("draftsmith_draft_version", "1 for each served draft, the live one first.", labels=labels)
+        versions = GaugeMetricFamily(
+            "draftsmith_draft_version",
+            "1 for each served draft, the live one first.",
+            labels=labels,
+        )
         for draft, version in stats.draft_versions.items():
             versions.add_metric([self.model, shown(draft), version], 1)
         yield versions
@@ -113,9 +195,16 @@ class EngineCollector(Collector):
         text = "1 while the live draft, made for other weights of the target, drafts seldom."
         yield self._gauge("draftsmith_draft_quarantined", text, float(any(quarantined)))
         routed = {shown(draft): count for draft, count in dict(stats.routed).items()}
-        yield self._labelled("draftsmith_requests_routed", "Requests by the draft that they were given.", "draft", routed)
+        yield self._labelled(
+            "draftsmith_requests_routed",
+            "Requests by the draft that they were given.",
+            "draft",
+            routed,
+        )
         yield self._counter("draftsmith_swaps", "Draft versions swapped in.", stats.num_swaps)
-        yield self._counter("draftsmith_swaps_refused", "Draft versions refused.", stats.num_swaps_refused)
+        yield self._counter(
+            "draftsmith_swaps_refused", "Draft versions refused.", stats.num_swaps_refused
+        )
         pauses = stats.swap_pauses_s or [0.0]
         yield self._gauge("draftsmith_swap_pause_seconds", "Pause of the latest swap.", pauses[-1])
         yield self._gauge(
@@ -123,15 +212,24 @@ class EngineCollector(Collector):
             f"Pause that 99 of 100 of the latest {MAX_PAUSES} swaps stayed within.",
             sorted(pauses)[math.ceil(0.99 * len(pauses)) - 1],
         )
-        yield self._gauge("draftsmith_swap_pause_seconds_max", "Longest pause of a swap.", stats.longest_swap_pause_s)
+        yield self._gauge(
+            "draftsmith_swap_pause_seconds_max",
+            "Longest pause of a swap.",
+            stats.longest_swap_pause_s,
+        )
 
     def _sizes(self) -> Iterator[Metric]:
-        """What makes a step slow where memory bandwidth does. With suffix decoding beside a draft, what a proposal reads depends
-        on its text, and nothing is said of it."""
+        """What makes a step slow where memory bandwidth does. With suffix decoding beside a draft,
+        what a proposal reads depends on its text, and nothing is said of it."""
         target, drafter = self.engine.target, self.engine.drafter
-        text = "Weights read by a target pass; by a proposal, however long, and besides by each of its tokens."
+        text = (
+            "Weights read by a target pass; by a proposal, however long, and besides by each of "
+            "its tokens."
+        )
         family = GaugeMetricFamily("draftsmith_step_bytes", text, labels=["model_name", "step"])
-        family.add_metric([self.model, "target_pass"], weight_bytes([target.model], target.output_weight))
+        family.add_metric(
+            [self.model, "target_pass"], weight_bytes([target.model], target.output_weight)
+        )
         if isinstance(drafter, TellsReads):
             for step, count in drafter.read_bytes()._asdict().items():
                 family.add_metric([self.model, step], count)
@@ -147,7 +245,9 @@ class EngineCollector(Collector):
         family.add_metric([self.model], value)
         return family
 
-    def _by_position(self, name: str, text: str, positions: Iterable[int], values: Mapping[int, int]) -> Metric:
+    def _by_position(
+        self, name: str, text: str, positions: Iterable[int], values: Mapping[int, int]
+    ) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model_name", "position"])
         for position in sorted(positions):
             family.add_metric([self.model, str(position)], values.get(position, 0))

@@ -1,4 +1,5 @@
-"""What the server logs of itself every few seconds, in vLLM's words, so that what reads vLLM's log reads ours."""
+"""What the server logs of itself every few seconds, in vLLM's words, so that what reads vLLM's log
+reads ours."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def lines(before: Snapshot, after: Snapshot, now: Occupancy) -> list[str]:
     line = (
         f"Engine 000: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
         f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
-        f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, GPU KV cache usage: {100 * now.kv_usage:.1f}%"
+        f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, GPU KV cache usage: "
+        f"{100 * now.kv_usage:.1f}%"
     )
     if queried := after.queried - before.queried:
         line += f", Prefix cache hit rate: {100 * (after.hit - before.hit) / queried:.1f}%"
@@ -77,7 +79,8 @@ def _speculation(before: Snapshot, after: Snapshot, seconds: float) -> list[str]
     if not drafts:
         return []
     accepted = after.accepted - before.accepted
-    # Of the rounds that offered the position: vLLM divides by all, which makes deep positions look worse than they are.
+    # Of the rounds that offered the position: vLLM divides by all, which makes deep positions look
+    # worse than they are.
     rates = [
         (after.accepted_at.get(position, 0) - before.accepted_at.get(position, 0)) / offered
         for position in sorted(after.offered_at)
@@ -85,7 +88,8 @@ def _speculation(before: Snapshot, after: Snapshot, seconds: float) -> list[str]
     ]
     return [
         f"SpecDecoding metrics: Mean acceptance length: {1 + accepted / drafts:.2f}, "
-        f"Accepted throughput: {accepted / seconds:.2f} tokens/s, Drafted throughput: {drafted / seconds:.2f} tokens/s, "
+        f"Accepted throughput: {accepted / seconds:.2f} tokens/s, Drafted throughput: "
+        f"{drafted / seconds:.2f} tokens/s, "
         f"Accepted: {accepted} tokens, Drafted: {drafted} tokens, "
         f"Per-position acceptance rate: {', '.join(f'{rate:.3f}' for rate in rates)}, "
         f"Avg Draft acceptance rate: {100 * accepted / drafted:.1f}%"

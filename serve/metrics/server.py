@@ -15,7 +15,9 @@ FEW = (0, 1, 2, 5, 10, 20, 50, 100)
 LATENCIES = {
     "vllm:time_to_first_token_seconds": "Arrival to first token.",
     "vllm:inter_token_latency_seconds": "Time between two rounds that gave a request tokens.",
-    "vllm:request_time_per_output_token_seconds": "Mean time of the tokens after the first, by request.",
+    "vllm:request_time_per_output_token_seconds": (
+        "Mean time of the tokens after the first, by request."
+    ),
     "vllm:e2e_request_latency_seconds": "Arrival to last token.",
     "vllm:request_queue_time_seconds": "Arrival to admission.",
     "vllm:request_inference_time_seconds": "Admission to last token.",
@@ -35,7 +37,9 @@ NUMBERS = {
 CLASS_COUNTERS = {
     "draftsmith_class_requests": "Finished requests.",
     "draftsmith_class_generation_tokens": "Their tokens.",
-    "draftsmith_class_target_passes": "Target passes that gave these; tokens divided by passes is tau.",
+    "draftsmith_class_target_passes": (
+        "Target passes that gave these; tokens divided by passes is tau."
+    ),
     "draftsmith_class_draft_tokens": "Draft tokens put before the target.",
     "draftsmith_class_accepted_tokens": "Of those, tokens kept.",
 }
@@ -71,9 +75,14 @@ class ServerMetrics:
         self._of_model = {name: histogram.labels(model) for name, histogram in histograms.items()}
 
     def finished(self, request: Request, *, num_choices: int = 1) -> None:
-        """Latencies and sizes of a request that gave at least one token; `num_choices` were asked for its prompt."""
+        """Latencies and sizes of a request that gave at least one token; `num_choices` were asked
+        for its prompt."""
         self._count_class(request)
-        if request.first_token_s is None or request.finished_s is None or request.admitted_s is None:
+        if (
+            request.first_token_s is None
+            or request.finished_s is None
+            or request.admitted_s is None
+        ):
             return
         first_s, last_s = request.first_token_s, request.last_token_s or request.first_token_s
         self._observe("vllm:time_to_first_token_seconds", first_s - request.arrival_s)
@@ -83,7 +92,10 @@ class ServerMetrics:
         self._observe("vllm:request_prefill_time_seconds", first_s - request.admitted_s)
         self._observe("vllm:request_decode_time_seconds", last_s - first_s)
         if request.num_output > 1:
-            self._observe("vllm:request_time_per_output_token_seconds", (last_s - first_s) / (request.num_output - 1))
+            self._observe(
+                "vllm:request_time_per_output_token_seconds",
+                (last_s - first_s) / (request.num_output - 1),
+            )
         self._observe("vllm:request_prompt_tokens", request.num_prompt)
         self._observe("vllm:request_generation_tokens", request.num_output)
         self._observe("vllm:request_params_max_tokens", request.max_tokens)
@@ -93,7 +105,9 @@ class ServerMetrics:
     def answered(self, lengths: list[int], num_choices: int) -> None:
         """`lengths` of all answers of one HTTP request, choices of one prompt being neighbours."""
         for begin in range(0, len(lengths), num_choices):
-            self._observe("vllm:request_max_num_generation_tokens", max(lengths[begin : begin + num_choices]))
+            self._observe(
+                "vllm:request_max_num_generation_tokens", max(lengths[begin : begin + num_choices])
+            )
 
     def responded(self, status: int) -> None:
         self._responses.labels(self._model, str(status)).inc()
@@ -118,7 +132,9 @@ class ServerMetrics:
             kept if committed <= kept else offered
             for offered, kept, committed in zip(stats.offered, stats.accepted, stats.committed)
         ]
-        self.by_class.setdefault(label, AcceptanceCounts()).add(known, stats.accepted, stats.committed)
+        self.by_class.setdefault(label, AcceptanceCounts()).add(
+            known, stats.accepted, stats.committed
+        )
 
     def _class_label(self, name: str) -> str:
         if name not in self._class_names:

@@ -1,4 +1,5 @@
-"""Starts the processes that share the target's weights, by torch's own agent, where torchrun has not started them already."""
+"""Starts the processes that share the target's weights, by torch's own agent, where torchrun has
+not started them already."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def must_launch(config: ServeConfig) -> bool:
 
 
 def launch(config: ServeConfig) -> int:
-    """`draftsmith serve` in every process, until all have ended. A signal ends them in order, which is no failure."""
+    """`draftsmith serve` in every process, until all have ended. A signal ends them in order, which
+    is no failure."""
     # As torchrun has it: threads that wait for a core they share are ruinous.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(config.drain_s) + SHUTDOWN_S)

@@ -1,7 +1,9 @@
-"""Tensor parallelism of the target: transformers' own plan shards it, rank 0 serves, the other ranks run its passes along.
+"""Tensor parallelism of the target: transformers' own plan shards it, rank 0 serves, the other
+ranks run its passes along.
 
-Every pass of the target is the same call on every rank, so rank 0 tells the others what it is about to call. The draft is
-whole on rank 0 alone. What is told is a few small tensors a round, over gloo whatever the weights' own backend is.
+Every pass of the target is the same call on every rank, so rank 0 tells the others what it is about
+to call. The draft is whole on rank 0 alone. What is told is a few small tensors a round, over gloo
+whatever the weights' own backend is.
 """
 
 from __future__ import annotations
@@ -68,9 +70,11 @@ class LeadingPool(PagedPool):
 
 
 class LeadingTarget(Target):
-    """The target as rank 0 serves it: whatever runs its sharded weights is told to the others first."""
+    """The target as rank 0 serves it: whatever runs its sharded weights is told to the others
+    first."""
 
-    _channel: Channel | None = None  # none yet while the model is probed, which every rank does by itself
+    # none yet while the model is probed, which every rank does by itself
+    _channel: Channel | None = None
 
     def lead(self, channel: Channel) -> LeadingTarget:
         self._channel = channel
@@ -89,7 +93,9 @@ class LeadingTarget(Target):
         if self._channel is not None:
             self._channel.tell(call)
 
-    def new_pool(self, num_blocks: int, block_size: int, device: Any = None, dtype: Any = None) -> PagedPool:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: Any = None, dtype: Any = None
+    ) -> PagedPool:
         # A pool that does not fit is the user's to hear of: no rank waits for another here.
         self._tell(NewPool(num_blocks, block_size))
         pool = super().new_pool(num_blocks, block_size, device, dtype)
@@ -106,7 +112,15 @@ class LeadingTarget(Target):
         assert isinstance(attention_context, PagedPass)
         layout = attention_context.layout
         with self._together(
-            Pass(input_ids, positions, layout.block_tables, layout.lengths, layout.tree, logit_rows, tuple(taps))
+            Pass(
+                input_ids,
+                positions,
+                layout.block_tables,
+                layout.lengths,
+                layout.tree,
+                logit_rows,
+                tuple(taps),
+            )
         ):
             return super().forward(input_ids, positions, attention_context, logit_rows, taps)
 
@@ -120,7 +134,8 @@ class LeadingTarget(Target):
 
 
 def follow(target: Target, channel: Channel) -> None:
-    """What every rank but 0 does: the same calls, until told to stop. A failure ends this process, and torchrun all others."""
+    """What every rank but 0 does: the same calls, until told to stop. A failure ends this process,
+    and torchrun all others."""
     leave_signals_to_the_leader()
     with in_step():
         _follow(target, channel)
@@ -135,7 +150,9 @@ def _follow(target: Target, channel: Channel) -> None:
                 pool = target.new_pool(call.num_blocks, call.block_size)
             case Pass():
                 assert pool is not None
-                context = PagedPass(pool, call.block_tables, call.positions[0], call.lengths, tree=call.tree)
+                context = PagedPass(
+                    pool, call.block_tables, call.positions[0], call.lengths, tree=call.tree
+                )
                 target.forward(call.input_ids, call.positions, context, call.logit_rows, call.taps)
             case Move():
                 assert pool is not None
@@ -153,11 +170,13 @@ class Place(NamedTuple):
 
 
 def join(size: int, device: str) -> Place:
-    """Joins the `size` processes started together, each with a device of its own; `UserError` when they are not so many."""
+    """Joins the `size` processes started together, each with a device of its own; `UserError` when
+    they are not so many."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != size:
         raise UserError(
-            f"tensor_parallel is {size} but {started} process{'es run' if started > 1 else ' runs'}; start the server without "
+            f"tensor_parallel is {size} but {started} "
+            f"process{'es run' if started > 1 else ' runs'}; start the server without "
             f"torchrun, or with `torchrun --nproc-per-node {size} -m draftsmith.cli serve ...`"
         )
     if device.startswith("cuda"):

@@ -1,4 +1,5 @@
-"""Who is admitted next: start-time fair queueing over classes of requests, first come first served within one. Torch-free."""
+"""Who is admitted next: start-time fair queueing over classes of requests, first come first served
+within one. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ class _Line:
 class FairQueue:
     """Classes that wait share the admitted tokens evenly, however many requests each has sent.
 
-    Virtual time moves with every admission by that request's tokens over the number of waiting classes, so whoever waits
-    is overtaken by a bounded amount of work. Requests that were put back are served before all others.
+    Virtual time moves with every admission by that request's tokens over the number of waiting
+    classes, so whoever waits is overtaken by a bounded amount of work. Requests that were put back
+    are served before all others.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,11 @@ class FairQueue:
         start, _, request = line.requests.popleft()
         self._time = max(self._time, start) + cost_of(request) / waiting
         # A class without requests that is not ahead of its share is as good as one never heard of.
-        self._lines = {name: line for name, line in self._lines.items() if line.requests or line.finish > self._time}
+        self._lines = {
+            name: line
+            for name, line in self._lines.items()
+            if line.requests or line.finish > self._time
+        }
         return request
 
     def remove(self, request: Request) -> bool:
@@ -75,7 +81,11 @@ class FairQueue:
             self._size -= 1
             return True
         line = self._lines.get(class_of(request))
-        entry = next((entry for entry in line.requests if entry[2] is request), None) if line is not None else None
+        entry = (
+            next((entry for entry in line.requests if entry[2] is request), None)
+            if line is not None
+            else None
+        )
         if line is None or entry is None:
             return False
         line.requests.remove(entry)
@@ -83,11 +93,15 @@ class FairQueue:
         return True
 
     def _next(self) -> _Line:
-        return min((line for line in self._lines.values() if line.requests), key=lambda line: line.requests[0][:2])
+        return min(
+            (line for line in self._lines.values() if line.requests),
+            key=lambda line: line.requests[0][:2],
+        )
 
 
 def class_of(request: Request) -> str:
-    """Whoever pays for the request if the server knows, else what the client calls its kind of requests."""
+    """Whoever pays for the request if the server knows, else what the client calls its kind of
+    requests."""
     return request.tenant or request.request_class
 
 

@@ -1,4 +1,5 @@
-"""From what a caller asks to a checked request. Reads only what never changes, so any thread may use it."""
+"""From what a caller asks to a checked request. Reads only what never changes, so any thread may
+use it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
 from draftsmith.serve.requests.request import OnUpdate, Request
-from draftsmith.serve.sampling.adjustments import law_state
+from draftsmith.serve.sampling.adjustments import sampling_state
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.text_stream import TextStream
@@ -26,10 +27,12 @@ SEED_BITS = 62  # of seeds drawn here; those of requests have 64
 
 
 class Intake:
-    """`k` is the draft length of requests that do not name one; 0 when there is no drafter. `seed` None: requests without a seed
-    draw what no other engine and no earlier start has drawn."""
+    """`k` is the draft length of requests that do not name one; 0 when there is no drafter. `seed`
+    None: requests without a seed draw what no other engine and no earlier start has drawn."""
 
-    def __init__(self, target: Target, *, k: int, has_drafter: bool, max_length: int, seed: int | None):
+    def __init__(
+        self, target: Target, *, k: int, has_drafter: bool, max_length: int, seed: int | None
+    ):
         self.target, self.k, self.has_drafter, self.max_length = target, k, has_drafter, max_length
         self._seeds = Random(secrets.randbits(64) if seed is None else seed)
         self._numbers = itertools.count()
@@ -46,23 +49,32 @@ class Intake:
         learn: bool = True,
         answer: str | None = None,
     ) -> Request:
-        """Raises `UserError` for what cannot be honoured. `text` False skips detokenisation unless a stop string needs it.
+        """Raises `UserError` for what cannot be honoured. `text` False skips detokenisation unless
+        a stop string needs it.
 
-        `answer` is the id under which a client knows the request, and others that belong to the same answer.
+        `answer` is the id under which a client knows the request, and others that belong to the
+        same answer.
         """
         if is_cluster_name(request_class):
-            raise UserError(f"request_class {request_class!r} is kept for kinds of prompts that are found; choose another name")
+            raise UserError(
+                f"request_class {request_class!r} is kept for kinds of prompts that are found; "
+                "choose another name"
+            )
         prompt = list(prompt_ids)
         max_tokens = self.max_tokens(prompt, params)
         stream = None
         if text or params.stop:
-            stream = TextStream(self._decoder, context=prompt, stop=params.stop, min_tokens=params.min_tokens)
+            stream = TextStream(
+                self._decoder, context=prompt, stop=params.stop, min_tokens=params.min_tokens
+            )
         return Request(
             id=f"{answer or uuid.uuid4().hex}-{next(self._numbers)}",
             tokens=prompt,
             num_prompt=len(prompt),
             params=params,
-            seed=self._seeds.getrandbits(SEED_BITS) if params.seed is None else signed(params.seed & WORD),
+            seed=self._seeds.getrandbits(SEED_BITS)
+            if params.seed is None
+            else signed(params.seed & WORD),
             k=self.draft_length(params),
             max_tokens=max_tokens,
             on_update=on_update,
@@ -70,7 +82,7 @@ class Intake:
             tenant=tenant,
             learn=learn,
             text_stream=stream,
-            law_state=law_state(params, prompt, self.target, lambda: self._grammars),
+            sampling_state=sampling_state(params, prompt, self.target, lambda: self._grammars),
         )
 
     @cached_property
@@ -79,13 +91,17 @@ class Intake:
 
     @cached_property
     def _decoder(self) -> PreTrainedTokenizerBase:
-        # Its own copy: encoding may set options of the shared one, and a tokenizer that another thread is reading refuses that.
+        # Its own copy: encoding may set options of the shared one, and a tokenizer that another
+        # thread is reading refuses that.
         return copy.deepcopy(self.target.tokenizer())
 
     def draft_length(self, params: SamplingParams) -> int:
         if not self.has_drafter:
             if params.k:
-                raise UserError(f"speculation.k is {params.k} but this server has no drafter; give 0 or leave it out")
+                raise UserError(
+                    f"speculation.k is {params.k} but this server has no drafter; give 0 or leave "
+                    "it out"
+                )
             return 0
         return self.k if params.k is None else params.k
 
@@ -94,17 +110,22 @@ class Intake:
         if not prompt:
             raise UserError("prompt is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
-            raise UserError(f"prompt holds token ids outside 0..{self.target.vocab_size - 1}; tokenise it with this model")
+            raise UserError(
+                f"prompt holds token ids outside 0..{self.target.vocab_size - 1}; tokenise it "
+                "with this model"
+            )
         room = self.max_length - len(prompt)
         if room < 1:
             raise UserError(
-                f"prompt has {len(prompt)} tokens and the context {self.max_length}; shorten it to leave an answer room"
+                f"prompt has {len(prompt)} tokens and the context {self.max_length}; shorten it "
+                "to leave an answer room"
             )
         if params.max_tokens is None:
             return room
         if params.max_tokens > room:
             raise UserError(
-                f"max_tokens is {params.max_tokens} but {len(prompt)} prompt tokens leave {room} of the context's "
+                f"max_tokens is {params.max_tokens} but {len(prompt)} prompt tokens leave {room} "
+                "of the context's "
                 f"{self.max_length}; ask for fewer"
             )
         return params.max_tokens

@@ -14,7 +14,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from draftsmith.serve.sampling.state import LawState
+    from draftsmith.serve.sampling.state import SamplingState
     from draftsmith.text_stream import TextStream
 
 
@@ -44,15 +44,19 @@ class Update(NamedTuple):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """One request's target passes that emitted; the lists hold an entry for each that put at least one draft token before it."""
+    """One request's target passes that emitted; the lists hold an entry for each that put at least
+    one draft token before it."""
 
     offered: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)  # kept, and still there after stop and EOS trimming
+    # kept, and still there after stop and EOS trimming
+    accepted: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)  # after stop and EOS trimming
-    begins: list[int] = field(default_factory=list)  # tokens of the answer that were there before the pass
+    # tokens of the answer that were there before the pass
+    begins: list[int] = field(default_factory=list)
     num_passes: int = 0
     num_committed: int = 0
-    # Drafted tokens of its own draft (not of text in its place) whose prefix was kept, and how many of them were kept.
+    # Drafted tokens of its own draft (not of text in its place) whose prefix was kept, and how many
+    # of them were kept.
     own_reached: int = 0
     own_kept: int = 0
 
@@ -76,7 +80,8 @@ OnUpdate = Callable[["Request", Update], None]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Positions `0 .. computed-1` of `tokens` are in the target's cache, `0 .. draft_cached-1` in the draft's."""
+    """Positions `0 .. computed-1` of `tokens` are in the target's cache, `0 .. draft_cached-1` in
+    the draft's."""
 
     id: str
     tokens: list[int]  # prompt, then everything committed
@@ -87,33 +92,42 @@ class Request:
     max_tokens: int
     on_update: OnUpdate | None = None
     request_class: str = ""
-    tenant: str = ""  # whom the queue treats as one client; "" when the server does not tell them apart
+    # whom the queue treats as one client; "" when the server does not tell them apart
+    tenant: str = ""
     learn: bool = True  # may its rounds be recorded
     route: Route = UNROUTED  # its draft, given when it comes in
     text_stream: TextStream | None = None
-    law_state: LawState | None = None  # None: its law is the target's under temperature and filters
+    # None: its distribution is the target's under temperature and filters
+    sampling_state: SamplingState | None = None
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens[1:num_prompt], as far as they were read
+    # of tokens[1:num_prompt], as far as they were read
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str = ""
 
     blocks: list[int] = field(default_factory=list)
     slot: int = -1  # row of the block-table tensor while running
-    num_cached: int = 0  # of the prompt's tokens, those that the prefix cache held when it was admitted
+    # of the prompt's tokens, those that the prefix cache held when it was admitted
+    num_cached: int = 0
     computed: int = 0
     draft_cached: int = 0
-    taps: list[torch.Tensor] = field(default_factory=list)  # of positions draft_cached .. computed-1, in order
-    lost_taps: bool = False  # the draft did not come for too long: the text must be read again before it can be drafted
-    num_forgotten: int = 0  # tokens it had when its caches were last taken: these are read at once, with or without drafts
-    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as the prefix cache knows them
+    # of positions draft_cached .. computed-1, in order
+    taps: list[torch.Tensor] = field(default_factory=list)
+    # the draft did not come for too long: the text must be read again before it can be drafted
+    lost_taps: bool = False
+    # tokens it had when its caches were last taken: these are read at once, with or without drafts
+    num_forgotten: int = 0
+    # of its full blocks, as the prefix cache knows them
+    block_keys: list[bytes] = field(default_factory=list)
     num_stored: int = 0  # leading blocks that were offered to the prefix cache
     num_ready: int = 0  # of these, leading ones that the draft had read as well
 
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_records: int = 0
     recorded: int = 0  # tokens[:recorded] are in records already
-    record_share: float | None = None  # the chance it had of being recorded; 0 where it is not, None until that is decided
+    # the chance it had of being recorded; 0 where it is not, None until that is decided
+    record_share: float | None = None
     num_preemptions: int = 0
     arrival_s: float = field(default_factory=time.monotonic)
     admitted_s: float | None = None
@@ -125,8 +139,9 @@ class Request:
     def repeatable(self) -> bool:
         """Whether another request may make the same draws: it is sampled, with a seed of its own.
 
-        Text that it drew, or a draft or setting chosen by how its drafts were accepted, depends on draws that are made again,
-        and would bias the output of a request that makes them. So it is not recorded, measured or shared.
+        Text that it drew, or a draft or setting chosen by how its drafts were accepted, depends on
+        draws that are made again, and would bias the output of a request that makes them. So it is
+        not recorded, measured or shared.
         """
         return self.params.seed is not None and self.params.temperature > 0
 
@@ -145,7 +160,10 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether logits of its prompt are still to be read; a cached prefix has none."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
+        return (
+            self.params.prompt_logprobs is not None
+            and len(self.prompt_logprobs) < self.num_prompt - 1
+        )
 
     @property
     def remaining(self) -> int:

@@ -1,9 +1,10 @@
 """The one way from raw logits to what a request asked for, for drafting and for verifying alike.
 
-transformers' order: bias, repetition penalty (then frequency and presence), bad words, least number of tokens, allowed ids,
-grammar, the request's own processors; temperature and filters (`kernels/sampling/filters.py`) come after. Every row is
-adjusted with the tokens before it, the drafted ones included, so that
-verification sees the law that plain decoding would have seen there.
+transformers' order: bias, repetition penalty (then frequency and presence), bad words, least number
+of tokens, allowed ids, grammar, the request's own processors; temperature and filters
+(`kernels/sampling/filters.py`) come after. Every row is adjusted with the tokens before it, the
+drafted ones included, so that verification sees the distribution that plain decoding would have
+seen there.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors, run_processors
 from draftsmith.serve.sampling.stages import add_biases, ban, penalise, restrict
-from draftsmith.serve.sampling.state import LawState, Site
+from draftsmith.serve.sampling.state import SamplingState, Site
 
 
 class Adjustments:
     """Of the requests of one round, in their order; a `drafters/interface.py: Adjust`."""
 
-    def __init__(self, states: Sequence[LawState | None]):
+    def __init__(self, states: Sequence[SamplingState | None]):
         self.states = states
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Adjustments | None:
         """None when no request asks for any: then nothing is computed."""
-        states = [request.law_state for request in requests]
+        states = [request.sampling_state for request in requests]
         if all(state is None for state in states):
             return None
         for request, state in zip(requests, states):
@@ -39,16 +40,23 @@ class Adjustments:
                 state.follow(request.tokens)
         return cls(states)
 
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]]) -> torch.Tensor:
-        """A new tensor [R, V]; row r is that of request `rows[r]` behind the drafted tokens `prefixes[r]`."""
+    def __call__(
+        self, logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]]
+    ) -> torch.Tensor:
+        """A new tensor [R, V]; row r is that of request `rows[r]` behind the drafted tokens
+        `prefixes[r]`."""
         return self.apply(logits, rows.tolist(), prefixes)
 
-    def apply(self, logits: torch.Tensor, owners: Sequence[int], prefixes: Sequence[list[int]]) -> torch.Tensor:
+    def apply(
+        self, logits: torch.Tensor, owners: Sequence[int], prefixes: Sequence[list[int]]
+    ) -> torch.Tensor:
         sites = [
             Site(row, state, prefix)
             for row, (owner, prefix) in enumerate(zip(owners, prefixes, strict=True))
-            # Behind the end of an answer nobody reads the law.
-            if (state := self.states[owner]) is not None and not state.error and state.ends.isdisjoint(prefix)
+            # Behind the end of an answer nobody reads the distribution.
+            if (state := self.states[owner]) is not None
+            and not state.error
+            and state.ends.isdisjoint(prefix)
         ]
         logits = logits.clone()
         add_biases(logits, sites)
@@ -58,22 +66,32 @@ class Adjustments:
         if run_processors(logits, sites):
             # What a processor gave back to a forbidden token is taken again.
             restrict(logits, sites)
-        # Without a law its request ends.
-        failed = [row for row, owner in enumerate(owners) if (state := self.states[owner]) is not None and state.error]
+        # Without a distribution its request ends.
+        failed = [
+            row
+            for row, owner in enumerate(owners)
+            if (state := self.states[owner]) is not None and state.error
+        ]
         if failed:
             logits[torch.tensor(failed, device=logits.device)] = -torch.inf
         return logits
 
 
-def law_state(
-    params: SamplingParams, prompt: Sequence[int], target: Target, compiler: Callable[[], GrammarCompiler]
-) -> LawState | None:
-    """What a new request carries with it, None for most; a `UserError` for what this target cannot honour."""
+def sampling_state(
+    params: SamplingParams,
+    prompt: Sequence[int],
+    target: Target,
+    compiler: Callable[[], GrammarCompiler],
+) -> SamplingState | None:
+    """What a new request carries with it, None for most; a `UserError` for what this target cannot
+    honour."""
     check_vocabulary(params, target.vocab_size, target.eos_token_ids)
     if not params.adjusts:
         return None
-    check_processors(params.logits_processors, prompt, vocab_size=target.vocab_size, device=target.device)
-    return LawState(
+    check_processors(
+        params.logits_processors, prompt, vocab_size=target.vocab_size, device=target.device
+    )
+    return SamplingState(
         params,
         num_prompt=len(prompt),
         vocab_size=target.vocab_size,
@@ -96,7 +114,8 @@ def chain_prefixes(chains: Sequence[Sequence[int]]) -> Prefixes:
 
 
 def tree_prefixes(drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Prefixes:
-    """The same for trees: `parents[b][i]` is the node before node i of row b, -1 where that is the last committed token."""
+    """The same for trees: `parents[b][i]` is the node before node i of row b, -1 where that is the
+    last committed token."""
     prefixes = Prefixes([], [])
     for owner, (tokens, above) in enumerate(zip(drafted, parents, strict=True)):
         paths: list[list[int]] = [[]]

@@ -1,4 +1,5 @@
-"""Which texts a request allows: a grammar as a plain value. Torch-free; `grammar_matcher.py` makes it a mask over tokens."""
+"""Which texts a request allows: a grammar as a plain value. Torch-free; `grammar_matcher.py` makes
+it a mask over tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Kind = Literal["json_schema", "regex", "lark"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """The answer's whole text, without its end-of-sequence token, is one that `source` describes."""
+    """The answer's whole text, without its end-of-sequence token, is one that `source`
+    describes."""
 
     kind: Kind
     source: str
@@ -26,19 +28,24 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
-        """JSON that is valid under `schema`; objects have their properties in the schema's order."""
+        """JSON that is valid under `schema`; objects have their properties in the
+        schema's order."""
         return cls("json_schema", json.dumps(schema))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that `pattern` matches from beginning to end (Rust's syntax: no look-around, no back-references)."""
+        """Text that `pattern` matches from beginning to end (Rust's syntax: no look-around, no
+        back-references)."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of `texts`."""
         if not texts or "" in texts:
-            raise UserError(f"grammar is a choice between {list(texts)}; give at least one text, none of them empty")
+            raise UserError(
+                f"grammar is a choice between {list(texts)}; give at least one text, none of them "
+                "empty"
+            )
         return cls("lark", "start: " + " | ".join(json.dumps(text) for text in texts))
 
     @classmethod

@@ -1,4 +1,5 @@
-"""A grammar as masks over a target's tokens, by llguidance. Imports it only when a request brings a grammar."""
+"""A grammar as masks over a target's tokens, by llguidance. Imports it only when a request brings a
+grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from draftsmith.serve.sampling.grammar import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# llguidance marks "the text may end here" at one token of its own; a model may have several such tokens, or none.
+# llguidance marks "the text may end here" at one token of its own; a model may have several such
+# tokens, or none.
 END = "<|draftsmith: the grammar may end|>"
 KEPT = 64  # compiled grammars
 
@@ -25,13 +27,19 @@ KEPT = 64  # compiled grammars
 class GrammarCompiler:
     """One a target. Any thread may compile; what comes out belongs to one request."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]
+    ):
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise UserError("grammar needs a tokenizer.json, which this model has not; leave the grammar out")
+            raise UserError(
+                "grammar needs a tokenizer.json, which this model has not; leave the grammar out"
+            )
         try:
             import llguidance
         except ImportError as error:
-            raise UserError("grammar needs llguidance; pip install 'draftsmith[grammar]'") from error
+            raise UserError(
+                "grammar needs llguidance; pip install 'draftsmith[grammar]'"
+            ) from error
         self.library = llguidance
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
@@ -39,7 +47,9 @@ class GrammarCompiler:
         backend.add_special_tokens([END])
         self.end: int = backend.token_to_id(END)
         self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
-        self.tokenizer = llguidance.LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, self.end + 1), eos_token=self.end)
+        self.tokenizer = llguidance.LLTokenizer(
+            backend.to_str(), n_vocab=max(vocab_size, self.end + 1), eos_token=self.end
+        )
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -65,7 +75,9 @@ class GrammarCompiler:
         except ValueError as error:
             raise _refused(grammar, str(error)) from error
         # A warning is a part of the grammar that would be ignored.
-        _, complaints = self.library.LLMatcher.validate_grammar_with_warnings(source, self.tokenizer)
+        _, complaints = self.library.LLMatcher.validate_grammar_with_warnings(
+            source, self.tokenizer
+        )
         if complaints:
             raise _refused(grammar, complaints[0])
         matcher = self.library.LLMatcher(self.tokenizer, source, log_level=0)
@@ -75,11 +87,15 @@ class GrammarCompiler:
 
 
 def _refused(grammar: Grammar, reason: str) -> UserError:
-    return UserError(f"grammar ({grammar.kind}) cannot be honoured: {' '.join(reason.split())}; change it or leave it out")
+    return UserError(
+        f"grammar ({grammar.kind}) cannot be honoured: {' '.join(reason.split())}; change it or "
+        "leave it out"
+    )
 
 
 class GrammarFailure(Exception):
-    """What the library says of a text for which it gave up: one that needs more steps than its limits allow, say."""
+    """What the library says of a text for which it gave up: one that needs more steps than its
+    limits allow, say."""
 
 
 class GrammarMatcher:
@@ -95,14 +111,16 @@ class GrammarMatcher:
         accepted = self._matcher.try_consume_tokens(list(tokens))
         if error := self._matcher.get_error():
             raise GrammarFailure(error)
-        assert accepted == len(tokens), f"token {accepted} of {list(tokens)} left the grammar though its mask forbade it"
+        assert accepted == len(tokens), (
+            f"token {accepted} of {list(tokens)} left the grammar though its mask forbade it"
+        )
         self._committed += tokens
 
     def masks(self, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
         """[n, V] bool: what may follow the committed text and then each of `prefixes`.
 
-        All true behind a prefix that leaves the grammar or ends the text: nobody reads that law. Prefixes that
-        share a beginning are cheapest next to one another.
+        All true behind a prefix that leaves the grammar or ends the text: nobody reads that
+        distribution. Prefixes that share a beginning are cheapest next to one another.
 
         Raises:
             GrammarFailure: the library failed behind one of them. Others can still be asked for.
@@ -138,7 +156,8 @@ class GrammarMatcher:
         return allowed
 
     def tokens_until_end(self, tokens: Sequence[int]) -> int | None:
-        """How many of the next `tokens` complete a text that nothing can follow; None when they do not."""
+        """How many of the next `tokens` complete a text that nothing can follow; None when they do
+        not."""
         path: list[int] = []
         found = None
         for count in range(1, len(tokens) + 1):
@@ -151,7 +170,8 @@ class GrammarMatcher:
         return found
 
     def _walk(self, path: list[int], prefix: Sequence[int]) -> bool:
-        """Goes from behind `path` to behind `prefix`; False when the grammar does not reach it. `path` is kept true."""
+        """Goes from behind `path` to behind `prefix`; False when the grammar does not reach it.
+        `path` is kept true."""
         shared = 0
         while shared < min(len(path), len(prefix)) and path[shared] == prefix[shared]:
             shared += 1

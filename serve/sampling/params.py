@@ -1,4 +1,5 @@
-"""What a request may ask of its law, checked one value at a time; every error names the value and the mend. Torch-free."""
+"""What a request may ask of its distribution, checked one value at a time; every error names the
+value and the mend. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,18 +19,25 @@ MAX_BIAS = 100.0  # OpenAI's bounds
 MAX_PENALTY = 2.0
 
 
-def within(name: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
+def within(
+    name: str, value: float | None, low: float, high: float, *, open_low: bool = False
+) -> None:
     if value is None:
         return
     if not (low <= value <= high) or (open_low and value == low):
-        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (
+            f" and at most {high:g}" if high < math.inf else ""
+        )
         raise UserError(f"{name} is {value}; it must be {bounds}")
 
 
 def check_adjustments(params: SamplingParams) -> None:
     """What can be judged without the target."""
     if not 0 < params.repetition_penalty < math.inf:
-        raise UserError(f"repetition_penalty is {params.repetition_penalty}; it must be above 0 and finite, 1 being none")
+        raise UserError(
+            f"repetition_penalty is {params.repetition_penalty}; it must be above 0 and finite, 1 "
+            "being none"
+        )
     within("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     within("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     for token, bias in params.logit_bias:
@@ -43,16 +51,22 @@ def check_adjustments(params: SamplingParams) -> None:
         raise UserError("allowed_token_ids is empty; name the tokens that may come or leave it out")
     _check_min_tokens(params)
     if params.grammar is not None and params.ignore_eos:
-        raise UserError("ignore_eos goes on behind the end that a grammar sets; leave one of them out")
+        raise UserError(
+            "ignore_eos goes on behind the end that a grammar sets; leave one of them out"
+        )
 
 
 def _check_min_tokens(params: SamplingParams) -> None:
     within("min_tokens", params.min_tokens, 0, math.inf)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise UserError(f"min_tokens is {params.min_tokens}, more than max_tokens {params.max_tokens}; ask for fewer")
+        raise UserError(
+            f"min_tokens is {params.min_tokens}, more than max_tokens {params.max_tokens}; ask "
+            "for fewer"
+        )
     if params.min_tokens > 0 and params.grammar is not None:
         raise UserError(
-            f"min_tokens is {params.min_tokens}, but a grammar alone says where its text may end; leave one of them out"
+            f"min_tokens is {params.min_tokens}, but a grammar alone says where its text may end; "
+            "leave one of them out"
         )
 
 
@@ -65,13 +79,18 @@ def check_vocabulary(params: SamplingParams, vocab_size: int, eos_token_ids: Ite
     for token in eos_token_ids:
         # transformers drops such a word without a word.
         if (token,) in params.bad_words:
-            raise UserError(f"bad_words bans the end-of-sequence token {token}; ask for ignore_eos or min_tokens instead")
+            raise UserError(
+                f"bad_words bans the end-of-sequence token {token}; ask for ignore_eos or "
+                "min_tokens instead"
+            )
 
 
 def _check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise UserError(f"{name} names token {token}; the ids of this model are 0..{vocab_size - 1}")
+            raise UserError(
+                f"{name} names token {token}; the ids of this model are 0..{vocab_size - 1}"
+            )
 
 
 def _repeated(values: Iterable[int]) -> int | None:
@@ -85,7 +104,8 @@ def _repeated(values: Iterable[int]) -> int | None:
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-6  # as kernels/sampling/filters.py, which this torch-free module cannot import
-# A transformers `LogitsProcessor`: (input_ids [1, n], scores [1, V]) -> scores [1, V], a pure function of both.
+# A transformers `LogitsProcessor`: (input_ids [1, n], scores [1, V]) -> scores [1, V], a pure
+# function of both.
 LogitsProcessor = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
@@ -102,12 +122,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives to report besides the emitted token; None reports nothing
+    # how many alternatives to report besides the emitted token; None reports nothing
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, its first one excepted
     k: int | None = None  # draft tokens a round; None: the server's
-    draft_temperature: float | None = None  # of the draft's own law, 0 for greedy drafts; None: as the server does
+    # of the draft's own distribution, 0 for greedy drafts; None: as the server does
+    draft_temperature: float | None = None
 
-    # Applied to raw logits, at every position with the tokens before it, drafted ones included (serve/sampling/adjustments.py).
+    # Applied to raw logits, at every position with the tokens before it, drafted ones included
+    # (serve/sampling/adjustments.py).
     repetition_penalty: float = 1.0  # transformers': of the tokens in prompt and output
     presence_penalty: float = 0.0  # OpenAI's: of the tokens in the output
     frequency_penalty: float = 0.0
@@ -121,7 +144,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         within("temperature", self.temperature, 0.0, 100.0)
         if 0 < self.temperature < MIN_TEMPERATURE:
-            raise UserError(f"temperature is {self.temperature}; give 0 for greedy or at least {MIN_TEMPERATURE}")
+            raise UserError(
+                f"temperature is {self.temperature}; give 0 for greedy or at least "
+                f"{MIN_TEMPERATURE}"
+            )
         within("top_p", self.top_p, 0.0, 1.0, open_low=True)
         within("min_p", self.min_p, 0.0, 1.0)
         within("top_k", self.top_k, 0, math.inf)
@@ -129,7 +155,10 @@ class SamplingParams:
         within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         within("speculation.draft_temperature", self.draft_temperature, 0.0, 100.0)
         if self.draft_temperature is not None and 0 < self.draft_temperature < MIN_TEMPERATURE:
-            raise UserError(f"speculation.draft_temperature is {self.draft_temperature}; give 0 or at least {MIN_TEMPERATURE}")
+            raise UserError(
+                f"speculation.draft_temperature is {self.draft_temperature}; give 0 or at least "
+                f"{MIN_TEMPERATURE}"
+            )
         within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         within("speculation.k", self.k, 0, 64)
         if "" in self.stop:
@@ -138,9 +167,10 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether the law is another than temperature and filters make of the target's."""
+        """Whether the distribution is another than temperature and filters make of the target's."""
         return (
-            (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+            (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+            != (1.0, 0.0, 0.0)
             or bool(self.logit_bias or self.bad_words or self.min_tokens or self.logits_processors)
             or self.allowed_token_ids is not None
             or self.grammar is not None

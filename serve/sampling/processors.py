@@ -1,8 +1,9 @@
 """A request's own transformers `LogitsProcessor`s: which can be honoured, and how they are called.
 
-Demanded is a pure function of (input_ids [1, n], scores [1, V]). It is called once for every position of every round, in drafting
-and in verifying, on texts that grow by drafted tokens and shrink again when those fall; what it returns for a text
-must not depend on what it was called with before.
+Demanded is a pure function of (input_ids [1, n], scores [1, V]). It is called once for every
+position of every round, in drafting and in verifying, on texts that grow by drafted tokens and
+shrink again when those fall; what it returns for a text must not depend on what it was called with
+before.
 """
 
 from __future__ import annotations
@@ -14,35 +15,50 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.params import LogitsProcessor
-from draftsmith.serve.sampling.state import LawState, Site
+from draftsmith.serve.sampling.state import SamplingState, Site
 
 
 def check_processors(
-    processors: Sequence[LogitsProcessor], prompt: Sequence[int], *, vocab_size: int, device: torch.device
+    processors: Sequence[LogitsProcessor],
+    prompt: Sequence[int],
+    *,
+    vocab_size: int,
+    device: torch.device,
 ) -> None:
-    """Calls each on a text, a longer one and the first again; a `UserError` for one that raises or answers otherwise then."""
+    """Calls each on a text, a longer one and the first again; a `UserError` for one that raises or
+    answers otherwise then."""
     scores = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
     text = torch.tensor([list(prompt)], device=device)
     longer = torch.cat([text, text[:, -1:]], dim=1)
     for processor in processors:
         name = type(processor).__name__
         try:
-            first, _, again = (processor(ids.clone(), scores.clone()) for ids in (text, longer, text))
+            first, _, again = (
+                processor(ids.clone(), scores.clone()) for ids in (text, longer, text)
+            )
         except Exception as error:
             # Somebody else's code: whatever it raises, the request cannot be honoured.
-            raise UserError(f"logits processor {name} raised {type(error).__name__}: {error}; mend or leave it out") from error
+            raise UserError(
+                f"logits processor {name} raised {type(error).__name__}: {error}; mend or leave "
+                "it out"
+            ) from error
         if not isinstance(first, torch.Tensor) or first.shape != scores.shape:
-            raise UserError(f"logits processor {name} must return scores of shape {list(scores.shape)} for input_ids of one row")
+            raise UserError(
+                f"logits processor {name} must return scores of shape {list(scores.shape)} for "
+                "input_ids of one row"
+            )
         if not torch.equal(first.nan_to_num(), again.nan_to_num()):
             raise UserError(
-                f"logits processor {name} gave two answers to one text; speculation needs a pure function of input_ids and scores"
+                f"logits processor {name} gave two answers to one text; speculation needs a pure "
+                "function of input_ids and scores"
             )
 
 
 def run_processors(logits: torch.Tensor, sites: Sequence[Site]) -> bool:
     """Row by row in place, with the exact text before each; False when there are none.
 
-    A row whose processor raises is left without any token. Behind drafted tokens that says nothing about the rows before it.
+    A row whose processor raises is left without any token. Behind drafted tokens that says nothing
+    about the rows before it.
     """
     own = [site for site in sites if site.state.params.logits_processors]
     for site in own:
@@ -53,7 +69,7 @@ def run_processors(logits: torch.Tensor, sites: Sequence[Site]) -> bool:
     return bool(own)
 
 
-def _processed(scores: torch.Tensor, state: LawState, prefix: Sequence[int]) -> torch.Tensor:
+def _processed(scores: torch.Tensor, state: SamplingState, prefix: Sequence[int]) -> torch.Tensor:
     input_ids = torch.tensor([[*state.tokens, *prefix]], device=scores.device)
     processed = scores[None].clone()
     for processor in state.params.logits_processors:

@@ -1,4 +1,5 @@
-"""Which failures are one request's own: those end that request alone, with one sentence to its client."""
+"""Which failures are one request's own: those end that request alone, with one sentence to its
+client."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _SHARED = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 def is_own(error: Exception) -> bool:
-    """Whether an exception raised while one request's share of a round was worked on says nothing about the others."""
+    """Whether an exception raised while one request's share of a round was worked on says nothing
+    about the others."""
     return not isinstance(error, _SHARED)
 
 
@@ -23,8 +25,9 @@ def sentence(what: str, error: Exception) -> str:
 class LoneFailures:
     """Rounds that ended requests for failures of their own and gave nothing to any other request.
 
-    Several in a row say that what failed is common to all requests: a tokenizer that raises for every text, say. Requests
-    that adjust their distributions (a grammar, processors, biases, ...) do not count, for that may be what raises.
+    Several in a row say that what failed is common to all requests: a tokenizer that raises for
+    every text, say. Requests that adjust their distributions (a grammar, processors, biases, ...)
+    do not count, for that may be what raises.
     """
 
     rounds: int = 0  # since a request last ended as it should

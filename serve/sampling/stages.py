@@ -1,4 +1,5 @@
-"""Biases, bans and masks, as transformers' processors apply them. Each changes its sites' rows of `logits` [R, V] in place."""
+"""Biases, bans and masks, as transformers' processors apply them. Each changes its sites' rows of
+`logits` [R, V] in place."""
 
 from __future__ import annotations
 
@@ -35,19 +36,23 @@ def restrict(logits: torch.Tensor, sites: Sequence[Site]) -> None:
     listed = [(site, site.state.forbidden) for site in sites if site.state.forbidden is not None]
     if listed:
         rows = _rows([site for site, _ in listed], logits.device)
-        logits[rows] = logits[rows].masked_fill(torch.stack([forbidden for _, forbidden in listed]), -math.inf)
+        logits[rows] = logits[rows].masked_fill(
+            torch.stack([forbidden for _, forbidden in listed]), -math.inf
+        )
     for state in {id(site.state): site.state for site in sites}.values():
         if state.matcher is not None:
             own = [site for site in sites if site.state is state]
             rows = _rows(own, logits.device)
-            logits[rows] = logits[rows].masked_fill(~_allowed(state.matcher, own, logits.shape[-1]).to(logits.device), -math.inf)
+            logits[rows] = logits[rows].masked_fill(
+                ~_allowed(state.matcher, own, logits.shape[-1]).to(logits.device), -math.inf
+            )
 
 
 def _allowed(matcher: GrammarMatcher, sites: Sequence[Site], vocab_size: int) -> torch.Tensor:
     """What the grammar of one request allows at its sites: [n, V] bool.
 
-    Where it fails the sites are asked one by one, and those where it fails again allow nothing: behind drafted tokens that
-    says nothing about the sites before them.
+    Where it fails the sites are asked one by one, and those where it fails again allow nothing:
+    behind drafted tokens that says nothing about the sites before them.
     """
     try:
         return torch.from_numpy(matcher.masks([site.prefix for site in sites]))
@@ -73,15 +78,20 @@ class _Seen(NamedTuple):
 
 
 def penalise(logits: torch.Tensor, sites: Sequence[Site]) -> None:
-    """transformers' repetition penalty, then OpenAI's frequency and presence, on `logits` [R, V] in place."""
+    """transformers' repetition penalty, then OpenAI's frequency and presence, on `logits` [R, V] in
+    place."""
     counted = [(site, counts) for site in sites if (counts := site.state.counts) is not None]
     if not counted:
         return
     seen = _seen(counted)
     rows = torch.tensor([site.row for site, _ in counted], device=logits.device)[seen.sites]
     params = [site.state.params for site, _ in counted]
-    values = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in params]
-    repetition, frequency, presence = torch.tensor(values, dtype=logits.dtype, device=logits.device)[seen.sites].T
+    values = [
+        (one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in params
+    ]
+    repetition, frequency, presence = torch.tensor(
+        values, dtype=logits.dtype, device=logits.device
+    )[seen.sites].T
     output = seen.output.to(logits.dtype)
     in_output = output > 0
     scores = logits[rows, seen.ids]
@@ -103,14 +113,18 @@ def _seen(counted: Sequence[tuple[Site, TokenCounts]]) -> _Seen:
         num_pairs += len(counts.slots)
     device = counted[0][1].ids.device
     sizes = torch.tensor([len(counts.slots) for _, counts in counted], device=device)
-    owners = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes, output_size=num_pairs)
+    owners = torch.repeat_interleave(
+        torch.arange(len(sizes), device=device), sizes, output_size=num_pairs
+    )
     more = torch.tensor([*fresh], dtype=torch.int64, device=device).reshape(-1, 2)
     times = torch.tensor([*fresh.values()], dtype=torch.float32, device=device)
     seen = _Seen(
         torch.cat([owners, more[:, 0]]),
         torch.cat([*(counts.ids for _, counts in counted), more[:, 1]]),
         torch.cat([*(counts.output for _, counts in counted), times]),
-        torch.cat([*(counts.prompt for _, counts in counted), torch.zeros_like(times, dtype=torch.bool)]),
+        torch.cat(
+            [*(counts.prompt for _, counts in counted), torch.zeros_like(times, dtype=torch.bool)]
+        ),
     )
     if again:
         at = torch.tensor(again, device=device)

@@ -1,4 +1,5 @@
-"""What one request asks of its laws beyond temperature and filters, and what of its text that depends on."""
+"""What one request asks of its distributions beyond temperature and filters, and what of its text
+that depends on."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from draftsmith.serve.sampling.request_errors import is_own, sentence
 
 
 class TokenCounts:
-    """U distinct tokens in the order in which they came; penalties look at these, never at the whole vocabulary."""
+    """U distinct tokens in the order in which they came; penalties look at these, never at the
+    whole vocabulary."""
 
     def __init__(self, num_prompt: int, device: torch.device):
         self.num_prompt = num_prompt
         self.slots: dict[int, int] = {}  # place of each token in the tensors
         self.ids = torch.zeros(0, dtype=torch.int64, device=device)  # [U]
-        self.output = torch.zeros(0, dtype=torch.float32, device=device)  # [U] how often in the output
+        # [U] how often in the output
+        self.output = torch.zeros(0, dtype=torch.float32, device=device)
         self.prompt = torch.zeros(0, dtype=torch.bool, device=device)  # [U] whether in the prompt
         self._counted = 0
 
@@ -48,8 +51,9 @@ class TokenCounts:
 log = logging.getLogger(__name__)
 
 
-class LawState:
-    """Belongs to the engine's thread once its request is queued; `follow` brings it up to date before every round."""
+class SamplingState:
+    """Belongs to the engine's thread once its request is queued; `follow` brings it up to date
+    before every round."""
 
     def __init__(
         self,
@@ -63,13 +67,22 @@ class LawState:
     ):
         self.params, self.num_prompt, self.matcher = params, num_prompt, matcher
         self.tokens: list[int] = []  # the request's own list: its prompt and what is committed
-        self.error = ""  # what its processors or its grammar raised: no position has a token from then on
-        # What they raised in this round behind drafted tokens: only a text that comes to hold these tokens ends there.
+        # what its processors or its grammar raised: no position has a token from then on
+        self.error = ""
+        # What they raised in this round behind drafted tokens: only a text that comes to hold these
+        # tokens ends there.
         self.error_behind_drafts = ""
-        # What ends the answer: until `min_tokens` it is banned, and nobody reads a law behind it.
-        self.ends = frozenset(params.stop_token_ids if params.ignore_eos else [*eos_token_ids, *params.stop_token_ids])
-        self.bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64, device=device)
-        self.bias_values = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32, device=device)
+        # What ends the answer: until `min_tokens` it is banned, and nobody reads a distribution
+        # behind it.
+        self.ends = frozenset(
+            params.stop_token_ids if params.ignore_eos else [*eos_token_ids, *params.stop_token_ids]
+        )
+        self.bias_ids = torch.tensor(
+            [token for token, _ in params.logit_bias], dtype=torch.int64, device=device
+        )
+        self.bias_values = torch.tensor(
+            [bias for _, bias in params.logit_bias], dtype=torch.float32, device=device
+        )
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.counts = TokenCounts(num_prompt, device) if penalties != (1.0, 0.0, 0.0) else None
         self.forbidden: torch.Tensor | None = None  # [V] bool, of `allowed_token_ids`
@@ -77,7 +90,8 @@ class LawState:
             self.forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
             self.forbidden[torch.tensor(params.allowed_token_ids, device=device)] = False
         self._single = [word[0] for word in params.bad_words if len(word) == 1]
-        # By the token before the last one, so that only words that could be completed now are looked at.
+        # By the token before the last one, so that only words that could be completed now are
+        # looked at.
         self._longer: dict[int, list[tuple[int, ...]]] = {}
         for word in params.bad_words:
             if len(word) > 1:
@@ -86,7 +100,8 @@ class LawState:
 
     @contextmanager
     def owning(self, what: str, prefix: Sequence[int] = ()) -> Iterator[None]:
-        """Keeps a failure within to this request, and one behind drafted tokens (`prefix`) to the position behind them."""
+        """Keeps a failure within to this request, and one behind drafted tokens (`prefix`) to the
+        position behind them."""
         try:
             yield
         except Exception as error:
@@ -116,7 +131,11 @@ class LawState:
         banned = self._single.copy()
         if self._longer:
             last = prefix[-1] if prefix else self.tokens[-1]
-            banned += [word[-1] for word in self._longer.get(last, ()) if self._ends_with(word[:-1], prefix)]
+            banned += [
+                word[-1]
+                for word in self._longer.get(last, ())
+                if self._ends_with(word[:-1], prefix)
+            ]
         if len(self.tokens) - self.num_prompt + len(prefix) < self.params.min_tokens:
             banned += self.ends
         return banned
@@ -127,8 +146,9 @@ class LawState:
 
 
 class Site(NamedTuple):
-    """A law to be adjusted: row `row` of the logits, behind a request's committed tokens and then `prefix`."""
+    """A distribution to be adjusted: row `row` of the logits, behind a request's committed tokens
+    and then `prefix`."""
 
     row: int
-    state: LawState
+    state: SamplingState
     prefix: list[int]

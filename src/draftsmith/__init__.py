@@ -1,4 +1,5 @@
-"""draftsmith: train drafters for any Hugging Face causal LM, serve the pair losslessly, learn from every served token."""
+"""draftsmith: train drafters for any Hugging Face causal LM, serve the pair losslessly, learn from
+every served token."""
 
 from __future__ import annotations
 

@@ -107,21 +107,26 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status. A `UserError` is printed as one sentence and gives 2."""
+    """Runs one command; returns its exit status. A `UserError` is printed as one sentence and gives
+    2."""
     try:
         try:
             return _dispatch(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output left, as `| head` does. Python would complain once more while flushing at exit.
+        # The reader of our output left, as `| head` does. Python would complain once more while
+        # flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except UserError as error:
         print(f"draftsmith: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("draftsmith: interrupted; what was finished is kept, run the same command to go on", file=sys.stderr)
+        print(
+            "draftsmith: interrupted; what was finished is kept, run the same command to go on",
+            file=sys.stderr,
+        )
         return 130
 
 
@@ -134,7 +139,9 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name = argv[0]
     if name not in COMMANDS:
-        raise UserError(configuration.unknown_key(name, list(COMMANDS)).replace("option", "command"))
+        raise UserError(
+            configuration.unknown_key(name, list(COMMANDS)).replace("option", "command")
+        )
     cls = load(COMMANDS[name].config)
     parser = parser_for(name, cls)
     arguments = parse(parser, argv[1:])
@@ -161,23 +168,35 @@ def load(reference: str) -> Any:
 
 
 def parser_for(name: str, cls: type) -> Parser:
-    """Flags from the top-level fields of the config dataclass; nested ones are reached by recipe or `a.b=c`."""
-    parser = Parser(prog=f"draftsmith {name}", description=COMMANDS[name].summary, allow_abbrev=False)
+    """Flags from the top-level fields of the config dataclass; nested ones are reached by recipe or
+    `a.b=c`."""
+    parser = Parser(
+        prog=f"draftsmith {name}", description=COMMANDS[name].summary, allow_abbrev=False
+    )
     types_by_name = configuration.field_types(cls)
     for field in dataclasses.fields(cls):
         wanted = _plain(types_by_name[field.name])
         if field.metadata.get("positional"):
-            parser.add_argument(field.name, help=_help(field), choices=field.metadata.get("choices"))
+            parser.add_argument(
+                field.name, help=_help(field), choices=field.metadata.get("choices")
+            )
         elif not dataclasses.is_dataclass(wanted):
             _add_flag(parser, field, wanted)
-    parser.add_argument("extra", nargs="*", metavar=EXTRA, help="a recipe, then overrides such as optim.lr=1e-4")
+    parser.add_argument(
+        "extra", nargs="*", metavar=EXTRA, help="a recipe, then overrides such as optim.lr=1e-4"
+    )
     return parser
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+        flags = [
+            flag
+            for action in parser._actions
+            for flag in action.option_strings
+            if flag.startswith("--")
+        ]
         raise UserError(configuration.unknown_key(unknown[0].split("=")[0], flags))
     return arguments
 
@@ -185,7 +204,9 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 def _add_flag(parser: Parser, field: dataclasses.Field, wanted: Any) -> None:
     flag = "--" + field.name.replace("_", "-")
     if wanted is bool:
-        parser.add_argument(flag, default=None, help=_help(field), action=argparse.BooleanOptionalAction)
+        parser.add_argument(
+            flag, default=None, help=_help(field), action=argparse.BooleanOptionalAction
+        )
     elif typing.get_origin(wanted) in (list, tuple):
         parser.add_argument(flag, default=None, help=_help(field), nargs="+", metavar="X")
     else:
@@ -209,14 +230,18 @@ def _help(field: dataclasses.Field) -> str:
 def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Recipe, then overrides, then flags."""
     values: dict[str, Any] = {}
-    recipes = [text for text in arguments.extra if text.endswith((".yaml", ".yml")) and "=" not in text]
+    recipes = [
+        text for text in arguments.extra if text.endswith((".yaml", ".yml")) and "=" not in text
+    ]
     for recipe in recipes:
         values = configuration.merge(values, configuration.read_yaml(recipe))
     for text in arguments.extra:
         if text not in recipes:
             values = configuration.merge(values, configuration.parse_override(text))
     flags = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(cls)}
-    return configuration.merge(values, {name: value for name, value in flags.items() if value is not None})
+    return configuration.merge(
+        values, {name: value for name, value in flags.items() if value is not None}
+    )
 
 
 if __name__ == "__main__":

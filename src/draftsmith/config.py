@@ -1,4 +1,5 @@
-"""Typed configuration: dataclass defaults, then a YAML file, then `a.b=c` overrides, then flags. Torch-free."""
+"""Typed configuration: dataclass defaults, then a YAML file, then `a.b=c` overrides, then flags.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def option(
     factory: Any = None,
     positional: bool = False,
 ) -> Any:
-    """A dataclass field with the text `--help` shows. Give `factory` instead of `default` for mutable values."""
+    """A dataclass field with the text `--help` shows. Give `factory` instead of `default` for
+    mutable values."""
     metadata = {"help": help, "choices": choices, "positional": positional}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -44,9 +46,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
-        raise UserError(f"recipe {str(path)!r} is not valid YAML ({str(error).splitlines()[0]}); mend that line") from error
+        raise UserError(
+            f"recipe {str(path)!r} is not valid YAML ({str(error).splitlines()[0]}); mend that line"
+        ) from error
     if not isinstance(values, dict):
-        raise UserError(f"recipe {str(path)!r} holds a {type(values).__name__}; it must be a mapping of options")
+        raise UserError(
+            f"recipe {str(path)!r} holds a {type(values).__name__}; it must be a mapping of options"
+        )
     return values
 
 
@@ -54,11 +60,16 @@ def parse_override(text: str) -> dict[str, Any]:
     """`"a.b=c"` -> `{"a": {"b": <c read as YAML>}}`."""
     key, separator, value = text.partition("=")
     if not separator or not key:
-        raise UserError(f"override {text!r} is not of the form key=value; write for example train.steps=200")
+        raise UserError(
+            f"override {text!r} is not of the form key=value; write for example train.steps=200"
+        )
     try:
         nested: Any = yaml.safe_load(value) if value else ""
     except yaml.YAMLError as error:
-        raise UserError(f"override {text!r} has a value that is not valid YAML; quote it, for example {key}='text'") from error
+        raise UserError(
+            f"override {text!r} has a value that is not valid YAML; quote it, for example "
+            f"{key}='text'"
+        ) from error
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
@@ -74,7 +85,8 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
-    """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError` that names the mend."""
+    """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError`
+    that names the mend."""
     types_by_name = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
@@ -82,13 +94,17 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
             raise UserError(unknown_key(f"{prefix}{key}", [prefix + name for name in fields]))
     missing = [name for name, field in fields.items() if _required(field) and name not in values]
     if missing:
-        raise UserError(f"option {prefix + missing[0]!r} is required; give --{missing[0].replace('_', '-')}")
+        raise UserError(
+            f"option {prefix + missing[0]!r} is required; give --{missing[0].replace('_', '-')}"
+        )
     converted = {}
     for key, value in values.items():
         converted[key] = convert(value, types_by_name[key], prefix + key)
         choices = fields[key].metadata.get("choices")
         if choices and converted[key] is not None and converted[key] not in choices:
-            raise UserError(f"option {prefix + key!r} is {value!r}; it must be one of {', '.join(choices)}")
+            raise UserError(
+                f"option {prefix + key!r} is {value!r}; it must be one of {', '.join(choices)}"
+            )
     return cls(**converted)
 
 
@@ -99,7 +115,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def convert(value: Any, wanted: Any, name: str) -> Any:
-    """`value` as the annotated type: bool, int, float, str, lists, optional values and nested dataclasses."""
+    """`value` as the annotated type: bool, int, float, str, lists, optional values and nested
+    dataclasses."""
     origin = typing.get_origin(wanted)
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(wanted)
@@ -110,7 +127,9 @@ def convert(value: Any, wanted: Any, name: str) -> Any:
         if dataclasses.is_dataclass(value):
             return value
         if not isinstance(value, dict):
-            raise UserError(f"option {name!r} is {value!r}; it must be a mapping, for example {name}.KEY=VALUE")
+            raise UserError(
+                f"option {name!r} is {value!r}; it must be a mapping, for example {name}.KEY=VALUE"
+            )
         return build(wanted, value, prefix=name + ".")  # type: ignore[arg-type]
     if origin in (list, tuple):
         items = value if isinstance(value, (list, tuple)) else [value]
@@ -120,10 +139,16 @@ def convert(value: Any, wanted: Any, name: str) -> Any:
 
 
 def _scalar(value: Any, wanted: Any, name: str) -> Any:
-    if wanted is Any or (isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))):
+    if wanted is Any or (
+        isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))
+    ):
         return value
     try:
-        if wanted is bool and isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
+        if (
+            wanted is bool
+            and isinstance(value, str)
+            and value.lower() in ("true", "false", "yes", "no", "1", "0")
+        ):
             return value.lower() in ("true", "yes", "1")
         if wanted is float and not isinstance(value, bool):
             return float(value)

@@ -1,4 +1,5 @@
-"""The text every Python carries: the standard library's source (`stdlib:code`) and its manual pages (`stdlib:prose`)."""
+"""The text every Python carries: the standard library's source (`stdlib:code`) and its manual pages
+(`stdlib:prose`)."""
 
 from __future__ import annotations
 
@@ -57,5 +58,6 @@ CORPORA = {"stdlib:code": stdlib_code, "stdlib:prose": stdlib_prose}
 
 
 def held_out(document: Document, share: float = 0.1) -> bool:
-    """Whether the document belongs to the evaluation part: decided by its name alone, so it never moves."""
+    """Whether the document belongs to the evaluation part: decided by its name alone, so it never
+    moves."""
     return int(hashlib.sha256(document.name.encode()).hexdigest()[:8], 16) < share * 2**32

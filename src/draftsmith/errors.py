@@ -2,4 +2,5 @@
 
 
 class UserError(ValueError):
-    """Bad input. The message is one sentence that names the offending value and the mend; the CLI prints it and exits 2."""
+    """Bad input. The message is one sentence that names the offending value and the mend; the CLI
+    prints it and exits 2."""

@@ -1,4 +1,5 @@
-"""Whole files or none: every durable file of the project is written beside its place, synced and renamed."""
+"""Whole files or none: every durable file of the project is written beside its place, synced and
+renamed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path in the same folder; on success it is synced and renamed to `path`, on failure removed."""
+    """Yields a temporary path in the same folder; on success it is synced and renamed to `path`, on
+    failure removed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -38,7 +40,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `path` by one rename; an existing `path` is replaced only at the end."""
+    """Yields a temporary folder that becomes `path` by one rename; an existing `path` is replaced
+    only at the end."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -74,7 +77,8 @@ def sweep(folder: str | Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become text, so that other readers can parse the line."""
+    """JSON has no NaN and no infinity: they become text, so that other readers can
+    parse the line."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -101,11 +105,14 @@ def read_json(path: str | Path, what: str = "file") -> Any:
     except FileNotFoundError as error:
         raise UserError(f"{what} {str(path)!r} does not exist; check the path") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} {str(path)!r} is not valid JSON ({error}); restore or regenerate it") from error
+        raise UserError(
+            f"{what} {str(path)!r} is not valid JSON ({error}); restore or regenerate it"
+        ) from error
 
 
 def signature(folder: str | Path, pattern: str) -> Signature:
-    """Of its files that match, so that another content is noticed without reading it; empty where there is no such folder."""
+    """Of its files that match, so that another content is noticed without reading it; empty where
+    there is no such folder."""
     states = [(path, path.stat()) for path in sorted(Path(folder).glob(pattern))]
     # Not the time of modification, which a copy may bring along.
     return [(str(path), state.st_size, state.st_ctime_ns) for path, state in states]

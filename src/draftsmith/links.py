@@ -1,4 +1,5 @@
-"""Whether the links to the code folders are links: git writes small text files on a file system without symbolic links."""
+"""Whether the links to the code folders are links: git writes small text files on a file system
+without symbolic links."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from pathlib import Path
 
 LINKS = ("distill", "drafters", "kernels", "serve", "train")
 SENTENCE = (
-    "{path} is a text file in place of a symbolic link, so this checkout has no code; install a wheel (pip wheel from another "
-    "checkout), or clone again with `git clone -c core.symlinks=true` where symbolic links are allowed"
+    "{path} is a text file in place of a symbolic link, so this checkout has no code; install a "
+    "wheel (pip wheel from another "
+    "checkout), or clone again with `git clone -c core.symlinks=true` where symbolic links are "
+    "allowed"
 )
 
 
 def check_links(package: Path) -> None:
-    """Ends a command with one sentence, and an import with an ImportError of it, where a link of `package` is a text file."""
+    """Ends a command with one sentence, and an import with an ImportError of it, where a link of
+    `package` is a text file."""
     broken = next((package / name for name in LINKS if (package / name).is_file()), None)
     if broken is None:
         return

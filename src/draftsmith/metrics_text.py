@@ -14,12 +14,15 @@ Labels = tuple[tuple[str, str], ...]
 @dataclass(frozen=True)
 class Scrape:
     gauges: dict[str, dict[Labels, float]]
-    counters: dict[str, dict[Labels, float]]  # buckets, sums and counts of histograms are counters, too
+    # buckets, sums and counts of histograms are counters, too
+    counters: dict[str, dict[Labels, float]]
 
     def total(self, name: str, **labels: str) -> float:
         """Summed over all samples that carry `labels`; 0 where there is none."""
         wanted = labels.items()
-        return sum(value for found, value in self._of(name).items() if wanted <= dict(found).items())
+        return sum(
+            value for found, value in self._of(name).items() if wanted <= dict(found).items()
+        )
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """Summed by the values of `label`."""
@@ -35,7 +38,10 @@ class Scrape:
     def since(self, earlier: Scrape) -> Scrape:
         """Counters of the time between; gauges as they are now."""
         counters = {
-            name: {labels: value - earlier.counters.get(name, {}).get(labels, 0.0) for labels, value in samples.items()}
+            name: {
+                labels: value - earlier.counters.get(name, {}).get(labels, 0.0)
+                for labels, value in samples.items()
+            }
             for name, samples in self.counters.items()
         }
         if any(value < 0 for samples in counters.values() for value in samples.values()):
@@ -50,7 +56,12 @@ def parse(text: str) -> Scrape:
         for family in text_string_to_metric_families(text):
             kept = counters if family.type in ("counter", "histogram") else gauges
             for sample in family.samples:
-                kept.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+                kept.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = (
+                    sample.value
+                )
     except ValueError as error:
-        raise UserError(f"/metrics is no Prometheus text ({str(error)[:60]}); give the URL of a draftsmith server") from error
+        raise UserError(
+            f"/metrics is no Prometheus text ({str(error)[:60]}); give the URL of a draftsmith "
+            "server"
+        ) from error
     return Scrape(gauges, counters)

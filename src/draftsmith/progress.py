@@ -1,4 +1,5 @@
-"""One progress line with an ETA for long work. Torch-free; rewrites its line on a terminal, prints now and then elsewhere."""
+"""One progress line with an ETA for long work. Torch-free; rewrites its line on a terminal, prints
+now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +18,21 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """`Progress("generate", total=200, unit="answers")`; `update(done, note="812 tok/s")`; `close()`.
+    """`Progress("generate", total=200, unit="answers")`; `update(done, note="812 tok/s")`;
+    `close()`.
 
     The ETA is measured from the work done since construction, so a resumed job gives `start`.
     """
 
-    def __init__(self, label: str, total: int, *, unit: str = "", start: int = 0, stream: TextIO | None = None):
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        *,
+        unit: str = "",
+        start: int = 0,
+        stream: TextIO | None = None,
+    ):
         self.label, self.total, self.unit, self.start = label, total, unit, start
         self.stream = stream or sys.stderr
         self.interactive = self.stream.isatty()
@@ -47,7 +57,11 @@ class Progress:
 
     def _line(self, done: int, elapsed_s: float, note: str) -> str:
         fresh = done - self.start
-        left = f"{duration(elapsed_s / fresh * (self.total - done))} left" if fresh > 0 else "estimating"
+        left = (
+            f"{duration(elapsed_s / fresh * (self.total - done))} left"
+            if fresh > 0
+            else "estimating"
+        )
         if done >= self.total:
             left = f"took {duration(elapsed_s)}"
         parts = [f"{self.label}: {done}/{self.total} {self.unit}".rstrip(), left, note]

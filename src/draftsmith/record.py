@@ -1,4 +1,5 @@
-"""The round record: what the engine hands to a sink after every round, and the buffer's row. Torch-free, schema-versioned."""
+"""The round record: what the engine hands to a sink after every round, and the buffer's row.
+Torch-free, schema-versioned."""
 
 from __future__ import annotations
 
@@ -15,84 +16,105 @@ TOP = 64
 
 
 @dataclass(slots=True)
-class Law:
-    """One categorical law as its `TOP` likeliest tokens; never renormalised: exp(logprobs).sum() + tail == 1."""
+class Distribution:
+    """One categorical distribution as its `TOP` likeliest tokens; never renormalised:
+    exp(logprobs).sum() + tail == 1."""
 
     ids: list[int]
     logprobs: list[float]
     tail: float  # probability outside `ids`
-    log_norm: float = 0.0  # of p: log sum_v exp(logprob_v / temperature); 0.0 where the temperature is 0 or 1
+    # of p: log sum_v exp(logprob_v / temperature); 0.0 where the temperature is 0 or 1
+    log_norm: float = 0.0
 
 
-class LawArrays(NamedTuple):
-    """n laws of up to k tokens each."""
+class ProbArrays(NamedTuple):
+    """n distributions of up to k tokens each."""
 
     ids: np.ndarray  # [n, k] int32
-    logprobs: np.ndarray  # [n, k] float32; -inf where a law has no more tokens
+    logprobs: np.ndarray  # [n, k] float32; -inf where a distribution has no more tokens
     tail: np.ndarray  # [n] float32
     log_norms: np.ndarray  # [n] float32
 
 
-class Laws(Sequence[Law]):
-    """Laws of consecutive positions, a part of arrays that whoever looks first may have to make: not the engine's thread."""
+class Distributions(Sequence[Distribution]):
+    """Distributions of consecutive positions, a part of arrays that whoever looks first may have to
+    make: not the engine's thread."""
 
-    def __init__(self, source: Callable[[], LawArrays], begin: int, end: int):
+    def __init__(self, source: Callable[[], ProbArrays], begin: int, end: int):
         self._source, self._begin, self._end = source, begin, end
 
     @classmethod
-    def of(cls, laws: Sequence[Law]) -> Laws:
-        if isinstance(laws, Laws):
-            return laws
-        width = max((len(law.ids) for law in laws), default=0)
-        arrays = LawArrays(
-            np.array([[*law.ids, *[0] * (width - len(law.ids))] for law in laws], dtype=np.int32).reshape(len(laws), width),
-            np.array([[*law.logprobs, *[-np.inf] * (width - len(law.ids))] for law in laws], dtype=np.float32).reshape(
-                len(laws), width
-            ),
-            np.array([law.tail for law in laws], dtype=np.float32),
-            np.array([law.log_norm for law in laws], dtype=np.float32),
+    def of(cls, distributions: Sequence[Distribution]) -> Distributions:
+        if isinstance(distributions, Distributions):
+            return distributions
+        width = max((len(distribution.ids) for distribution in distributions), default=0)
+        arrays = ProbArrays(
+            np.array(
+                [
+                    [*distribution.ids, *[0] * (width - len(distribution.ids))]
+                    for distribution in distributions
+                ],
+                dtype=np.int32,
+            ).reshape(len(distributions), width),
+            np.array(
+                [
+                    [*distribution.logprobs, *[-np.inf] * (width - len(distribution.ids))]
+                    for distribution in distributions
+                ],
+                dtype=np.float32,
+            ).reshape(len(distributions), width),
+            np.array([distribution.tail for distribution in distributions], dtype=np.float32),
+            np.array([distribution.log_norm for distribution in distributions], dtype=np.float32),
         )
-        return cls(lambda: arrays, 0, len(laws))
+        return cls(lambda: arrays, 0, len(distributions))
 
     @staticmethod
-    def runs(rows: Iterable[Laws]) -> list[LawArrays]:
-        """The arrays of all of them in order; those that follow each other in the same arrays are taken at once."""
-        spans: list[Laws] = []
+    def runs(rows: Iterable[Distributions]) -> list[ProbArrays]:
+        """The arrays of all of them in order; those that follow each other in the same arrays are
+        taken at once."""
+        spans: list[Distributions] = []
         for row in rows:
             if spans and spans[-1]._end == row._begin and spans[-1]._source == row._source:
-                spans[-1] = Laws(row._source, spans[-1]._begin, row._end)
+                spans[-1] = Distributions(row._source, spans[-1]._begin, row._end)
             else:
                 spans.append(row)
         return [span.arrays for span in spans]
 
     @property
-    def arrays(self) -> LawArrays:
-        return LawArrays(*(values[self._begin : self._end] for values in self._source()))
+    def arrays(self) -> ProbArrays:
+        return ProbArrays(*(values[self._begin : self._end] for values in self._source()))
 
     def __len__(self) -> int:
         return self._end - self._begin
 
     @overload
-    def __getitem__(self, index: int) -> Law: ...
+    def __getitem__(self, index: int) -> Distribution: ...
     @overload
-    def __getitem__(self, index: slice) -> Laws: ...
-    def __getitem__(self, index: int | slice) -> Law | Laws:
+    def __getitem__(self, index: slice) -> Distributions: ...
+    def __getitem__(self, index: int | slice) -> Distribution | Distributions:
         places = range(self._begin, self._end)[index]
         if isinstance(places, range):
-            return Laws(self._source, places.start, places.stop)
+            return Distributions(self._source, places.start, places.stop)
         ids, logprobs, tail, log_norms = self._source()
         kept = int(np.isfinite(logprobs[places]).sum())
-        return Law(ids[places, :kept].tolist(), logprobs[places, :kept].tolist(), float(tail[places]), float(log_norms[places]))
+        return Distribution(
+            ids[places, :kept].tolist(),
+            logprobs[places, :kept].tolist(),
+            float(tail[places]),
+            float(log_norms[places]),
+        )
 
 
 @dataclass(slots=True)
 class RoundRecord:
     """One propose -> verify -> commit step of one request.
 
-    The tokens of a request are, in order of `round`: `context` (tokens committed since the request's previous record; the
-    whole prompt in the first one), then `committed`. `p[i]` and `q[i]` are the laws at drafted position i. They are left out
-    when the request asked for more than the sampling fields below tell (a penalty, a ban, a grammar): what was accepted then
-    says nothing about the laws under these fields, so such rounds are text to learn from and are never scored.
+    The tokens of a request are, in order of `round`: `context` (tokens committed since the
+    request's previous record; the whole prompt in the first one), then `committed`. `p[i]` and
+    `q[i]` are the distributions at drafted position i. They are left out when the request asked for
+    more than the sampling fields below tell (a penalty, a ban, a grammar): what was accepted then
+    says nothing about the distributions under these fields, so such rounds are text to learn from
+    and are never scored.
     """
 
     request: str  # hashed id, stable over the request's rounds
@@ -112,17 +134,21 @@ class RoundRecord:
     accepted: int  # how many of `drafted` were kept before any trimming
     committed: list[int]  # what was emitted after stop and EOS trimming
     emitted: int  # the residual or bonus token
-    p: Sequence[Law] = field(default_factory=list)  # target law at temperature 1 without filters, per drafted position
-    q: Sequence[Law] = field(default_factory=list)  # the law the draft token was sampled from; one-hot for deterministic drafts
+    # target distribution at temperature 1 without filters, per drafted position
+    p: Sequence[Distribution] = field(default_factory=list)
+    # the distribution the draft token was sampled from; one-hot for deterministic drafts
+    q: Sequence[Distribution] = field(default_factory=list)
     share: float = 1.0  # the chance with which its request was chosen to be recorded
     last: bool = False  # no record of its request follows
-    # Sampled with a seed of the request's own, so that another request may make the same draws: readers leave it out.
+    # Sampled with a seed of the request's own, so that another request may make the same draws:
+    # readers leave it out.
     seeded: bool = False
     schema: int = SCHEMA_VERSION
 
 
 def hashed(request_id: str) -> str:
-    """How records name a request. Requests of one answer are `ANSWER-NUMBER`: who knows the answer's id finds them all."""
+    """How records name a request. Requests of one answer are `ANSWER-NUMBER`: who knows the
+    answer's id finds them all."""
     answer, _, number = request_id.rpartition("-")
     return f"{hashed_answer(answer)}-{number}"
 
@@ -134,7 +160,9 @@ def hashed_answer(answer: str) -> str:
 
 def uniform(request_id: str) -> float:
     """A number in [0, 1) that is the request's own."""
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=6).digest(), "big") / 2**48
+    return (
+        int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=6).digest(), "big") / 2**48
+    )
 
 
 class Sink(Protocol):
@@ -142,13 +170,15 @@ class Sink(Protocol):
 
     @property
     def share(self) -> float:
-        """The part of new requests that it wants recorded, from 0 to 1; one that falls behind asks for fewer, whole ones."""
+        """The part of new requests that it wants recorded, from 0 to 1; one that falls behind asks
+        for fewer, whole ones."""
         ...
 
     def put(self, record: RoundRecord) -> None: ...
 
     def forget(self, answer: str) -> int:
-        """Deletes the records of an answer, by its id, and says how many there were; from any thread, and not at once."""
+        """Deletes the records of an answer, by its id, and says how many there were; from any
+        thread, and not at once."""
         ...
 
     def close(self) -> None: ...

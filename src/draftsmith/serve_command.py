@@ -1,4 +1,5 @@
-"""`draftsmith serve` with learning: joins the server, which hands out round records, to the buffer, which stores them."""
+"""`draftsmith serve` with learning: joins the server, which hands out round records, to the buffer,
+which stores them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def run(config: ServeConfig) -> int:
         if hook is not None:
             tokenizer = target.tokenizer()
             screens.append(Redactor(hook, tokenizer, mask_id=mask_of(tokenizer)))
-        if not config.learn_laws:
+        if not config.learn_distributions:
             screens.append(lambda record: [tokens_only(record)])
         return BufferWriter(config.learn, screens=screens, share=config.learn_share)
 

@@ -1,4 +1,5 @@
-"""Committed tokens in, finished text out: no half character, no part of a stop string ever leaves. Torch-free."""
+"""Committed tokens in, finished text out: no half character, no part of a stop string ever leaves.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -14,12 +15,19 @@ _WINDOW = 48
 class Tokenizer(Protocol):
     """The part of transformers' tokenizers that turns ids into text."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
 
 
 class StreamStep(NamedTuple):
     text: str  # released now
-    num_tokens: int  # how many of the pushed tokens count; fewer than pushed when a stop string ended the text
+    # how many of the pushed tokens count; fewer than pushed when a stop string ended the text
+    num_tokens: int
     stopped: bool
 
 
@@ -31,12 +39,21 @@ class _State:
 
 
 class TextStream:
-    """The text of one request. `context` is the end of the prompt: some tokenizers drop a leading space without it.
+    """The text of one request. `context` is the end of the prompt: some tokenizers drop a leading
+    space without it.
 
-    A stop string ends the text only behind the first `min_tokens` tokens, though it may begin among them.
+    A stop string ends the text only behind the first `min_tokens` tokens, though it may begin among
+    them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), stop: Sequence[str] = (), min_tokens: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+    ):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self._unstoppable = min_tokens if stop else 0
         window = list(context[-_CONTEXT:])
@@ -89,7 +106,9 @@ class TextStream:
             state.sent = len(self._decode(state.window)) - unsent
         return self._release(state, fresh, len(tokens), stoppable=stoppable)
 
-    def _release(self, state: _State, fresh: str, num_tokens: int, *, stoppable: bool) -> StreamStep:
+    def _release(
+        self, state: _State, fresh: str, num_tokens: int, *, stoppable: bool
+    ) -> StreamStep:
         pending = state.held + fresh
         if not self.stop:
             return StreamStep(pending, num_tokens, False)
@@ -107,7 +126,9 @@ class TextStream:
     def _decode(self, tokens: Sequence[int]) -> str:
         if not tokens:
             return ""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,6 +1,8 @@
-"""Servers started as users start them, and clients that no one here wrote, each in an environment of its own.
+"""Servers started as users start them, and clients that no one here wrote, each in an environment
+of its own.
 
-`scripts/test --all` makes the environments under `.venv-clients` and names that folder in DRAFTSMITH_CLIENTS.
+`scripts/test --all` makes the environments under `.venv-clients` and names that folder in
+DRAFTSMITH_CLIENTS.
 """
 
 from __future__ import annotations
@@ -30,11 +32,18 @@ class ServerProcess:
     def metric(self, name: str) -> float:
         """Summed over its labels."""
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
-        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+        return sum(
+            sample.value for family in families for sample in family.samples if sample.name == name
+        )
 
     def labelled(self, name: str, label: str) -> dict[str, float]:
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
-        return {sample.labels[label]: sample.value for family in families for sample in family.samples if sample.name == name}
+        return {
+            sample.labels[label]: sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name
+        }
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -43,7 +52,8 @@ class ServerProcess:
 
 @pytest.fixture(scope="session")
 def near_draft(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A draft LM that agrees with the tiny target often but not always: its weights with a little noise."""
+    """A draft LM that agrees with the tiny target often but not always: its weights with a little
+    noise."""
     folder = tmp_path_factory.mktemp("near-draft")
     model = AutoModelForCausalLM.from_pretrained(tiny_target("llama"))
     torch.manual_seed(1)
@@ -57,8 +67,8 @@ def near_draft(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServerProcess]]:
-    """`launch(command, env=..., cwd=...)` is a `draftsmith serve --name tiny`, given a free port and
-    one thread, and stopped after the module."""
+    """`launch(command, env=..., cwd=...)` is a `draftsmith serve --name tiny`, given a free port
+    and one thread, and stopped after the module."""
     servers: list[ServerProcess] = []
 
     def start(command: Sequence[str], **places: Any) -> ServerProcess:
@@ -75,7 +85,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., S
 
 
 @pytest.fixture(scope="module")
-def start_server(tiny_target: Callable[..., str], launch: Callable[..., ServerProcess]) -> Callable[..., ServerProcess]:
+def start_server(
+    tiny_target: Callable[..., str], launch: Callable[..., ServerProcess]
+) -> Callable[..., ServerProcess]:
     """`start_server("--k", "3", ...)` is a `draftsmith serve` of the tiny target."""
     script = str(Path(sys.executable).with_name("draftsmith"))
     command = (script, "serve", "--target", tiny_target("llama"), "--name", "tiny")
@@ -85,24 +97,38 @@ def start_server(tiny_target: Callable[..., str], launch: Callable[..., ServerPr
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline_s = time.monotonic() + START_S
     while "serving 'tiny' on " not in (text := log.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline_s, f"the server did not start:\n{text}"
+        assert process.poll() is None and time.monotonic() < deadline_s, (
+            f"the server did not start:\n{text}"
+        )
         time.sleep(0.1)
     return text.split("serving 'tiny' on ")[1].split()[0]
 
 
 @pytest.fixture(scope="session")
 def run_client() -> Callable[..., str]:
-    """`run_client("lm-eval", "bin/lm_eval", *arguments, cwd=...)` runs it to its end and gives what it printed."""
+    """`run_client("lm-eval", "bin/lm_eval", *arguments, cwd=...)` runs it to its end and gives what
+    it printed."""
 
-    def run(name: str, program: str, *arguments: str, cwd: Path, statuses: Sequence[int] = (0,)) -> str:
-        assert "DRAFTSMITH_CLIENTS" in os.environ, "DRAFTSMITH_CLIENTS names no folder of clients; run scripts/test --all"
+    def run(
+        name: str, program: str, *arguments: str, cwd: Path, statuses: Sequence[int] = (0,)
+    ) -> str:
+        assert "DRAFTSMITH_CLIENTS" in os.environ, (
+            "DRAFTSMITH_CLIENTS names no folder of clients; run scripts/test --all"
+        )
         path = Path(os.environ["DRAFTSMITH_CLIENTS"]) / name / program
         assert path.exists(), f"{path} is missing; run scripts/test --all"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
         finished = subprocess.run(
-            [str(path), *arguments], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [str(path), *arguments],
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        assert finished.returncode in statuses, f"{name} ended with status {finished.returncode}:\n{finished.stdout[-6000:]}"
+        assert finished.returncode in statuses, (
+            f"{name} ended with status {finished.returncode}:\n{finished.stdout[-6000:]}"
+        )
         return finished.stdout
 
     return run

@@ -1,4 +1,5 @@
-"""Looks at a dashboard in headless Chromium and prints what it saw as JSON. Runs in an environment that has playwright.
+"""Looks at a dashboard in headless Chromium and prints what it saw as JSON. Runs in an environment
+that has playwright.
 
 dashboard_probe.py URL KEY FOLDER: KEY is the server's, FOLDER takes the pictures.
 """
@@ -13,7 +14,8 @@ from typing import Any
 
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # else the one that playwright installed
+# else the one that playwright installed
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHARTS = ("tau", "alpha", "speed", "load")
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
@@ -25,7 +27,10 @@ def main(url: str, key: str, folder: Path) -> dict[str, Any]:
         try:
             dark = browser.new_context(viewport=WIDE, color_scheme="dark")
             light = browser.new_context(viewport=PHONE, color_scheme="light")
-            return {"dark": look(dark, url, key, folder / "dark.png"), "phone": look(light, url, key, folder / "phone.png")}
+            return {
+                "dark": look(dark, url, key, folder / "dark.png"),
+                "phone": look(light, url, key, folder / "phone.png"),
+            }
         finally:
             browser.close()
 
@@ -34,7 +39,10 @@ def look(context: BrowserContext, url: str, key: str, picture: Path) -> dict[str
     page = context.new_page()
     seen: dict[str, Any] = {"errors": [], "foreign": []}
     page.on("pageerror", lambda error: seen["errors"].append(str(error)))
-    page.on("request", lambda request: request.url.startswith(url) or seen["foreign"].append(request.url))
+    page.on(
+        "request",
+        lambda request: request.url.startswith(url) or seen["foreign"].append(request.url),
+    )
     page.goto(f"{url}/dashboard")
     page.wait_for_selector("#door:visible")
     seen["behind_the_door"] = page.is_visible("#rest")
@@ -74,23 +82,40 @@ def until(page: Page, expression: str) -> None:
 def contents(page: Page) -> dict[str, Any]:
     return {
         "paper": page.evaluate("getComputedStyle(document.body).backgroundColor"),
-        "overflow": page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"),
-        "tiles": page.eval_on_selector_all("#tiles b", "nodes => nodes.map((node) => node.textContent)"),
+        "overflow": page.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        ),
+        "tiles": page.eval_on_selector_all(
+            "#tiles b", "nodes => nodes.map((node) => node.textContent)"
+        ),
         "model": page.inner_text("#model"),
         "draft": page.inner_text("#draft"),
         "lines": {
-            name: page.eval_on_selector_all(f"#{name} path", "nodes => nodes.map((node) => node.getAttribute('d').length)")
+            name: page.eval_on_selector_all(
+                f"#{name} path", "nodes => nodes.map((node) => node.getAttribute('d').length)"
+            )
             for name in CHARTS
         },
-        "versions": page.eval_on_selector_all("#versions tr.live td", "nodes => nodes.map((node) => node.textContent)"),
-        "drafts": page.eval_on_selector_all(
-            "#drafts tr:has(td)", "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
+        "versions": page.eval_on_selector_all(
+            "#versions tr.live td", "nodes => nodes.map((node) => node.textContent)"
         ),
-        "alarms": page.eval_on_selector_all("#decisions td.alarm", "nodes => nodes.map((node) => node.textContent)"),
-        "reasons": page.eval_on_selector_all("#decisions td.text", "nodes => nodes.map((node) => node.textContent)"),
-        "classes": page.eval_on_selector_all("#class-table tr", "nodes => nodes.map((node) => node.innerText)"),
+        "drafts": page.eval_on_selector_all(
+            "#drafts tr:has(td)",
+            "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent))",
+        ),
+        "alarms": page.eval_on_selector_all(
+            "#decisions td.alarm", "nodes => nodes.map((node) => node.textContent)"
+        ),
+        "reasons": page.eval_on_selector_all(
+            "#decisions td.text", "nodes => nodes.map((node) => node.textContent)"
+        ),
+        "classes": page.eval_on_selector_all(
+            "#class-table tr", "nodes => nodes.map((node) => node.innerText)"
+        ),
         "learner": page.inner_text("#learner"),
-        "injected": page.evaluate("window.injected === true || document.querySelector('#rest img') !== null"),
+        "injected": page.evaluate(
+            "window.injected === true || document.querySelector('#rest img') !== null"
+        ),
         "accepted": page.eval_on_selector_all("#answers ins", "nodes => nodes.length"),
         "rejected": page.eval_on_selector_all("#answers del", "nodes => nodes.length"),
     }

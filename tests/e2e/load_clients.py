@@ -1,7 +1,9 @@
-"""A crowd of clients that ask for everything, leave when they like and hold what they get against a quiet server's answers.
+"""A crowd of clients that ask for everything, leave when they like and hold what they get against a
+quiet server's answers.
 
-A program of its own, so that what it takes is not taken from the test's process: `python load_clients.py JOB.json` with
-{quiet_url, url, num_clients, seconds} prints what it saw as JSON, or fails with the first wrong answer.
+A program of its own, so that what it takes is not taken from the test's process: `python
+load_clients.py JOB.json` with {quiet_url, url, num_clients, seconds} prints what it saw as JSON, or
+fails with the first wrong answer.
 """
 
 from __future__ import annotations
@@ -20,9 +22,15 @@ import httpx
 
 Body = dict[str, Any]
 SHARED = "def draft(self, tokens):\n    return [token for token in tokens]\n"
-PROMPTS = [SHARED + tail for tail in ("", "import os\n", "for name in ")] + ["The target", "x", SHARED[:30], SHARED[20:]]
+PROMPTS = [SHARED + tail for tail in ("", "import os\n", "for name in ")] + [
+    "The target",
+    "x",
+    SHARED[:30],
+    SHARED[20:],
+]
 MOST = 48  # tokens of an answer
-# Two float32 passes over the same text in batches of other shapes differ by about 1e-5 in a log-probability.
+# Two float32 passes over the same text in batches of other shapes differ by about 1e-5 in a
+# log-probability.
 NOISE = 1e-3
 
 
@@ -42,9 +50,19 @@ class QuietAnswer:
 
 
 def ask_quietly(url: str, prompt: str) -> QuietAnswer:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": MOST, "ignore_eos": True, "temperature": 0}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": MOST,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
     body |= {"logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
-    (choice,) = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()["choices"]
+    (choice,) = (
+        httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        .raise_for_status()
+        .json()["choices"]
+    )
     margins = []
     for tops in choice["logprobs"]["top_logprobs"]:
         first, second = sorted(tops.values(), reverse=True)[:2]
@@ -58,7 +76,8 @@ class Crowd:
     quiet: list[QuietAnswer]
     num_clients: int
     seconds: float
-    ends: Counter[str] = field(default_factory=Counter)  # complete, left; of the complete ones: stopped, greedy, near
+    # complete, left; of the complete ones: stopped, greedy, near
+    ends: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     num_choices: int = 0  # sent
 
@@ -66,7 +85,10 @@ class Crowd:
         until_s = time.monotonic() + self.seconds
         limits = httpx.Limits(max_connections=2 * self.num_clients)
         async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as http:
-            clients = [self._client(http, random.Random(number), until_s) for number in range(self.num_clients)]
+            clients = [
+                self._client(http, random.Random(number), until_s)
+                for number in range(self.num_clients)
+            ]
             await asyncio.gather(*clients)
 
     async def _client(self, http: httpx.AsyncClient, chance: random.Random, until_s: float) -> None:
@@ -76,9 +98,13 @@ class Crowd:
             self.num_choices += body["n"]
             leaves = chance.random() < 0.3
             if body["stream"]:
-                choices = await self._streamed(http, body, leave_after=chance.randint(0, 12) if leaves else None)
+                choices = await self._streamed(
+                    http, body, leave_after=chance.randint(0, 12) if leaves else None
+                )
             else:
-                choices = await self._whole(http, body, leave_after_s=chance.uniform(0, 2) if leaves else None)
+                choices = await self._whole(
+                    http, body, leave_after_s=chance.uniform(0, 2) if leaves else None
+                )
             if choices is None:
                 self.ends["left"] += 1
                 continue
@@ -86,18 +112,26 @@ class Crowd:
             for choice in choices:
                 self._check(body, self.quiet[index], choice)
 
-    async def _whole(self, http: httpx.AsyncClient, body: Body, *, leave_after_s: float | None) -> list[Body] | None:
+    async def _whole(
+        self, http: httpx.AsyncClient, body: Body, *, leave_after_s: float | None
+    ) -> list[Body] | None:
         try:
-            response = await asyncio.wait_for(http.post("/v1/completions", json=body), leave_after_s)
+            response = await asyncio.wait_for(
+                http.post("/v1/completions", json=body), leave_after_s
+            )
         except asyncio.TimeoutError:
             return None
         self.statuses[response.status_code] += 1
         assert response.status_code == 200, response.text
         told = response.json()
-        assert told["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in told["choices"])
+        assert told["usage"]["completion_tokens"] == sum(
+            len(choice["token_ids"]) for choice in told["choices"]
+        )
         return told["choices"]
 
-    async def _streamed(self, http: httpx.AsyncClient, body: Body, *, leave_after: int | None) -> list[Body] | None:
+    async def _streamed(
+        self, http: httpx.AsyncClient, body: Body, *, leave_after: int | None
+    ) -> list[Body] | None:
         choices: list[Body] = [{"token_ids": [], "finish_reason": None} for _ in range(body["n"])]
         events = 0
         async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -128,7 +162,9 @@ class Crowd:
         self.ends["stopped"] += reason == "stop"
         if body["temperature"] > 0:
             return
-        assert quiet.right(tokens), f"{tokens} instead of {quiet.tokens} (margins {quiet.margins}) for {body}"
+        assert quiet.right(tokens), (
+            f"{tokens} instead of {quiet.tokens} (margins {quiet.margins}) for {body}"
+        )
         same = tokens == quiet.tokens[: len(tokens)]
         self.ends["greedy" if same else "near"] += 1
         if same and "stop_token_ids" in body:
@@ -154,7 +190,15 @@ def wish(chance: random.Random, index: int, quiet: QuietAnswer) -> Body:
     if chance.random() < 0.3:
         body["stop_token_ids"] = [chance.choice(quiet.tokens)]
     if body["temperature"] > 0:
-        body |= chance.choice([{}, {"seed": chance.randrange(2**31)}, {"top_p": 0.9}, {"presence_penalty": 0.5}, {"stop": ["e"]}])
+        body |= chance.choice(
+            [
+                {},
+                {"seed": chance.randrange(2**31)},
+                {"top_p": 0.9},
+                {"presence_penalty": 0.5},
+                {"stop": ["e"]},
+            ]
+        )
     return body
 
 
@@ -166,7 +210,11 @@ def main() -> None:
     # The server answers as if nothing had been.
     for prompt, answer in zip(PROMPTS, quiet):
         assert answer.right(ask_quietly(job["url"], prompt).tokens), prompt
-    seen = {"ends": crowd.ends, "statuses": crowd.statuses, "num_choices": crowd.num_choices + len(PROMPTS)}
+    seen = {
+        "ends": crowd.ends,
+        "statuses": crowd.statuses,
+        "num_choices": crowd.num_choices + len(PROMPTS),
+    }
     print(json.dumps(seen))
 
 

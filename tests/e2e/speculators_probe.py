@@ -1,4 +1,5 @@
-"""Run by the Python that has speculators: loads a folder with that library's own reader and writes what it holds."""
+"""Run by the Python that has speculators: loads a folder with that library's own reader and writes
+what it holds."""
 
 from __future__ import annotations
 

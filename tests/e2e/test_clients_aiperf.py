@@ -1,4 +1,5 @@
-"""aiperf as a load: every request answered, its own count of tokens is ours, and it reads what became of the drafts."""
+"""aiperf as a load: every request answered, its own count of tokens is ours, and it reads what
+became of the drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_a_load_is_answered_and_its_drafts_are_read(
     tiny_target: Callable[..., str],
     tmp_path: Path,
 ) -> None:
-    server = start_server("--draft", near_draft, "--k", "3", "--per-request-spec-decode-metrics", "summary")
+    server = start_server(
+        "--draft", near_draft, "--k", "3", "--per-request-spec-decode-metrics", "summary"
+    )
     arguments = [
         "--model",
         "tiny",
@@ -34,14 +37,42 @@ def test_a_load_is_answered_and_its_drafts_are_read(
         "--tokenizer",
         tiny_target("llama"),
     ]
-    arguments += ["--request-count", str(REQUESTS), "--concurrency", "4", "--extra-inputs", "ignore_eos:true"]
+    arguments += [
+        "--request-count",
+        str(REQUESTS),
+        "--concurrency",
+        "4",
+        "--extra-inputs",
+        "ignore_eos:true",
+    ]
     arguments += ["--synthetic-input-tokens-mean", "40", "--synthetic-input-tokens-stddev", "0"]
-    arguments += ["--output-tokens-mean", str(TOKENS), "--output-tokens-stddev", "0", "--use-server-token-count"]
-    run_client("aiperf", "bin/aiperf", "profile", *arguments, "--ui", "simple", "--artifact-dir", str(tmp_path), cwd=tmp_path)
+    arguments += [
+        "--output-tokens-mean",
+        str(TOKENS),
+        "--output-tokens-stddev",
+        "0",
+        "--use-server-token-count",
+    ]
+    run_client(
+        "aiperf",
+        "bin/aiperf",
+        "profile",
+        *arguments,
+        "--ui",
+        "simple",
+        "--artifact-dir",
+        str(tmp_path),
+        cwd=tmp_path,
+    )
     report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
-    assert report["request_count"]["avg"] == REQUESTS and report["output_sequence_length"]["avg"] == TOKENS
+    assert (
+        report["request_count"]["avg"] == REQUESTS
+        and report["output_sequence_length"]["avg"] == TOKENS
+    )
     assert report["time_to_first_token"]["avg"] > 0 and report["inter_token_latency"]["avg"] > 0
-    records = [json.loads(line) for line in (tmp_path / "profile_export.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "profile_export.jsonl").read_text().splitlines()
+    ]
     assert len(records) == REQUESTS
     # What it sums up from the responses is what the server counted.
     drafts = server.metric("vllm:spec_decode_num_drafts_total")

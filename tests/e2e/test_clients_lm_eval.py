@@ -1,4 +1,5 @@
-"""lm-eval's local-completions: the same scores and the same texts whether the server speculates or not."""
+"""lm-eval's local-completions: the same scores and the same texts whether the server speculates or
+not."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     items = folder / "items.jsonl"
     choices = [" tokens", " None", " [token for token in tokens]"]
-    rows = [{"question": f"def name{i}(self, tokens):\n    return", "choices": choices, "gold": i % 3} for i in range(ITEMS)]
+    rows = [
+        {"question": f"def name{i}(self, tokens):\n    return", "choices": choices, "gold": i % 3}
+        for i in range(ITEMS)
+    ]
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, kind in TASKS.items():
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, items=items) + kind)
@@ -63,10 +67,32 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluate(run_client: Callable[..., str], url: str, tasks: Path, out: Path) -> dict[str, Any]:
     """Scores by task, and what was answered to every item."""
     model = f"base_url={url}/v1/completions,model=tiny,max_length=256,num_concurrent=2,tokenizer_backend=remote"
-    arguments = ["--model", "local-completions", "--model_args", model, "--tasks", ",".join(TASKS), "--include_path", str(tasks)]
-    run_client("lm-eval", "bin/lm_eval", "run", *arguments, "--log_samples", "--output_path", str(out), cwd=out)
+    arguments = [
+        "--model",
+        "local-completions",
+        "--model_args",
+        model,
+        "--tasks",
+        ",".join(TASKS),
+        "--include_path",
+        str(tasks),
+    ]
+    run_client(
+        "lm-eval",
+        "bin/lm_eval",
+        "run",
+        *arguments,
+        "--log_samples",
+        "--output_path",
+        str(out),
+        cwd=out,
+    )
     results = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
-    found: dict[str, Any] = {"scores": {name: {k: v for k, v in of.items() if k != "alias"} for name, of in results.items()}}
+    found: dict[str, Any] = {
+        "scores": {
+            name: {k: v for k, v in of.items() if k != "alias"} for name, of in results.items()
+        }
+    }
     for name in TASKS:
         lines = next(out.rglob(f"samples_{name}_*.jsonl")).read_text().splitlines()
         found[name] = {sample["doc_id"]: sample["resps"] for sample in map(json.loads, lines)}
@@ -75,11 +101,20 @@ def evaluate(run_client: Callable[..., str], url: str, tasks: Path, out: Path) -
 
 def numbers(answers: dict[int, list]) -> list[float]:
     """The log-likelihoods among lm-eval's nested answers, in order of the items."""
-    return [float(pair[0]) for _, answer in sorted(answers.items()) for request in answer for pair in request]
+    return [
+        float(pair[0])
+        for _, answer in sorted(answers.items())
+        for request in answer
+        for pair in request
+    ]
 
 
 def test_scores_and_texts_are_equal_with_and_without_speculation(
-    start_server: Callable, run_client: Callable[..., str], near_draft: str, tasks: Path, tmp_path: Path
+    start_server: Callable,
+    run_client: Callable[..., str],
+    near_draft: str,
+    tasks: Path,
+    tmp_path: Path,
 ) -> None:
     server = start_server("--draft", near_draft, "--k", "3")
     plain = start_server()
@@ -94,7 +129,11 @@ def test_scores_and_texts_are_equal_with_and_without_speculation(
     assert plain.metric("vllm:spec_decode_num_draft_tokens_total") == 0
     assert len(on["local_greedy"]) == ITEMS and on["local_greedy"] == off["local_greedy"]
     for name in ("local_choice", "local_likelihood"):
-        assert len(on[name]) == ITEMS and numbers(on[name]) == pytest.approx(numbers(off[name]), abs=1e-3)
+        assert len(on[name]) == ITEMS and numbers(on[name]) == pytest.approx(
+            numbers(off[name]), abs=1e-3
+        )
     for task, scores in on["scores"].items():
         known = {metric: value for metric, value in scores.items() if isinstance(value, float)}
-        assert known == pytest.approx({metric: off["scores"][task][metric] for metric in known}, rel=1e-3), task
+        assert known == pytest.approx(
+            {metric: off["scores"][task][metric] for metric in known}, rel=1e-3
+        ), task

@@ -1,4 +1,5 @@
-"""The openai package against `draftsmith serve` with and without drafts: typed answers, the same greedy ones, errors."""
+"""The openai package against `draftsmith serve` with and without drafts: typed answers, the same
+greedy ones, errors."""
 
 from __future__ import annotations
 
@@ -24,10 +25,15 @@ def servers(start_server: Callable, near_draft: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def clients(servers: dict[str, Any]) -> dict[str, openai.OpenAI]:
-    return {name: openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) for name, server in servers.items()}
+    return {
+        name: openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        for name, server in servers.items()
+    }
 
 
-def test_answers_are_the_same_with_and_without_drafts(servers: dict[str, Any], clients: dict[str, openai.OpenAI]) -> None:
+def test_answers_are_the_same_with_and_without_drafts(
+    servers: dict[str, Any], clients: dict[str, openai.OpenAI]
+) -> None:
     shapes: list[dict[str, Any]] = [
         {},
         {"logprobs": 2},
@@ -38,7 +44,10 @@ def test_answers_are_the_same_with_and_without_drafts(servers: dict[str, Any], c
         {"echo": True},
     ]
     for shape in shapes:
-        told = [client.completions.create(prompt=PROMPT, **GREEDY, **shape) for client in clients.values()]
+        told = [
+            client.completions.create(prompt=PROMPT, **GREEDY, **shape)
+            for client in clients.values()
+        ]
         on, off = ([(c.text, c.finish_reason) for c in body.choices] for body in told)
         assert on == off, shape
         if told[0].choices[0].logprobs:
@@ -49,7 +58,14 @@ def test_answers_are_the_same_with_and_without_drafts(servers: dict[str, Any], c
 
 
 def test_a_seed_repeats_and_choices_differ(clients: dict[str, openai.OpenAI]) -> None:
-    options: dict[str, Any] = {"model": "tiny", "messages": CHAT, "max_tokens": 20, "n": 3, "seed": 11, "temperature": 0.9}
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "messages": CHAT,
+        "max_tokens": 20,
+        "n": 3,
+        "seed": 11,
+        "temperature": 0.9,
+    }
     first, second = (clients["on"].chat.completions.create(**options) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in second.choices] and len(set(texts)) == 3
@@ -60,30 +76,61 @@ def test_a_stream_is_the_answer_in_pieces(clients: dict[str, openai.OpenAI]) -> 
     client = clients["on"]
     options: dict[str, Any] = {**GREEDY, "messages": CHAT, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**options)
-    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == whole.choices[0].message.content
-    pieces = [entry for chunk in chunks for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content]
-    assert [entry.token for entry in pieces] == [entry.token for entry in whole.choices[0].logprobs.content]
+    pieces = [
+        entry
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content
+    ]
+    assert [entry.token for entry in pieces] == [
+        entry.token for entry in whole.choices[0].logprobs.content
+    ]
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == len(pieces)
 
 
-def test_many_at_a_time_from_asyncio(clients: dict[str, openai.OpenAI], servers: dict[str, Any]) -> None:
+def test_many_at_a_time_from_asyncio(
+    clients: dict[str, openai.OpenAI], servers: dict[str, Any]
+) -> None:
     async def ask() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{servers['on'].url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{servers['on'].url}/v1", api_key="none", max_retries=0
+        ) as client:
             prompts = [f"{PROMPT} name{number}" for number in range(12)]
-            return await asyncio.gather(*(client.completions.create(prompt=prompt, **GREEDY) for prompt in prompts))
+            return await asyncio.gather(
+                *(client.completions.create(prompt=prompt, **GREEDY) for prompt in prompts)
+            )
 
     together = [body.choices[0].text for body in asyncio.run(ask())]
-    alone = [clients["off"].completions.create(prompt=f"{PROMPT} name{number}", **GREEDY).choices[0].text for number in range(12)]
+    alone = [
+        clients["off"].completions.create(prompt=f"{PROMPT} name{number}", **GREEDY).choices[0].text
+        for number in range(12)
+    ]
     assert together == alone
 
 
 def test_structured_answers(clients: dict[str, openai.OpenAI]) -> None:
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
-    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
     texts = [
-        client.chat.completions.create(model="tiny", messages=CHAT, temperature=0, response_format=form)
+        client.chat.completions.create(
+            model="tiny", messages=CHAT, temperature=0, response_format=form
+        )
         .choices[0]
         .message.content
         for client in clients.values()
@@ -97,7 +144,9 @@ def test_errors_are_typed(clients: dict[str, openai.OpenAI]) -> None:
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10_000)
     assert refused.value.param == "max_tokens"
     with pytest.raises(openai.BadRequestError) as unknown:
-        client.chat.completions.create(model="tiny", messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
+        client.chat.completions.create(
+            model="tiny", messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
     assert unknown.value.param == "tools" and unknown.value.code == "unknown_parameter"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt=PROMPT)

@@ -1,4 +1,5 @@
-"""schemathesis on /openapi.json: no 500, no status or body that the schema does not know, nothing wrong taken for right."""
+"""schemathesis on /openapi.json: no 500, no status or body that the schema does not know, nothing
+wrong taken for right."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import pytest
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
-# All but the one that holds it against a server when a value that fits the schema is refused: that max_tokens fits the context,
-# that ids are in the vocabulary and that two parameters go together is more than a schema of OpenAI's requests can say.
+# All but the one that holds it against a server when a value that fits the schema is refused: that
+# max_tokens fits the context, that ids are in the vocabulary and that two parameters go together is
+# more than a schema of OpenAI's requests can say.
 LEFT_OUT = "positive_data_acceptance"
 
 
@@ -19,7 +21,9 @@ LEFT_OUT = "positive_data_acceptance"
 def test_the_schema_tells_all_that_comes(
     flags: tuple[str, ...], start_server: Callable, run_client: Callable[..., str], tmp_path: Path
 ) -> None:
-    server = start_server("--ngram", "--k", "3", "--per-request-spec-decode-metrics", "detailed", *flags)
+    server = start_server(
+        "--ngram", "--k", "3", "--per-request-spec-decode-metrics", "detailed", *flags
+    )
     # Spelt so: schemathesis leaves out no other spelling when it tries without a key.
     headers = {"Authorization": "Bearer second"} if flags else {}
     arguments = [
@@ -33,12 +37,31 @@ def test_the_schema_tells_all_that_comes(
         "--seed",
         "20261121",
     ]
-    arguments += ["--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all", "--request-timeout", "60"]
+    arguments += [
+        "--phases",
+        "examples,coverage,fuzzing",
+        "--suppress-health-check",
+        "all",
+        "--request-timeout",
+        "60",
+    ]
     for name, value in headers.items():
         arguments += ["--header", f"{name}: {value}"]
-    told = run_client("schemathesis", "bin/schemathesis", "run", f"{server.url}/openapi.json", *arguments, cwd=tmp_path)
+    told = run_client(
+        "schemathesis",
+        "bin/schemathesis",
+        "run",
+        f"{server.url}/openapi.json",
+        *arguments,
+        cwd=tmp_path,
+    )
     assert "❌" not in told and "Tested: 14" in told
     # The server has come through it, and some of the requests were answers and no refusals.
     answer = {"model": "tiny", "prompt": "x", "max_tokens": 4}
-    assert httpx.post(f"{server.url}/v1/completions", json=answer, headers=headers, timeout=60).status_code == 200
+    assert (
+        httpx.post(
+            f"{server.url}/v1/completions", json=answer, headers=headers, timeout=60
+        ).status_code
+        == 200
+    )
     assert server.metric("vllm:request_success_total") > 5

@@ -1,4 +1,5 @@
-"""Ten minutes of 64 clients against a server process whose draft is replaced again and again: nothing leaks, nothing is lost.
+"""Ten minutes of 64 clients against a server process whose draft is replaced again and again:
+nothing leaks, nothing is lost.
 
 DRAFTSMITH_LOAD_MINUTES sets another length.
 """
@@ -30,8 +31,14 @@ MINUTES = float(os.environ.get("DRAFTSMITH_LOAD_MINUTES", "10"))
 LEAST = 10 * MINUTES  # of everything that must have happened
 NUM_CLIENTS = 64
 CLIENTS = Path(__file__).with_name("load_clients.py")
-DRAFTS = 4  # that take turns; each time round, the last one is published with a NaN, which a server must refuse
-SHOWN = ["vllm:num_preemptions_total", "draftsmith_swaps_total", "draftsmith_swaps_refused_total", "vllm:generation_tokens_total"]
+# that take turns; each time round, the last one is published with a NaN, which a server must refuse
+DRAFTS = 4
+SHOWN = [
+    "vllm:num_preemptions_total",
+    "draftsmith_swaps_total",
+    "draftsmith_swaps_refused_total",
+    "vllm:generation_tokens_total",
+]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(60 * MINUTES + 600)]
 
@@ -97,7 +104,10 @@ class MemoryLog:
 
     def _run(self) -> None:
         while not self._stopping.wait(1.0):
-            self.resident_bytes.append(int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+            self.resident_bytes.append(
+                int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+                * os.sysconf("SC_PAGE_SIZE")
+            )
 
     def shown(self) -> str:
         """Ten readings, evenly apart."""
@@ -105,8 +115,11 @@ class MemoryLog:
         return f"MiB over time: {[size >> 20 for size in self.resident_bytes[::step]]}"
 
     def growth(self) -> float:
-        """Of a line through the second half, as a share of the memory there: what was still growing by then."""
-        settled = torch.tensor(self.resident_bytes[len(self.resident_bytes) // 2 :], dtype=torch.float64)
+        """Of a line through the second half, as a share of the memory there: what was still growing
+        by then."""
+        settled = torch.tensor(
+            self.resident_bytes[len(self.resident_bytes) // 2 :], dtype=torch.float64
+        )
         time_s = torch.arange(len(settled), dtype=torch.float64)
         slope = torch.cov(torch.stack([time_s, settled]))[0, 1] / time_s.var()
         return float(slope * len(settled) / settled.mean())
@@ -115,35 +128,66 @@ class MemoryLog:
 @pytest.fixture
 def drafts(tiny_target: Callable[..., str]) -> tuple[Target, list[Eagle3]]:
     target = Target.load(tiny_target("llama"))
-    return target, [Eagle3.create(Eagle3Options(), target, seed=seed).eval() for seed in range(DRAFTS)]
+    return target, [
+        Eagle3.create(Eagle3Options(), target, seed=seed).eval() for seed in range(DRAFTS)
+    ]
 
 
 def run_clients(quiet_url: str, url: str, folder: Path) -> dict[str, Any]:
     job = folder / "job.json"
-    job.write_text(json.dumps({"quiet_url": quiet_url, "url": url, "num_clients": NUM_CLIENTS, "seconds": 60 * MINUTES}))
-    finished = subprocess.run([sys.executable, str(CLIENTS), str(job)], capture_output=True, text=True)
+    job.write_text(
+        json.dumps(
+            {
+                "quiet_url": quiet_url,
+                "url": url,
+                "num_clients": NUM_CLIENTS,
+                "seconds": 60 * MINUTES,
+            }
+        )
+    )
+    finished = subprocess.run(
+        [sys.executable, str(CLIENTS), str(job)], capture_output=True, text=True
+    )
     assert finished.returncode == 0, finished.stderr[-8000:]
     return json.loads(finished.stdout)
 
 
 def wait_until_idle(server: Any) -> None:
     deadline_s = time.monotonic() + 120
-    while server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") > 0:
+    while (
+        server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") > 0
+    ):
         assert time.monotonic() < deadline_s, "requests are still running after everybody has left"
         time.sleep(0.2)
 
 
-def test_a_crowd_leaves_nothing_behind(start_server: Callable, drafts: tuple[Target, list[Eagle3]], tmp_path: Path) -> None:
+def test_a_crowd_leaves_nothing_behind(
+    start_server: Callable, drafts: tuple[Target, list[Eagle3]], tmp_path: Path
+) -> None:
     alone = start_server("--max-batch", "1")
     publisher = Publisher(tmp_path / "versions", *drafts, every_s=max(2.0, MINUTES))
     publisher.publish()
     # Few blocks, so that requests are put back again and again.
     small = ["--max-batch", "16", "--block-size", "8", "--num-blocks", "40", "--max-length", "128"]
-    server = start_server("--versions", str(publisher.root), "--poll-s", "0.3", "--k", "auto", "--fallback", "ngram", *small)
+    server = start_server(
+        "--versions",
+        str(publisher.root),
+        "--poll-s",
+        "0.3",
+        "--k",
+        "auto",
+        "--fallback",
+        "ngram",
+        *small,
+    )
     with publisher, MemoryLog(server.process.pid) as memory:
         seen = run_clients(alone.url, server.url, tmp_path)
     wait_until_idle(server)
-    print(seen, f"{publisher.num_published} versions, memory {memory.growth():+.2%} of {memory.resident_bytes[-1] >> 20} MiB")
+    print(
+        seen,
+        f"{publisher.num_published} versions, memory {memory.growth():+.2%} of "
+        f"{memory.resident_bytes[-1] >> 20} MiB",
+    )
     print({name: server.metric(name) for name in SHOWN}, memory.shown())
     check_answers(seen)
     check_counters(server, seen, publisher)
@@ -160,7 +204,11 @@ def check_answers(seen: dict[str, Any]) -> None:
 def check_counters(server: Any, seen: dict[str, Any], publisher: Publisher) -> None:
     # Blocks that the prefix cache keeps have no owner and count as free.
     assert server.metric("vllm:kv_cache_usage_perc") == 0
-    for name in ("vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_draft_tokens"):
+    for name in (
+        "vllm:num_preemptions",
+        "vllm:prefix_cache_hits",
+        "vllm:spec_decode_num_draft_tokens",
+    ):
         assert server.metric(f"{name}_total") > LEAST, name
     # Whoever left before the server had read the request was never admitted.
     ended = server.labelled("vllm:request_success_total", "finished_reason")

@@ -1,4 +1,5 @@
-"""A buffer in an S3 bucket: no rename, no append, no locks. The store is moto's server, the file system s3fs."""
+"""A buffer in an S3 bucket: no rename, no append, no locks. The store is moto's server, the file
+system s3fs."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from draftsmith.distill import marks
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Folder, retain
 from draftsmith.distill.buffer.forget import forget
-from draftsmith.record import Law, RoundRecord, hashed
+from draftsmith.record import Distribution, RoundRecord, hashed
 
 URL = "s3://traffic/served"
 BASE = RoundRecord(
     "", 0, "", "t", "rev", "1", 1.0, 1.0, 0, 1.0, 0.0, 2, [5, 6], [7], 1, [7, 8], 8,
-    p=[Law([7, 9], [-0.1, -3.0], 0.05)], q=[Law([7], [0.0], 0.0)], last=True,
+    p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)], last=True,
 )
 
 def put(writer, answer, count):
@@ -91,7 +92,9 @@ def store() -> Iterator[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with subprocess.Popen([home / "bin/moto_server", "-p", str(port)], stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        [home / "bin/moto_server", "-p", str(port)], stderr=subprocess.DEVNULL
+    ) as server:
         deadline_s = time.monotonic() + 60
         while time.monotonic() < deadline_s and not listens(port):
             time.sleep(0.1)
@@ -114,5 +117,7 @@ def listens(port: int) -> bool:
 def test_a_buffer_holds_its_promises_in_a_bucket(store: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
-    done = subprocess.run([sys.executable, script], env=os.environ | store, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script], env=os.environ | store, capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.endswith("held\n"), done.stdout + done.stderr

@@ -1,6 +1,8 @@
-"""The `speculators` layout in the library it is named after: every weight and setting of ours is one of its model's.
+"""The `speculators` layout in the library it is named after: every weight and setting of ours is
+one of its model's.
 
-The library lives in an environment of its own, whose Python DRAFTSMITH_SPECULATORS_PYTHON names (`scripts/test --all` makes one).
+The library lives in an environment of its own, whose Python DRAFTSMITH_SPECULATORS_PYTHON names
+(`scripts/test --all` makes one).
 """
 
 from __future__ import annotations
@@ -40,9 +42,21 @@ def exported(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str],
         drafter = FAMILIES["eagle3"].create(SHAPES[shape], target, seed=0, token_counts=counts)
         with torch.no_grad():
             for parameter in drafter.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+                parameter.add_(
+                    0.1
+                    * torch.randn(
+                        parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+                    )
+                )
         checkpoint.save(drafter, tmp_path / "draft", target)
-        assert run(ExportConfig(draft=str(tmp_path / "draft"), to="speculators", out=str(tmp_path / "out"))) == 0
+        assert (
+            run(
+                ExportConfig(
+                    draft=str(tmp_path / "draft"), to="speculators", out=str(tmp_path / "out")
+                )
+            )
+            == 0
+        )
         return tmp_path / "out"
 
     return export
@@ -50,7 +64,10 @@ def exported(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str],
 
 def read_back(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     python = os.environ.get("DRAFTSMITH_SPECULATORS_PYTHON")
-    assert python, "DRAFTSMITH_SPECULATORS_PYTHON is not set: run scripts/test --all, which installs speculators and sets it"
+    assert python, (
+        "DRAFTSMITH_SPECULATORS_PYTHON is not set: run scripts/test --all, which installs "
+        "speculators and sets it"
+    )
     out = folder.parent / "read"
     out.mkdir(exist_ok=True)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -62,7 +79,11 @@ def read_back(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def differing(folder: Path, read: dict[str, torch.Tensor]) -> list[str]:
     written = load_file(folder / "model.safetensors")
-    return sorted(name for name, tensor in written.items() if name not in read or not torch.equal(read[name], tensor))
+    return sorted(
+        name
+        for name, tensor in written.items()
+        if name not in read or not torch.equal(read[name], tensor)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

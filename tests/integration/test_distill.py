@@ -1,4 +1,5 @@
-"""The online loop on a tiny target: serve, learn, publish, swap, roll back. What goes wrong on the way is in `test_faults.py`."""
+"""The online loop on a tiny target: serve, learn, publish, swap, roll back. What goes wrong on the
+way is in `test_faults.py`."""
 
 from __future__ import annotations
 
@@ -28,20 +29,32 @@ from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
 
-# Medusa learns too, but on this text, which depends on every drafted token, too little to be told apart live.
-LONG = [pytest.param(family, marks=pytest.mark.long) for family in DEFAULTS if family not in ("eagle3", "medusa")]
+# Medusa learns too, but on this text, which depends on every drafted token, too little to be told
+# apart live.
+LONG = [
+    pytest.param(family, marks=pytest.mark.long)
+    for family in DEFAULTS
+    if family not in ("eagle3", "medusa")
+]
 
 
 @pytest.mark.parametrize("family", ["eagle3", *LONG])
-def test_learning_from_traffic_raises_live_acceptance(loop: Callable[..., Any], family: str) -> None:
+def test_learning_from_traffic_raises_live_acceptance(
+    loop: Callable[..., Any], family: str
+) -> None:
     made = loop(family)
     before = made.serve(120 if family == "draft-lm" else 60)
     assert daemon.run(replace(made.config, learn=replace(made.config.learn, steps=40))) == 0
     newest = versions.latest(made.versions)
     assert newest == 2 and versions.read_manifest(made.versions, newest)["gate"]["gain"] > 0
     (accepted,) = [one for one in made.decisions() if one["decision"] == "accept"]
-    assert accepted["p_value"] <= accepted["level"] and accepted["requests"] >= made.config.gate.requests
-    after = made.serve(60, seed=1, version=newest, folder=versions.open_version(made.versions, newest))
+    assert (
+        accepted["p_value"] <= accepted["level"]
+        and accepted["requests"] >= made.config.gate.requests
+    )
+    after = made.serve(
+        60, seed=1, version=newest, folder=versions.open_version(made.versions, newest)
+    )
     assert after > before + 0.01
     # What the gate foresaw off-policy is what the server then measures.
     assert abs(after - accepted["alpha_candidate"]) < 0.06
@@ -60,10 +73,15 @@ def test_running_engine_takes_a_published_version(loop: Callable[..., Any]) -> N
     engine.generate(made.prompts(2, 3), made.sampling, text=False)
     assert engine.stats.draft_version == str(newest)
     published = checkpoint.load(versions.open_version(made.versions, newest), made.target)
-    assert all(torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), published.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(drafter.state_dict().values(), published.state_dict().values(), strict=True)
+    )
 
 
-def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(loop: Callable[..., Any]) -> None:
+def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(
+    loop: Callable[..., Any],
+) -> None:
     """Which is not its parent: that is as bad."""
     made = loop("perfect")
     daemon.run(made.config)
@@ -75,8 +93,14 @@ def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(loop:
     assert versions.latest(made.versions) == 1
     assert made.status()["rolled_back"] == 1 and made.status()["version"] == 1
     (rolled,) = [one for one in made.decisions() if one["decision"] == "rolled back"]
-    assert (rolled["left"], rolled["version"]) == (4, 1) and rolled["reason"].startswith("the alpha of version 1 is")
-    assert rolled["earlier"]["1"]["gain"] > 0.3 and rolled["earlier"]["3"]["gain"] == 0.0 and abs(rolled["served_gap"]) < 0.05
+    assert (rolled["left"], rolled["version"]) == (4, 1) and rolled["reason"].startswith(
+        "the alpha of version 1 is"
+    )
+    assert (
+        rolled["earlier"]["1"]["gain"] > 0.3
+        and rolled["earlier"]["3"]["gain"] == 0.0
+        and abs(rolled["served_gap"]) < 0.05
+    )
     assert rolled["earlier"]["1"]["evidence"] * made.config.gate.error / 3 >= 1
 
 
@@ -102,10 +126,15 @@ def test_a_good_version_stays(loop: Callable[..., Any]) -> None:
     made.serve(60, version=2)
     daemon.run(replace(made.config, gate=replace(made.config.gate, every=1000)))
     assert versions.latest(made.versions) == 2
-    assert made.status()["live"]["requests"] >= made.config.gate.requests and made.status()["rolled_back"] == 0
+    assert (
+        made.status()["live"]["requests"] >= made.config.gate.requests
+        and made.status()["rolled_back"] == 0
+    )
 
 
-def test_a_version_chosen_by_hand_is_followed(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_chosen_by_hand_is_followed(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = loop("perfect")
     daemon.run(made.config)
     made.shuffle(made.draft)
@@ -123,7 +152,9 @@ def test_a_version_chosen_by_hand_is_followed(loop: Callable[..., Any], monkeypa
     assert seen[0] == 2 and seen[-1] == 1 and made.status()["version"] == 1
 
 
-def test_records_of_another_target_are_left_out(loop: Callable[..., Any], tiny_target: Callable[..., str]) -> None:
+def test_records_of_another_target_are_left_out(
+    loop: Callable[..., Any], tiny_target: Callable[..., str]
+) -> None:
     made = loop()
     made.serve(30)
     made.target.revision = "another"
@@ -136,7 +167,9 @@ def test_records_of_another_target_are_left_out(loop: Callable[..., Any], tiny_t
 def test_adapters_are_published_merged_and_survive_a_restart(loop: Callable[..., Any]) -> None:
     made = loop("draft-lm")
     made.serve(100)
-    config = replace(made.config, learn=replace(made.config.learn, lr=1e-2, steps=30, lora=LoraOptions(rank=8)))
+    config = replace(
+        made.config, learn=replace(made.config.learn, lr=1e-2, steps=30, lora=LoraOptions(rank=8))
+    )
     daemon.run(replace(config, gate=replace(made.config.gate, error=0.4, gain=0.0)))
     (accepted,) = [one for one in made.decisions() if one["decision"] == "accept"]
     assert accepted["gain"] > 0
@@ -163,7 +196,16 @@ def test_a_closed_terminal_saves_and_stops(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
     made = loop()
     made.serve(40)
-    command = [sys.executable, "-m", "draftsmith.cli", "distill", "--target", made.config.target, "--draft", made.config.draft]
+    command = [
+        sys.executable,
+        "-m",
+        "draftsmith.cli",
+        "distill",
+        "--target",
+        made.config.target,
+        "--draft",
+        made.config.draft,
+    ]
     command += ["--buffer", made.config.buffer, "--versions", str(made.versions), "learn.fresh=8"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         deadline_s = time.monotonic() + 60

@@ -1,4 +1,5 @@
-"""The learner over two processes: the same losses and weights as one, and an end for all where one of them ends."""
+"""The learner over two processes: the same losses and weights as one, and an end for all where one
+of them ends."""
 
 from __future__ import annotations
 
@@ -66,9 +67,13 @@ def test_two_processes_learn_as_one(loop: Callable[..., Any], tmp_path: Path) ->
     fresh = made.draft.state_dict()
     assert ours["counters"]["updates"] == 1
     for name, value in theirs["candidate"].items():
-        # Sums over rows in another order: float32 noise, which Adam's division by small moments grows.
+        # Sums over rows in another order: float32 noise, which Adam's division by small moments
+        # grows.
         assert torch.allclose(ours["candidate"][name], value, atol=2e-5), name
-    assert max(float((value - fresh[name]).abs().max()) for name, value in theirs["candidate"].items()) > 1e-3
+    assert (
+        max(float((value - fresh[name]).abs().max()) for name, value in theirs["candidate"].items())
+        > 1e-3
+    )
     assert f"{status(two)['loss']:.4f}" == f"{status(one)['loss']:.4f}"
 
 

@@ -1,4 +1,5 @@
-"""ZeRO-1 and ZeRO-2 in the learner: two processes with half an optimizer each take the steps of one that has it all."""
+"""ZeRO-1 and ZeRO-2 in the learner: two processes with half an optimizer each take the steps of one
+that has it all."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ config, texts = pickle.loads(Path(sys.argv[1]).read_bytes())
 
 def kept(learner):
     weights = {name: value.detach().clone() for name, value in learner.parameters.items()}
-    return learner.steps, weights, {name: value.clone() for name, value in learner.moments().items()}
+    return learner.steps, weights,
+    {name: value.clone() for name, value in learner.moments().items()}
 
 def updated(learner, count):
     broken = sum(learner.update(texts).broken for _ in range(count))
@@ -46,7 +48,8 @@ def main(channel):
     live = lambda: checkpoint.load(config.draft, target, dtype=torch.float32)
     learner = lambda optimizer: Learner(live(), target, config.learn, seed=0, optimizer=optimizer)
     whole, parted, other = learner(None), learner(parts), learner(parts)
-    held, size = parted.optimizer.part.state["exp_avg"].numel(), sum(value.numel() for value in parted.parameters.values())
+    held, size = parted.optimizer.part.state["exp_avg"].numel(),
+    sum(value.numel() for value in parted.parameters.values())
     found = {"held": held / size, "fresh": kept(whole)}
     found |= {"whole": updated(whole, 3), "parted": updated(parted, 3), "other": updated(other, 1)}
     with parted.averaged() as judged:
@@ -83,7 +86,9 @@ def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [1, 2], ids="zero{}".format)
-def test_parts_take_the_steps_of_the_whole(loop: Callable[..., Any], tmp_path: Path, stage: int) -> None:
+def test_parts_take_the_steps_of_the_whole(
+    loop: Callable[..., Any], tmp_path: Path, stage: int
+) -> None:
     made = loop("eagle3")
     made.serve(12)
     records = BufferReader(made.config.buffer).read(max_records=10**6).records
@@ -95,7 +100,9 @@ def test_parts_take_the_steps_of_the_whole(loop: Callable[..., Any], tmp_path: P
     assert found["held"] <= 0.51
     broken, steps, weights, moments = found["parted"]
     assert (broken, steps) == (0, 6) == found["whole"][:2]
-    assert farthest(weights, found["whole"][2]) < 1e-6 and farthest(moments, found["whole"][3]) < 1e-6
+    assert (
+        farthest(weights, found["whole"][2]) < 1e-6 and farthest(moments, found["whole"][3]) < 1e-6
+    )
     assert farthest(weights, found["fresh"][1]) > 1e-3
     # What is judged is the mean, which is saved with the moments.
     assert all(torch.equal(found["judged"][name], moments[f"{name}:average"]) for name in weights)
@@ -104,8 +111,14 @@ def test_parts_take_the_steps_of_the_whole(loop: Callable[..., Any], tmp_path: P
     assert found["other"][1] == 2 and farthest(moments, found["other"][3]) > 1e-3
     assert found["broken"][:2] == (2, 6) and farthest(moments, found["broken"][3]) == 0
     for _, steps, gone_on, _ in found["went on"]:
-        assert steps == 8 and farthest(gone_on, found["went on"][0][2]) < 1e-6 < 1e-4 < farthest(gone_on, weights)
-    assert found["restarted"][0] == 0 and not found["restarted"][2] and farthest(found["restarted"][1], found["fresh"][1]) == 0
+        assert steps == 8 and farthest(gone_on, found["went on"][0][2]) < 1e-6 < 1e-4 < farthest(
+            gone_on, weights
+        )
+    assert (
+        found["restarted"][0] == 0
+        and not found["restarted"][2]
+        and farthest(found["restarted"][1], found["fresh"][1]) == 0
+    )
 
 
 def test_what_zero_cannot_do_here_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +135,13 @@ def run(root: Path, given: Any) -> dict[str, Any]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [*launcher, str(root / "learn.py"), str(root / "given"), str(root / "found")]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
     return torch.load(root / "found")

@@ -1,4 +1,5 @@
-"""`draftsmith doctor --url` of servers that run: a good one, one that is full, one with a strange draft, one that is not ours."""
+"""`draftsmith doctor --url` of servers that run: a good one, one that is full, one with a strange
+draft, one that is not ours."""
 
 from __future__ import annotations
 
@@ -49,7 +50,14 @@ def test_a_pair_that_does_well(target: Target, live_server: Callable, ask: Calla
         server.complete(PROMPT, **OPTIONS).raise_for_status()
     findings = ask(server.url + "/v1")
     assert {finding["status"] for finding in findings.values()} <= {"ok", "warn"}
-    for check in ("server.health", "server.model", "server.traffic", "drafting.lossless", "drafting.fallbacks", "load.failures"):
+    for check in (
+        "server.health",
+        "server.model",
+        "server.traffic",
+        "drafting.lossless",
+        "drafting.fallbacks",
+        "load.failures",
+    ):
         assert findings[check]["status"] == "ok", findings[check]
     # The numbers are the engine's own.
     stats = server.engine.stats.acceptance
@@ -62,43 +70,73 @@ def test_a_pair_that_does_well(target: Target, live_server: Callable, ask: Calla
     assert ask(server.url, seconds=0.1)["server.traffic"]["status"] == "warn"
 
 
-def test_seeded_traffic_is_told_with_what_to_do(target: Target, live_server: Callable, ask: Callable) -> None:
+def test_seeded_traffic_is_told_with_what_to_do(
+    target: Target, live_server: Callable, ask: Callable
+) -> None:
     server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=2))
     server.complete(PROMPT, **OPTIONS, seed=1).raise_for_status()  # greedy: it draws nothing
     finding = ask(server.url)["learning.seeded"]
     assert finding["status"] == "ok" and finding["what"].startswith("0 requests, 0% of the tokens")
-    server.complete(PROMPT, **OPTIONS | {"temperature": 1, "max_tokens": 30}, seed=1).raise_for_status()
+    server.complete(
+        PROMPT, **OPTIONS | {"temperature": 1, "max_tokens": 30}, seed=1
+    ).raise_for_status()
     finding = ask(server.url)["learning.seeded"]
-    assert finding["status"] == "warn" and finding["what"].startswith("1 requests, 20% of the tokens")
+    assert finding["status"] == "warn" and finding["what"].startswith(
+        "1 requests, 20% of the tokens"
+    )
     assert "leave the seed out" in finding["mend"]
 
 
-def test_a_draft_that_knows_nothing_fails(target: Target, live_server: Callable, ask: Callable) -> None:
-    server = live_server(target, Eagle3.create(Eagle3Options(), target, seed=1).eval(), EngineConfig(k=3))
+def test_a_draft_that_knows_nothing_fails(
+    target: Target, live_server: Callable, ask: Callable
+) -> None:
+    server = live_server(
+        target, Eagle3.create(Eagle3Options(), target, seed=1).eval(), EngineConfig(k=3)
+    )
     for _ in range(2):
         server.complete(PROMPT, **OPTIONS).raise_for_status()
     findings = ask(server.url)
     assert findings["drafting.acceptance"]["status"] == "fail"
-    assert findings["drafting.payoff"]["status"] == "warn" and "at best 0." in findings["drafting.payoff"]["what"]
+    assert (
+        findings["drafting.payoff"]["status"] == "warn"
+        and "at best 0." in findings["drafting.payoff"]["what"]
+    )
 
 
 def test_refusals_are_counted(target: Target, live_server: Callable, ask: Callable) -> None:
-    server = live_server(target, None, EngineConfig(max_queue=1), limits=Limits(api_keys=("s",), timeout_s=0.001))
+    server = live_server(
+        target, None, EngineConfig(max_queue=1), limits=Limits(api_keys=("s",), timeout_s=0.001)
+    )
     server.http.headers["authorization"] = "Bearer s"
     assert server.complete(PROMPT, **OPTIONS).status_code == 408
     assert server.complete([PROMPT] * 3, max_tokens=1).status_code == 400
-    assert server.http.post("/v1/completions", headers={"authorization": "Bearer x"}, json={}).status_code == 401
-    assert [server.metric("draftsmith_responses_total", status=status) for status in ("408", "400", "401")] == [1, 1, 1]
+    assert (
+        server.http.post(
+            "/v1/completions", headers={"authorization": "Bearer x"}, json={}
+        ).status_code
+        == 401
+    )
+    assert [
+        server.metric("draftsmith_responses_total", status=status)
+        for status in ("408", "400", "401")
+    ] == [1, 1, 1]
     assert ask(server.url)["server.model"]["status"] == "warn"
     findings = ask(server.url, api_key="s")
     assert findings["server.model"]["what"].startswith("tiny (up to 256 tokens)")
-    assert findings["load.refusals"]["status"] == "warn" and "1 took too long" in findings["load.refusals"]["what"]
+    assert (
+        findings["load.refusals"]["status"] == "warn"
+        and "1 took too long" in findings["load.refusals"]["what"]
+    )
 
 
 class Other(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         bodies = {"/version": {"version": "1"}, "/v1/models": {"data": [{"id": "x"}]}}
-        body = b"# TYPE up gauge\nup 1\n" if self.path == "/metrics" else json.dumps(bodies.get(self.path, {})).encode()
+        body = (
+            b"# TYPE up gauge\nup 1\n"
+            if self.path == "/metrics"
+            else json.dumps(bodies.get(self.path, {})).encode()
+        )
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
@@ -114,4 +152,7 @@ def test_another_server_is_told_apart(ask: Callable) -> None:
         findings = ask(f"http://127.0.0.1:{other.server_port}")
         other.shutdown()
     assert findings.keys() == {"server.metrics"}
-    assert findings["server.metrics"]["status"] == "fail" and "no draftsmith server" in findings["server.metrics"]["what"]
+    assert (
+        findings["server.metrics"]["status"] == "fail"
+        and "no draftsmith server" in findings["server.metrics"]["what"]
+    )

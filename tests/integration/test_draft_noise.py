@@ -1,7 +1,9 @@
-"""Every drafted token has noise of its own: of its depth, and of its round. Each control gives two of them the same.
+"""Every drafted token has noise of its own: of its depth, and of its round. Each control gives two
+of them the same.
 
-Drafts are drawn at temperature 100, where every family's distributions are all but uniform over the vocabulary: two tokens that
-are drawn independently are hardly ever equal, two drawn with the same noise nearly always are.
+Drafts are drawn at temperature 100, where every family's distributions are all but uniform over the
+vocabulary: two tokens that are drawn independently are hardly ever equal, two drawn with the same
+noise nearly always are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.trees import candidates as tree_laws
+from draftsmith.drafters.trees import candidates as tree_distributions
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.verify import Streams
@@ -40,18 +42,25 @@ TREES = ("eagle3", "eagle1", "mtp")
 
 @dataclass
 class Repeats:
-    """How many drafted tokens are like the one of the depth before, or of the round before for the same position."""
+    """How many drafted tokens are like the one of the depth before, or of the round before for the
+    same position."""
 
     num_depths: int = 0
     same_depths: int = 0
     num_rounds: int = 0
     same_rounds: int = 0
-    drafted: dict[tuple[str, int], int] = field(default_factory=dict)  # by request and position, the last one drafted
+    # by request and position, the last one drafted
+    drafted: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def watch(self, propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
         def watched(inputs: DraftInputs, *shape: Any) -> Proposal:
             proposal = propose(inputs, *shape)
-            rows = zip(inputs.request_ids, inputs.histories, proposal.tokens.tolist(), proposal.lengths.tolist())
+            rows = zip(
+                inputs.request_ids,
+                inputs.histories,
+                proposal.tokens.tolist(),
+                proposal.lengths.tolist(),
+            )
             for name, history, tokens, length in rows:
                 self.add(name, len(history), tokens[:length])
             return proposal
@@ -84,7 +93,9 @@ def repeats(target: Target, family: str, way: str) -> Repeats:
     return seen
 
 
-CASES = [(family, "chain") for family in OPTIONS] + [("eagle3", way) for way in WAYS if way not in ("chain", "tree")]
+CASES = [(family, "chain") for family in OPTIONS] + [
+    ("eagle3", way) for way in WAYS if way not in ("chain", "tree")
+]
 CASES += [(family, "tree") for family in TREES]
 
 
@@ -95,20 +106,30 @@ def test_no_two_drafted_tokens_share_noise(family: str, way: str, target: Target
     assert seen.same_rounds < 0.1 * seen.num_rounds
 
 
-@pytest.mark.parametrize(("family", "way"), [("medusa", "chain"), ("p-eagle", "chain"), ("eagle3", "tree")])
-def test_one_noise_for_all_depths_is_seen(family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((drawing, "sample"), (tree_laws, "sample_without_replacement")):
+@pytest.mark.parametrize(
+    ("family", "way"), [("medusa", "chain"), ("p-eagle", "chain"), ("eagle3", "tree")]
+)
+def test_one_noise_for_all_depths_is_seen(
+    family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((drawing, "sample"), (tree_distributions, "sample_without_replacement")):
         monkeypatch.setattr(module, name, at_one_position(getattr(module, name)))
     seen = repeats(target, family, way)
     assert seen.same_depths > 0.5 * seen.num_depths
 
 
 def at_one_position(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda logits, seeds, positions, *rest: draw(logits, seeds, torch.zeros_like(positions), *rest)
+    return lambda logits, seeds, positions, *rest: draw(
+        logits, seeds, torch.zeros_like(positions), *rest
+    )
 
 
-@pytest.mark.parametrize(("family", "way"), [("medusa", "chain"), ("eagle3", "block"), ("eagle3", "tree")])
-def test_one_noise_for_all_rounds_is_seen(family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "way"), [("medusa", "chain"), ("eagle3", "block"), ("eagle3", "tree")]
+)
+def test_one_noise_for_all_rounds_is_seen(
+    family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Streams, "draft_seeds", lambda self, num_rows: self.seeds[:num_rows])
     seen = repeats(target, family, way)
     assert seen.same_rounds > 0.5 * seen.num_rounds

@@ -1,4 +1,5 @@
-"""The daemon rests when it finds nothing better, and is woken by a class that is accepted less; both are told."""
+"""The daemon rests when it finds nothing better, and is woken by a class that is accepted less;
+both are told."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ from draftsmith.record import RoundRecord
 
 def served(number: int, accepted: int, name: str) -> ServedText:
     record = RoundRecord(
-        request=f"{name}{number}", round=0, request_class=name, target="t", target_revision="", draft_version="1",
-        time_s=3.6 * number, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=4, context=[5, 6, 7, 8 + number % 200],
+        request=f"{name}{number}", round=0, request_class=name, target="t", target_revision="",
+        draft_version=(
+            "1"
+        ),
+        time_s=3.6 * number, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=4,
+        context=[5, 6, 7, 8 + number % 200],
         drafted=[9, 9, 9, 9], accepted=accepted, committed=[9] * accepted + [11], emitted=11,
     )  # fmt: skip
     text = stitch([record])
@@ -47,11 +52,14 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     draft = FAMILIES["mtp"].create(MtpOptions(), target, seed=0)
     checkpoint.save(draft, tmp_path / "draft", target)
     config = DistillConfig(
-        target=path, draft=str(tmp_path / "draft"), buffer=str(tmp_path / "buffer"), versions=str(tmp_path / "versions"),
+        target=path, draft=str(tmp_path / "draft"), buffer=str(tmp_path / "buffer"),
+        versions=str(tmp_path / "versions"),
         learn=LearnConfig(fresh=4, steps=1), drift=DriftConfig(patience=3),
     )  # fmt: skip
     told = io.StringIO()
-    daemon = Daemon(config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event()))
+    daemon = Daemon(
+        config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event())
+    )
     for number in range(BASELINE):
         daemon.sort_in(served(number, 3, "code"))
         daemon.sort_in(served(number, 3, "chat"))
@@ -62,31 +70,55 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     assert len(daemon.fresh) > 4
     daemon.cycle()
     assert daemon.counters.updates == 0 and daemon.status.values["resting"]
-    assert all(torch.equal(value, before[name]) for name, value in daemon.learner.drafter.state_dict().items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in daemon.learner.drafter.state_dict().items()
+    )
 
     for number in range(BASELINE, BASELINE + 40):
         daemon.sort_in(served(number, 3, "chat"))
         daemon.sort_in(served(number, 0, "code"))
-    (alarm,) = [one for one in versions.read_decisions(config.versions) if one["decision"] == "drift"]
-    assert alarm["request_class"] == "code" and alarm["now"] < alarm["level"] and "drift: class 'code'" in told.getvalue()
+    (alarm,) = [
+        one for one in versions.read_decisions(config.versions) if one["decision"] == "drift"
+    ]
+    assert (
+        alarm["request_class"] == "code"
+        and alarm["now"] < alarm["level"]
+        and "drift: class 'code'" in told.getvalue()
+    )
     with monkeypatch.context() as owing:
         listed: list[str] = []
         owing.setattr(daemon.throttle, "pay", lambda: False)
         owing.setattr(Folder, "names", lambda self: listed.append(self.url) or {})
-        assert daemon.cycle() and daemon.counters.updates == 0, "what was done before is rested for first"
+        assert daemon.cycle() and daemon.counters.updates == 0, (
+            "what was done before is rested for first"
+        )
         assert listed == [config.buffer], "a store charges for every listing"
     daemon.cycle()
-    assert daemon.counters.updates == 1 and daemon.counters.drift_alarms == 1 and not daemon.status.values["resting"]
-    daemon.open.add([replace(served(0, 1, "code").records[0], round=1)])  # its beginning never comes
+    assert (
+        daemon.counters.updates == 1
+        and daemon.counters.drift_alarms == 1
+        and not daemon.status.values["resting"]
+    )
+    # its beginning never comes
+    daemon.open.add([replace(served(0, 1, "code").records[0], round=1)])
     daemon.finish()
     daemon.save()
-    leftovers = [Path(config.versions) / part / ".state-3.0123abcd.tmp" for part in ("", "learner", "pool", "pool/c01")]
+    leftovers = [
+        Path(config.versions) / part / ".state-3.0123abcd.tmp"
+        for part in ("", "learner", "pool", "pool/c01")
+    ]
     for leftover in leftovers:
         leftover.mkdir(parents=True)
-    again = Daemon(config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event()))
+    again = Daemon(
+        config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event())
+    )
     assert not any(leftover.exists() for leftover in leftovers)
     again.cycle()
-    assert again.counters == daemon.counters and again.counters.drift_alarms == again.counters.orphans == 1
+    assert (
+        again.counters == daemon.counters
+        and again.counters.drift_alarms == again.counters.orphans == 1
+    )
     assert again.shared.ledger == daemon.shared.ledger
     assert str(again.shared.drift.kept()) == str(daemon.shared.drift.kept())
 
@@ -98,5 +130,9 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
         mark.unlink()
     monkeypatch.setattr(marks, "LOOK_S", 0.0)
     again.throttle.look_up()
-    assert list(Path(config.buffer).glob("reader-*.json")), "servers would take a learner that rests as gone"
-    assert again.publisher.version == again.status.values["version"] == 2, "chosen while an update rests"
+    assert list(Path(config.buffer).glob("reader-*.json")), (
+        "servers would take a learner that rests as gone"
+    )
+    assert again.publisher.version == again.status.values["version"] == 2, (
+        "chosen while an update rests"
+    )

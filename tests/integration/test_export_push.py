@@ -1,4 +1,5 @@
-"""`draftsmith export --push` against a hub on this machine that speaks the parts of the Hub's HTTP interface an upload needs."""
+"""`draftsmith export --push` against a hub on this machine that speaks the parts of the Hub's HTTP
+interface an upload needs."""
 
 from __future__ import annotations
 
@@ -97,7 +98,13 @@ class HubHandler(BaseHTTPRequestHandler):
         elif self.failed():
             pass
         elif self.path == "/api/repos/create" and self.server.created:
-            self.answer({"error": "You already created this model repo", "url": f"{self.server.url}/ann/draft"}, 409)
+            self.answer(
+                {
+                    "error": "You already created this model repo",
+                    "url": f"{self.server.url}/ann/draft",
+                },
+                409,
+            )
         elif self.path == "/api/repos/create":
             self.server.created.append(json.loads(body))
             self.answer({"url": f"{self.server.url}/ann/draft", "name": "ann/draft"})
@@ -114,10 +121,21 @@ class HubHandler(BaseHTTPRequestHandler):
             ]
             self.answer({"files": files})
         elif self.path.endswith("/info/lfs/objects/batch"):
-            self.answer({"transfer": "basic", "objects": [self.place(wanted) for wanted in json.loads(body)["objects"]]})
+            self.answer(
+                {
+                    "transfer": "basic",
+                    "objects": [self.place(wanted) for wanted in json.loads(body)["objects"]],
+                }
+            )
         elif "/commit/" in self.path:
             self.commit(body)
-            self.answer({"commitUrl": f"{self.server.url}/ann/draft/commit/1", "commitOid": "1" * 40, "hookOutput": ""})
+            self.answer(
+                {
+                    "commitUrl": f"{self.server.url}/ann/draft/commit/1",
+                    "commitOid": "1" * 40,
+                    "hookOutput": "",
+                }
+            )
         else:
             self.answer({"error": f"unexpected {self.path}"}, 400)
 
@@ -125,7 +143,10 @@ class HubHandler(BaseHTTPRequestHandler):
         """Where a large file goes; nowhere if it is here already."""
         if wanted["oid"] in self.server.large:
             return wanted
-        return {**wanted, "actions": {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}}}
+        return {
+            **wanted,
+            "actions": {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}},
+        }
 
     def commit(self, body: bytes) -> None:
         for line in body.splitlines():
@@ -154,7 +175,8 @@ def draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Path:
     AutoModelForCausalLM.from_pretrained(tiny_target("llama", seed=1)).save_pretrained(folder)
     target = {"name": tiny_target("llama"), "vocab_size": 288}
     write_json(
-        folder / "draftsmith.json", {"schema": 1, "family": "draft-lm", "target": target, "training": {}, "evaluation": {}}
+        folder / "draftsmith.json",
+        {"schema": 1, "family": "draft-lm", "target": target, "training": {}, "evaluation": {}},
     )
     return folder
 
@@ -174,7 +196,8 @@ def export(draft: Path, hub: Hub, token: str, *options: str) -> subprocess.Compl
         *options,
     ]
     environment = {
-        **os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(draft.parent / "home"),
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(draft.parent / "home"),
         "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -188,7 +211,13 @@ def test_push_uploads_the_whole_export(draft: Path, hub: Hub) -> None:
     assert len(hub.commits) == 1 and "draft-lm draft" in hub.commits[0]
     out = draft.parent / "out"
     written = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert {"README.md", "config.json", "model.safetensors", "draftsmith.json", "tokenizer.json"} <= written.keys()
+    assert {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "draftsmith.json",
+        "tokenizer.json",
+    } <= written.keys()
     assert hub.files == written
     assert list(hub.large) == [hashlib.sha256(written["model.safetensors"]).hexdigest()]
     front = yaml.safe_load(written["README.md"].decode().split("---")[1])
@@ -207,8 +236,13 @@ def test_a_refused_push_keeps_the_export_and_says_so(draft: Path, hub: Hub) -> N
 
 @pytest.fixture
 def folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An export, as small as can be, and a client in this process that knows the hub: it reads the environment once only."""
-    for name, value in {"ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
+    """An export, as small as can be, and a client in this process that knows the hub: it reads the
+    environment once only."""
+    for name, value in {
+        "ENDPOINT": hub.url,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,
+    }.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -241,23 +275,33 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_a_push_that_fails_is_one_sentence_and_goes_on_later(what: str, folder: Path, hub: Hub) -> None:
+def test_a_push_that_fails_is_one_sentence_and_goes_on_later(
+    what: str, folder: Path, hub: Hub
+) -> None:
     path, status = FAILURES[what]
     hub.failing[path] = (status, 99)
     with pytest.raises(UserError) as caught:
         pushed(folder)
     told = str(caught.value)
-    assert told.startswith("the upload to 'ann/draft' failed (") and str(status) in told and "run --push again" in told
+    assert (
+        told.startswith("the upload to 'ann/draft' failed (")
+        and str(status) in told
+        and "run --push again" in told
+    )
     assert "\n" not in told
     assert hub.files == {}, "nothing is shown before all of it is there"
     sent = hub.uploads
     hub.failing.clear()
     pushed(folder)
-    assert hub.uploads == 1 and (sent == 1) == (what == "conflict"), "what was sent is not sent again"
+    assert hub.uploads == 1 and (sent == 1) == (what == "conflict"), (
+        "what was sent is not sent again"
+    )
     assert hub.files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_hub_that_is_not_there_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_not_there_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -267,8 +311,13 @@ def test_a_hub_that_is_not_there_is_one_sentence(folder: Path, monkeypatch: pyte
     assert "\n" not in str(caught.value)
 
 
-def test_a_malformed_repository_name_is_refused_before_any_work(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_repository_name_is_refused_before_any_work(
+    draft: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = draft.parent / "out"
-    assert main(["export", str(draft), "--to", "hf", "--out", str(out), "--push", "ann/draft/extra"]) == 2
+    assert (
+        main(["export", str(draft), "--to", "hf", "--out", str(out), "--push", "ann/draft/extra"])
+        == 2
+    )
     assert "'ann/draft/extra' is not a Hub repository name" in capsys.readouterr().err
     assert not out.exists()

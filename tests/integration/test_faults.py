@@ -1,7 +1,9 @@
-"""Everything that can go wrong between server and learner: nothing is lost, nothing wrong goes live, one clear line is said.
+"""Everything that can go wrong between server and learner: nothing is lost, nothing wrong goes
+live, one clear line is said.
 
-Elsewhere: rollbacks in `test_distill.py`; damaged shards, hanging disks and killed writers in `test_buffer*.py`; kills at every
-file operation of a publication in `test_versions.py`; corrupt versions in a server in `test_swap.py`.
+Elsewhere: rollbacks in `test_distill.py`; damaged shards, hanging disks and killed writers in
+`test_buffer*.py`; kills at every file operation of a publication in `test_versions.py`; corrupt
+versions in a server in `test_swap.py`.
 """
 
 from __future__ import annotations
@@ -66,12 +68,14 @@ def failing(times: int, work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrong_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token's law is told as its neighbour's."""
+    """Each token's distribution is told as its neighbour's."""
     read = LiveTeacher.read
 
     def shuffled(self: LiveTeacher, text: WeightedText, taps: tuple[int, ...]) -> Taught:
         taught = read(self, text, taps)
-        return Taught(taught.taps, lambda row, position: shifted(taught.laws(row, position)))
+        return Taught(
+            taught.taps, lambda row, position: shifted(taught.distributions(row, position))
+        )
 
     monkeypatch.setattr(LiveTeacher, "read", shuffled)
 
@@ -99,8 +103,12 @@ def accept_all(*args: Any, **values: Any) -> Decision:
     return Decision("accept", "nobody looked")
 
 
-@pytest.mark.parametrize("harm", ["NaN", "noise", "shuffled labels", "a learning rate 100 times too high"])
-def test_bad_updates_are_not_published(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+@pytest.mark.parametrize(
+    "harm", ["NaN", "noise", "shuffled labels", "a learning rate 100 times too high"]
+)
+def test_bad_updates_are_not_published(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
     """The draft is the target itself, so that whatever is learned can only be harm."""
     made = loop("perfect")
     made.serve(60)
@@ -117,7 +125,8 @@ def test_bad_updates_are_not_published(loop: Callable[..., Any], monkeypatch: py
     candidate = made.state()["candidate"]
     for name, parameter in made.draft.named_parameters():
         torch.testing.assert_close(candidate[name], parameter, rtol=0, atol=0)
-    # The control: it is the gate that held it, and what it held is bad. NaN is refused a second time, as it is read back.
+    # The control: it is the gate that held it, and what it held is bad. NaN is refused a second
+    # time, as it is read back.
     monkeypatch.setattr(lineage, "decide", accept_all)
     ungated = made.root / "ungated"
     daemon.run(replace(config, versions=str(ungated)))
@@ -131,7 +140,9 @@ def test_bad_updates_are_not_published(loop: Callable[..., Any], monkeypatch: py
 # Disks.
 
 
-def test_a_truncated_shard_costs_its_own_records_alone(loop: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_truncated_shard_costs_its_own_records_alone(
+    loop: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     made = loop()
     for wave in range(3):
         made.serve(20, seed=wave)
@@ -149,7 +160,9 @@ def test_a_truncated_shard_costs_its_own_records_alone(loop: Callable[..., Any],
     assert [line.message.count("is damaged and skipped") for line in caplog.records].count(1) == 1
 
 
-def test_answers_do_not_depend_on_the_buffers_disk(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_do_not_depend_on_the_buffers_disk(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = loop()
 
     def answers(buffer: Path) -> tuple[list[list[int]], BufferWriter]:
@@ -170,17 +183,31 @@ def test_answers_do_not_depend_on_the_buffers_disk(loop: Callable[..., Any], mon
 def test_a_full_disk_is_waited_out(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Whatever the learner writes is refused twice: its state, a version, a decision, its status."""
+    """Whatever the learner writes is refused twice: its state, a version, a decision,
+    its status."""
     made = loop()
     made.serve(60)
-    places = ((StateFolder, "save"), (Publisher, "publish"), (versions, "record_decision"), (daemon.Status, "show"))
+    places = (
+        (StateFolder, "save"),
+        (Publisher, "publish"),
+        (versions, "record_decision"),
+        (daemon.Status, "show"),
+    )
     refused = [failing(2, vars(owner)[name]) for owner, name in places]
     for (owner, name), tried in zip(places, refused):
-        monkeypatch.setattr(owner, name, lambda *args, tried=tried, **values: tried(*args, **values))
+        monkeypatch.setattr(
+            owner, name, lambda *args, tried=tried, **values: tried(*args, **values)
+        )
     daemon.run(made.config)
     said = capsys.readouterr().err
-    assert all(tried.calls > 2 for tried in refused), "the control: each was refused and came through"
-    assert "No space left on device; trying again" in said and "decisions wait to be logged" in said and "Traceback" not in said
+    assert all(tried.calls > 2 for tried in refused), (
+        "the control: each was refused and came through"
+    )
+    assert (
+        "No space left on device; trying again" in said
+        and "decisions wait to be logged" in said
+        and "Traceback" not in said
+    )
     # As if nothing had happened.
     monkeypatch.undo()
     daemon.run(replace(made.config, versions=str(made.root / "roomy")))
@@ -192,7 +219,9 @@ def test_a_full_disk_is_waited_out(
         torch.testing.assert_close(told["candidate"][name], value, rtol=0, atol=0)
 
 
-def test_a_disk_that_is_full_from_the_start_is_one_sentence(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_from_the_start_is_one_sentence(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = loop()
     monkeypatch.setattr(versions, "publish", failing(1, versions.publish))
     with pytest.raises(UserError, match=r"the learner cannot begin \(.*No space left on device\)"):
@@ -200,12 +229,16 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(loop: Callable[..., 
     assert daemon.run(made.config) == 0 and versions.versions(made.versions) == [1]
 
 
-def test_damaged_state_and_damaged_live_version_do_not_stop_the_learner(loop: Callable[..., Any]) -> None:
+def test_damaged_state_and_damaged_live_version_do_not_stop_the_learner(
+    loop: Callable[..., Any],
+) -> None:
     made = loop()
     made.serve(60)
     daemon.run(made.config)
     (number,) = StateFolder(made.versions).numbers()
-    (made.versions / "learner" / f"state-{number:08d}" / "optimizer.safetensors").write_bytes(b"torn")
+    (made.versions / "learner" / f"state-{number:08d}" / "optimizer.safetensors").write_bytes(
+        b"torn"
+    )
     (versions.folder_of(made.versions, 2) / "model.safetensors").write_bytes(b"torn")
     assert daemon.run(made.config) == 0
     assert versions.open_version(made.versions, versions.latest(made.versions))
@@ -213,18 +246,23 @@ def test_damaged_state_and_damaged_live_version_do_not_stop_the_learner(loop: Ca
 
 
 def test_a_version_that_is_half_there_is_passed_over(loop: Callable[..., Any]) -> None:
-    """As a copy of the folder that was cut off leaves it: no manifest, or weights without their end."""
+    """As a copy of the folder that was cut off leaves it: no manifest, or weights without their
+    end."""
     made = loop()
     made.serve(60)
     daemon.run(replace(made.config, max_updates=0))
     half = versions.folder_of(made.versions, 2)
-    shutil.copytree(versions.folder_of(made.versions, 1), half, ignore=shutil.ignore_patterns("manifest.json"))
+    shutil.copytree(
+        versions.folder_of(made.versions, 1), half, ignore=shutil.ignore_patterns("manifest.json")
+    )
     weights = half / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     shutil.copytree(half, made.versions / ".v000003.0123abcd.tmp")
     files.write_text(made.versions / "pool" / ".pool.json.0123abcd.tmp", "{")
     daemon.run(replace(made.config, max_updates=0))
-    assert not [path for path in made.versions.rglob(".*") if path.suffix == ".tmp"], "swept at the start, not at a publication"
+    assert not [path for path in made.versions.rglob(".*") if path.suffix == ".tmp"], (
+        "swept at the start, not at a publication"
+    )
     assert daemon.run(made.config) == 0
     assert versions.latest(made.versions) == 3 and versions.versions(made.versions) == [1, 3]
     assert not list(made.versions.glob(".v*")) and versions.open_version(made.versions, 3)
@@ -267,7 +305,8 @@ def test_a_servers_clock_that_jumps_back_and_forth_loses_no_record(
         hidden += shard.time_ms < newest_ms
         newest_ms = max(newest_ms, shard.time_ms)
         requests += [one.request for one in reader.read().records if one.last]
-        # What is read may go when it is old, by a clock that is right or not; what is unread may not.
+        # What is read may go when it is old, by a clock that is right or not; what is unread may
+        # not.
         retain(reader.folder, reader.cursor, max_bytes=1 << 30, max_age_s=3600.0)
     writer.close()
     assert len(requests) == len(set(requests)) == 10
@@ -277,11 +316,14 @@ def test_a_servers_clock_that_jumps_back_and_forth_loses_no_record(
 def test_a_request_whose_records_are_on_their_way_is_waited_for(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its server wrote nothing for a while, or its records are behind others in the buffer. One whose server is gone is taken."""
+    """Its server wrote nothing for a while, or its records are behind others in the buffer. One
+    whose server is gone is taken."""
     made = loop()
     made.serve(1)
     records = BufferReader(made.config.buffer).read().records
-    learner = daemon.begin(made.config, Status(made.versions), Throttle(1.0, NoGuard(), threading.Event()), None)
+    learner = daemon.begin(
+        made.config, Status(made.versions), Throttle(1.0, NoGuard(), threading.Event()), None
+    )
     (name,) = {record.request for record in records}
 
     def is_waited_for(found: list[RoundRecord], *, more: bool, silent_s: float) -> bool:
@@ -294,18 +336,25 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     assert is_waited_for(records[:2], more=False, silent_s=SILENCE_S / 2)
     assert is_waited_for(records[2:4], more=True, silent_s=2 * SILENCE_S)
     assert not is_waited_for(records[4:5], more=False, silent_s=2 * SILENCE_S)
-    assert learner.counters.orphans == 0 and [len(text.records) for text in [*learner.fresh, *learner.window]] == [5]
+    assert learner.counters.orphans == 0 and [
+        len(text.records) for text in [*learner.fresh, *learner.window]
+    ] == [5]
 
 
 # Processes.
 
 
-def test_two_learners_are_refused_and_a_dead_ones_lock_is_taken_over(loop: Callable[..., Any]) -> None:
+def test_two_learners_are_refused_and_a_dead_ones_lock_is_taken_over(
+    loop: Callable[..., Any],
+) -> None:
     made = loop()
     made.serve(2)
     with learner_lock(made.versions), pytest.raises(UserError, match=f"process {os.getpid()}"):
         daemon.run(made.config)
-    holder = "import sys, os; from draftsmith.distill.lock import *\nwith learner_lock(sys.argv[1]): os.kill(os.getpid(), 9)"
+    holder = (
+        "import sys, os; from draftsmith.distill.lock import *\nwith learner_lock(sys.argv[1]): "
+        "os.kill(os.getpid(), 9)"
+    )
     assert subprocess.run([sys.executable, "-c", holder, str(made.versions)]).returncode == -9
     assert daemon.run(made.config) == 0
 
@@ -319,7 +368,8 @@ for number, record in enumerate(BufferReader(source).read(max_records=10**6).rec
     if number == 30:
         writer._flush()
         replace = os.replace
-        os.replace = lambda *names: os.kill(os.getpid(), 9)  # all bytes are on disk, under a name that is none yet
+        os.replace = lambda *names: os.kill(os.getpid(), 9)  # all bytes are on disk,
+        under a name that is none yet
     writer.put(record)
 writer._flush()
 """
@@ -329,13 +379,21 @@ def test_a_server_killed_amid_a_flush_loses_that_flush_alone(loop: Callable[...,
     made = loop()
     made.serve(10)
     copy = made.root / "copy"
-    killed = subprocess.run([sys.executable, "-c", KILLED_SERVER, made.config.buffer, str(copy)], capture_output=True, text=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_SERVER, made.config.buffer, str(copy)],
+        capture_output=True,
+        text=True,
+    )
     assert killed.returncode == -9, killed.stderr
     (leftover,) = copy.glob(".*.tmp")
     told = BufferReader(made.config.buffer).read(max_records=10**6).records
     reading = BufferReader(str(copy)).read()
-    assert [same(one) for one in reading.records] == [same(one) for one in told[:30]] and reading.damaged == 0
-    assert leftover.stat().st_size > 1000 and len(told) > 30, "the control: there was something to lose"
+    assert [same(one) for one in reading.records] == [
+        same(one) for one in told[:30]
+    ] and reading.damaged == 0
+    assert leftover.stat().st_size > 1000 and len(told) > 30, (
+        "the control: there was something to lose"
+    )
     old_s = time.time() - 2 * LEFTOVER_AGE_S
     os.utime(leftover, (old_s, old_s))
     retain(Folder(str(copy)), {}, max_bytes=1 << 30, max_age_s=3600.0)
@@ -356,7 +414,8 @@ from draftsmith.distill.state import StateFolder
 import json
 from draftsmith.distill import state
 point, when = int(sys.argv[2]), sys.argv[3]
-# One shard a cycle, each holding whole requests: what is learned then depends on the records alone, not on the clock.
+# One shard a cycle, each holding whole requests: what is learned then depends on the records alone,
+not on the clock.
 read, saves = BufferReader.read, 0
 BufferReader.read = lambda self: read(self, max_records=1)
 save = StateFolder.save
@@ -366,7 +425,8 @@ def counted(self, *args, **values):
     if saves == point and when == "before":
         os.kill(os.getpid(), 9)
     if saves == point and when == "amid":
-        state.pq.write_table = lambda *_, **__: os.kill(os.getpid(), 9)  # the tensors are on disk, the records are not
+        state.pq.write_table = lambda *_, **__: os.kill(os.getpid(), 9)  # the tensors are on disk,
+        the records are not
     save(self, *args, **values)
     if saves == point and when == "after":
         os.kill(os.getpid(), 9)
@@ -377,18 +437,29 @@ daemon.run(build(DistillConfig, json.loads(sys.argv[1])))
 
 def learn_in_steps(made: Any, root: Path, point: int, when: str) -> subprocess.CompletedProcess:
     values = {
-        "target": made.config.target, "draft": made.config.draft, "buffer": made.config.buffer, "versions": str(root),
+        "target": made.config.target, "draft": made.config.draft, "buffer": made.config.buffer,
+        "versions": str(root),
         "until_idle_s": 0.5, "poll_s": 0.05, "save_s": 0.0,
         "learn": {"lr": 1e-3, "steps": 2, "fresh": 3, "unroll": 2, "batch": 4, "reservoir": 8},
         "gate": {"every": 3, "held_out": 0.3},
     }  # fmt: skip
-    return subprocess.run([sys.executable, "-c", RUN, json.dumps(values), str(point), when], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(values), str(point), when],
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize(
-    ("point", "when"), [(3, "amid"), *(pytest.param(*one, marks=pytest.mark.long) for one in ((3, "after"), (2, "before")))]
+    ("point", "when"),
+    [
+        (3, "amid"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((3, "after"), (2, "before"))),
+    ],
 )
-def test_killed_learner_goes_on_without_repeating_or_losing_a_record(loop: Callable[..., Any], point: int, when: str) -> None:
+def test_killed_learner_goes_on_without_repeating_or_losing_a_record(
+    loop: Callable[..., Any], point: int, when: str
+) -> None:
     made = loop()
     for wave in range(6):
         made.serve(5, seed=wave)
@@ -403,5 +474,8 @@ def test_killed_learner_goes_on_without_repeating_or_losing_a_record(loop: Calla
     assert state["counters"]["updates"] >= 3 and state["counters"]["orphans"] == 0
     for name, value in reference["candidate"].items():
         torch.testing.assert_close(state["candidate"][name], value, rtol=0, atol=0)
-    decisions = [[one["decision"] for one in versions.read_decisions(made.root / name)] for name in ("cut", "whole")]
+    decisions = [
+        [one["decision"] for one in versions.read_decisions(made.root / name)]
+        for name in ("cut", "whole")
+    ]
     assert decisions[0] == decisions[1] and decisions[0]

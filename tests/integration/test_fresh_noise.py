@@ -1,8 +1,10 @@
-"""No choice is made by a draw that will be made again: whatever looks at rejected drafts between two rounds keeps the target's
-distribution. With noise keyed by position alone, as a control, the same tests see each bias.
+"""No choice is made by a draw that will be made again: whatever looks at rejected drafts between
+two rounds keeps the target's distribution. With noise keyed by position alone, as a control, the
+same tests see each bias.
 
-The target draws every token from `P`, whatever came before it, and every test plants the worst that its mechanism's interface
-allows: the draft that the next round would repeat is looked at, and by what it is that round is drafted or not.
+The target draws every token from `P`, whatever came before it, and every test plants the worst that
+its mechanism's interface allows: the draft that the next round would repeat is looked at, and by
+what it is that round is drafted or not.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ MASKED = 1  # the column of a state that tells tokens from `C`, which stands for
 P = (0.5, 0.5, 0.0, 0.0)
 PROMPT = [D, D, D]  # the first token, which is decided without drafts, stands at position 3
 K = 4
-SPARE = 2 * K  # more tokens than are looked at are asked for: near its end an answer is drafted less deep
+# more tokens than are looked at are asked for: near its end an answer is drafted less deep
+SPARE = 2 * K
 
 
 def save_target(folder: Path, probs: Sequence[float]) -> str:
     """A model whose logits are those of `probs` behind every text."""
     size = 16
     config = LlamaConfig(
-        vocab_size=len(probs), hidden_size=size, intermediate_size=size, num_hidden_layers=3, num_attention_heads=2,
+        vocab_size=len(probs), hidden_size=size, intermediate_size=size, num_hidden_layers=3,
+        num_attention_heads=2,
         max_position_embeddings=2048, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
@@ -72,22 +76,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture
 def keyed_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: every round drafts with the request's own noise, a position's being the same in all of them."""
+    """The control: every round drafts with the request's own noise, a position's being the same in
+    all of them."""
     monkeypatch.setattr(Streams, "draft_seeds", lambda self, num_rows: self.seeds[:num_rows])
 
 
 class Planted:
-    """Drafts by the phase of a round, the position of its first drafted token modulo the number of phases.
+    """Drafts by the phase of a round, the position of its first drafted token modulo the number of
+    phases.
 
-    Phase 0 offers a token that is never kept and then one of `P`, which is what the next round would draft first; phase 1
-    offers one token of `P`, and what comes after it must not be kept. `sizes` are the tokens offered in each phase.
+    Phase 0 offers a token that is never kept and then one of `P`, which is what the next round
+    would draft first; phase 1 offers one token of `P`, and what comes after it must not be kept.
+    `sizes` are the tokens offered in each phase.
     """
 
     family, taps = "planted", ()
     sizes = (2, 1, 0)
 
     def __init__(self) -> None:
-        self.discarded: dict[str, int] = {}  # the second token of each request's last round of phase 0
+        # the second token of each request's last round of phase 0
+        self.discarded: dict[str, int] = {}
 
     def new_pool(self, *sizes: object) -> None:
         return None
@@ -104,13 +112,17 @@ class Planted:
             logits = torch.where(likely[:, None], logits_of(P), logits_of((0, 0, 1, 0)))
             logits = self.damaged(logits, phases[rows], drawing.tokens[rows, :depth])
             drawing.draw(rows, depth, logits, positions[rows] + depth)
-        for name, phase, tokens in zip(inputs.request_ids, phases.tolist(), drawing.tokens.tolist()):
+        for name, phase, tokens in zip(
+            inputs.request_ids, phases.tolist(), drawing.tokens.tolist()
+        ):
             if phase == 0 and len(tokens) > 1:
                 self.discarded[name] = tokens[1]
         drawing.shorten(self.lengths(phases, drawing.tokens))
         return drawing.proposal()
 
-    def damaged(self, logits: torch.Tensor, phases: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def damaged(
+        self, logits: torch.Tensor, phases: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         """The logits [R, V] that follow `tokens` [R, depth]."""
         return logits
 
@@ -119,23 +131,30 @@ class Planted:
 
 
 class Damaged(Planted):
-    """Has no distribution behind `A` in phase 0, which the failure before makes the second one in a row: the draft rests in the
-    round of phase 1. That failure, in the last phase, depends on nothing drawn; the phases between are sound."""
+    """Has no distribution behind `A` in phase 0, which the failure before makes the second one in a
+    row: the draft rests in the round of phase 1. That failure, in the last phase, depends on
+    nothing drawn; the phases between are sound."""
 
     sizes = (3, 1, 0, 1)
     failures = 0  # in a row, as the engine counts them
 
-    def damaged(self, logits: torch.Tensor, phases: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def damaged(
+        self, logits: torch.Tensor, phases: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         if tokens.shape[1] == 0:
             broken = (phases == len(self.sizes) - 1) & (self.failures == 0)
         else:
-            broken = (phases == 0) & (self.failures == 1) & (tokens.shape[1] == 2) & (tokens[:, -1] == A)
+            broken = (
+                (phases == 0) & (self.failures == 1) & (tokens.shape[1] == 2) & (tokens[:, -1] == A)
+            )
         return torch.where(broken[:, None], torch.nan, logits)
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         proposal = super().propose(inputs)
         drawn = proposal.logits.gather(2, proposal.tokens.clamp(min=0)[..., None])[..., 0]
-        self.failures = self.failures + 1 if (drawn[proposal.tokens >= 0] == -torch.inf).any() else 0
+        self.failures = (
+            self.failures + 1 if (drawn[proposal.tokens >= 0] == -torch.inf).any() else 0
+        )
         return proposal
 
 
@@ -174,7 +193,8 @@ class ByDrafted(FixedControl):
 
 
 class Peeking:
-    """Text that takes the rounds whose model drew `A` for the same position before; in front of `model`."""
+    """Text that takes the rounds whose model drew `A` for the same position before; in front of
+    `model`."""
 
     def __init__(self, model: Planted):
         self.model = model
@@ -199,7 +219,8 @@ class BySurvival(ByDrafted):
 
 
 class Watched:
-    """Grows the trees of `drafter` and keeps, of each request's last one, the first node below the first one."""
+    """Grows the trees of `drafter` and keeps, of each request's last one, the first node below the
+    first one."""
 
     def __init__(self, drafter: Eagle3):
         self.drafter = drafter
@@ -216,7 +237,8 @@ class Watched:
 
 
 class ByTree(FixedControl):
-    """Grows no tree for a request whose last one had `A` where the next would begin; `engine` knows whose class is whose."""
+    """Grows no tree for a request whose last one had `A` where the next would begin; `engine` knows
+    whose class is whose."""
 
     def __init__(self, engine: Engine, drafter: Watched):
         self.engine, self.drafter = engine, drafter
@@ -224,19 +246,24 @@ class ByTree(FixedControl):
     def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
         names = {request.request_class: request.id for request in self.engine.scheduler.running}
         seen = [self.drafter.below.pop(names[wish.request_class], None) for wish in wishes]
-        return RoundPlan([0 if token == A else wish.most for wish, token in zip(wishes, seen, strict=True)])
+        return RoundPlan(
+            [0 if token == A else wish.most for wish, token in zip(wishes, seen, strict=True)]
+        )
 
 
 def ending_dspark(target: Target) -> Dspark:
-    """Drafts `C`, which is never kept, behind `B` and from `P` behind all else. Guesses that nothing is kept behind an `A` that
-    it has drafted itself."""
+    """Drafts `C`, which is never kept, behind `B` and from `P` behind all else. Guesses that
+    nothing is kept behind an `A` that it has drafted itself."""
     drafter = Dspark.create(
-        DsparkOptions(block_size=K, num_layers=1, markov_rank=len(P), taps=(1,), mask_token=C), target, seed=0
+        DsparkOptions(block_size=K, num_layers=1, markov_rank=len(P), taps=(1,), mask_token=C),
+        target,
+        seed=0,
     )
     with torch.no_grad():
         drafter.markov_head.markov_w1.weight.copy_(torch.eye(len(P)))
         drafter.markov_head.markov_w2.weight.zero_()[C, B] = -2 * IMPOSSIBLE
-        # Logits of a guess: behind the newest token 2, or -5 where that is A; behind drafted ones 0, or -7 where that is A.
+        # Logits of a guess: behind the newest token 2, or -5 where that is A; behind drafted ones
+        # 0, or -7 where that is A.
         drafter.confidence_head.proj.bias.fill_(1.0)
         drafter.confidence_head.proj.weight[0, MASKED] = 1.0
         drafter.confidence_head.proj.weight[0, target.hidden_size + A] = -7.0
@@ -244,15 +271,19 @@ def ending_dspark(target: Target) -> Dspark:
 
 
 def overflowing_mlp(target: Target, folder: Path) -> Mlp:
-    """A real draft, saved and loaded, all of whose weights are finite. Behind `A` it offers `C`, which is never kept, then one
-    token of `P`; the third depth reads `A` as 3e38 in every component, which its layer makes infinite, and has no distribution
-    then. Behind `B` it drafts one token of `P`, which is that of the round before should its draw be made again, and `B`."""
+    """A real draft, saved and loaded, all of whose weights are finite. Behind `A` it offers `C`,
+    which is never kept, then one token of `P`; the third depth reads `A` as 3e38 in every
+    component, which its layer makes infinite, and has no distribution then. Behind `B` it drafts
+    one token of `P`, which is that of the round before should its draw be made again, and `B`."""
     drafter = Mlp(target, inner_size=16, num_predict=3, tied=False)
-    reached = torch.nn.functional.gelu(torch.tensor(4.0))  # by the one component that a normed one-hot row of 16 has
+    # by the one component that a normed one-hot row of 16 has
+    reached = torch.nn.functional.gelu(torch.tensor(4.0))
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.zero_()
-        for depth, (token, behind_it, else_) in enumerate(((A, (0, 0, 1, 0), P), (C, P, (0, 1, 0, 0)), (C, P, P))):
+        for depth, (token, behind_it, else_) in enumerate(
+            ((A, (0, 0, 1, 0), P), (C, P, (0, 1, 0, 0)), (C, P, P))
+        ):
             drafter.ln[depth].weight.fill_(1.0)
             drafter.emb[depth].weight[:, 1] = 1.0
             drafter.emb[depth].weight[token] = torch.eye(16)[0]
@@ -273,22 +304,31 @@ def uniform_eagle3(target: Target) -> Eagle3:
 
 
 def answers(engine: Engine, count: int, length: int) -> torch.Tensor:
-    """[count, length] of the tokens from the first drafted position, 4, on, each answer with a seed of its own."""
+    """[count, length] of the tokens from the first drafted position, 4, on, each answer with a seed
+    of its own."""
     params = SamplingParams(max_tokens=1 + length + SPARE, ignore_eos=True)
-    requests = [engine.submit(PROMPT, params, text=False, request_class=f"{number}") for number in range(count)]
+    requests = [
+        engine.submit(PROMPT, params, text=False, request_class=f"{number}")
+        for number in range(count)
+    ]
     while engine.busy:
         engine.step()
     return torch.tensor([request.output[1 : 1 + length] for request in requests])
 
 
 def fit(tokens: torch.Tensor, period: int, before: int) -> Fit:
-    """Likelihood-ratio test that tokens [N, L] come from `P`, whatever their place modulo `period` and the `before` tokens
-    before them are: each such context's counts are a sample of `P` of their own."""
+    """Likelihood-ratio test that tokens [N, L] come from `P`, whatever their place modulo `period`
+    and the `before` tokens before them are: each such context's counts are a sample of `P` of their
+    own."""
     num_tokens = len(P)
     cells = torch.arange(before, tokens.shape[1]) % period
     for back in range(before, -1, -1):
         cells = cells * num_tokens + tokens[:, before - back : tokens.shape[1] - back]
-    counts = torch.bincount(cells.flatten(), minlength=period * num_tokens ** (before + 1)).view(-1, num_tokens).double()
+    counts = (
+        torch.bincount(cells.flatten(), minlength=period * num_tokens ** (before + 1))
+        .view(-1, num_tokens)
+        .double()
+    )
     counts = counts[counts.sum(dim=1) > 0]
     expected = counts.sum(dim=1, keepdim=True) * torch.tensor(P, dtype=torch.float64)
     assert bool((counts[expected == 0] == 0).all()) and float(expected[expected > 0].min()) > 5
@@ -298,7 +338,8 @@ def fit(tokens: torch.Tensor, period: int, before: int) -> Fit:
 
 
 class Mechanism(NamedTuple):
-    """`make(target)` is an engine with the worst decision-maker; its bias shows in `period` places behind `before` tokens."""
+    """`make(target)` is an engine with the worst decision-maker; its bias shows in `period` places
+    behind `before` tokens."""
 
     make: Callable[[Target], Engine]
     period: int
@@ -308,8 +349,15 @@ class Mechanism(NamedTuple):
 
 
 def served(target: Target, drafter: object, *, max_batch: int = 1, **options: object) -> Engine:
-    config = EngineConfig(k=K, max_batch=max_batch, max_length=2048, seed=1, prefix_cache=False, **options)
-    return Engine(target, drafter, config, fallback=OneToken(min_n=1) if isinstance(drafter, Replaced) else None)
+    config = EngineConfig(
+        k=K, max_batch=max_batch, max_length=2048, seed=1, prefix_cache=False, **options
+    )
+    return Engine(
+        target,
+        drafter,
+        config,
+        fallback=OneToken(min_n=1) if isinstance(drafter, Replaced) else None,
+    )
 
 
 def rest(target: Target) -> Engine:
@@ -359,7 +407,9 @@ def mechanism(request: pytest.FixtureRequest) -> Mechanism:
     return MECHANISMS[request.param]
 
 
-def test_tokens_and_pairs_of_them_keep_the_targets_distribution(mechanism: Mechanism, target: Target) -> None:
+def test_tokens_and_pairs_of_them_keep_the_targets_distribution(
+    mechanism: Mechanism, target: Target
+) -> None:
     engine = mechanism.make(target)
     tokens = answers(engine, mechanism.num_answers, mechanism.length)
     for period, before in {(1, 0), (1, 1), (mechanism.period, mechanism.before)}:
@@ -367,7 +417,9 @@ def test_tokens_and_pairs_of_them_keep_the_targets_distribution(mechanism: Mecha
     assert engine.stats.num_draft_tokens > tokens.numel() / 2
 
 
-def test_noise_keyed_by_position_is_caught(mechanism: Mechanism, target: Target, keyed_by_position: None) -> None:
+def test_noise_keyed_by_position_is_caught(
+    mechanism: Mechanism, target: Target, keyed_by_position: None
+) -> None:
     tokens = answers(mechanism.make(target), mechanism.num_answers, mechanism.length)
     assert (found := fit(tokens, mechanism.period, mechanism.before)).p_value < CAUGHT, found
 
@@ -377,12 +429,16 @@ def test_noise_keyed_by_position_is_caught(mechanism: Mechanism, target: Target,
 def test_a_draft_that_overflows_behind_a_token_keeps_the_targets_distribution(
     noise: str, target: Target, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """As above, with nothing planted but weights: after two such rounds in a row, which begin behind `A`, the draft rests for the
-    one that would have begun behind `B`."""
+    """As above, with nothing planted but weights: after two such rounds in a row, which begin
+    behind `A`, the draft rests for the one that would have begun behind `B`."""
     if noise != "fresh":
         request.getfixturevalue("keyed_by_position")
     engine = served(target, overflowing_mlp(target, tmp_path))
     tokens = answers(engine, 8, 1900)
     assert engine.stats.fallbacks["nan"] > tokens.numel() / 10
     found = [fit(tokens, 1, before) for before in range(4)]
-    assert (min(each.p_value for each in found) > FALSE_ALARM) if noise == "fresh" else (found[3].p_value < CAUGHT), found
+    assert (
+        (min(each.p_value for each in found) > FALSE_ALARM)
+        if noise == "fresh"
+        else (found[3].p_value < CAUGHT)
+    ), found

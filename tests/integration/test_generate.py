@@ -1,4 +1,5 @@
-"""`draftsmith generate` end to end on a tiny target: contents, laws, resumption after kills."""
+"""`draftsmith generate` end to end on a tiny target: contents, distributions, resumption after
+kills."""
 
 from __future__ import annotations
 
@@ -36,12 +37,17 @@ def config(target: str, out: Path, **changes: object) -> GenerateConfig:
 
 def rows(folder: Path) -> list[dict]:
     opened = datasets.load_dataset(
-        "parquet", data_files=str(folder / "part-*.parquet"), split="train", cache_dir=str(folder / ".cache")
+        "parquet",
+        data_files=str(folder / "part-*.parquet"),
+        split="train",
+        cache_dir=str(folder / ".cache"),
     )
     return opened.to_list()
 
 
-def test_answers_laws_and_provenance(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+def test_answers_distributions_and_provenance(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
     path = tiny_target("llama")
     assert generate.run(config(path, tmp_path / "d", top_logprobs=8)) == 0
     found = rows(tmp_path / "d")
@@ -49,27 +55,49 @@ def test_answers_laws_and_provenance(tiny_target: Callable[..., str], tmp_path: 
     target = Target.load(path)
     for row in found[:5]:
         prompt = len(row["loss_mask"]) - sum(row["loss_mask"])
-        assert row["loss_mask"] == [0] * prompt + [1] * (len(row["input_ids"]) - prompt) and 0 < sum(row["loss_mask"]) <= 16
+        assert (
+            row["loss_mask"] == [0] * prompt + [1] * (len(row["input_ids"]) - prompt)
+            and 0 < sum(row["loss_mask"]) <= 16
+        )
         logits = target.model(torch.tensor([row["input_ids"]])).logits[0, prompt - 1 : -1].double()
         expected = logits.log_softmax(-1).topk(8)
-        torch.testing.assert_close(torch.tensor(row["top_logprobs"]).double(), expected.values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(row["top_logprobs"]).double(), expected.values, atol=1e-4, rtol=0
+        )
         mass = torch.tensor(row["top_logprobs"]).exp().sum(-1) + torch.tensor(row["tail"])
         torch.testing.assert_close(mass, torch.ones_like(mass), atol=1e-5, rtol=0)
     provenance = json.loads((tmp_path / "d" / "provenance.json").read_text())
-    assert provenance["complete"] and provenance["answers"] == 22 and provenance["temperature"] == 1.0
+    assert (
+        provenance["complete"] and provenance["answers"] == 22 and provenance["temperature"] == 1.0
+    )
     assert provenance["tokens"] == sum(sum(row["loss_mask"]) for row in found)
     assert provenance["target_revision"] == target.revision
 
 
-def test_sampled_answers_follow_the_law_and_differ_by_prompt(tiny_target: Callable[..., str], tmp_path: Path) -> None:
-    """The first answer token of many equal prompts: chi-square against the target's law, and a wrong law that it rejects."""
+def test_sampled_answers_follow_the_distribution_and_differ_by_prompt(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    """The first answer token of many equal prompts: chi-square against the target's distribution,
+    and a wrong distribution that it rejects."""
     path = tiny_target("llama")
     (tmp_path / "p.txt").write_text("The target\n" * 400)
-    generate.run(config(path, tmp_path / "d", prompts=str(tmp_path / "p.txt"), count=400, max_tokens=1, batch=100, chat="never"))
+    generate.run(
+        config(
+            path,
+            tmp_path / "d",
+            prompts=str(tmp_path / "p.txt"),
+            count=400,
+            max_tokens=1,
+            batch=100,
+            chat="never",
+        )
+    )
     target = Target.load(path)
     ids = target.tokenizer().encode("The target")
     probs = target.model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
-    drawn = torch.bincount(torch.tensor([row["input_ids"][-1] for row in rows(tmp_path / "d")]), minlength=len(probs))
+    drawn = torch.bincount(
+        torch.tensor([row["input_ids"][-1] for row in rows(tmp_path / "d")]), minlength=len(probs)
+    )
     statistic = chi_square(drawn, probs)
     sharper = chi_square(drawn, (probs.log() * 2).softmax(-1))
     # 8 cells, 7 degrees of freedom: above 40 with probability 1e-6.
@@ -107,13 +135,19 @@ def test_killed_generation_resumes_to_the_same_answers(
 ) -> None:
     path = tiny_target("llama")
     generate.run(config(path, tmp_path / "whole"))
-    killed = subprocess.run([sys.executable, "-c", KILLED, path, str(tmp_path / "cut"), "3"], capture_output=True, text=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, path, str(tmp_path / "cut"), "3"],
+        capture_output=True,
+        text=True,
+    )
     assert killed.returncode == -9 and "dying" in killed.stdout, killed.stderr
     assert not json.loads((tmp_path / "cut" / "provenance.json").read_text())["complete"]
     answered: list[int] = []
     answer = Target.answer
     monkeypatch.setattr(
-        Target, "answer", lambda self, prompts, **kw: answered.append(len(prompts)) or answer(self, prompts, **kw)
+        Target,
+        "answer",
+        lambda self, prompts, **kw: answered.append(len(prompts)) or answer(self, prompts, **kw),
     )
     generate.run(config(path, tmp_path / "cut"))
     # Three batches of four were on disk: they are neither repeated nor lost.
@@ -165,7 +199,11 @@ def test_damaged_part_is_answered_again(tiny_target: Callable[..., str], tmp_pat
     part = tmp_path / "d" / "part-00001.parquet"
     part.write_bytes(part.read_bytes()[:-50])
     generate.run(config(path, tmp_path / "d"))
-    after = [row for file in sorted((tmp_path / "d").glob("part-*.parquet")) for row in pq.read_table(file).to_pylist()]
+    after = [
+        row
+        for file in sorted((tmp_path / "d").glob("part-*.parquet"))
+        for row in pq.read_table(file).to_pylist()
+    ]
     assert after == before
 
 
@@ -192,15 +230,21 @@ def test_started_folder_with_other_options_and_foreign_folder_are_refused(
         ({"seed": -5}, "seed is -5"),
     ],
 )
-def test_bad_options_are_one_sentence(tiny_target: Callable[..., str], tmp_path: Path, changes: dict, says: str) -> None:
+def test_bad_options_are_one_sentence(
+    tiny_target: Callable[..., str], tmp_path: Path, changes: dict, says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         generate.run(config(tiny_target("llama"), tmp_path / "d", **changes))
 
 
 def test_answers_of_a_server_are_the_targets(
-    tiny_target: Callable[..., str], live_server: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Callable[..., str],
+    live_server: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Greedy: the server's answers are the target's own, end-of-text tokens included, and a started folder is resumed."""
+    """Greedy: the server's answers are the target's own, end-of-text tokens included, and a started
+    folder is resumed."""
     path = tiny_target("llama")
     server = live_server(Target.load(path), None, EngineConfig(block_size=8, num_blocks=256))
     generate.run(config(path, tmp_path / "own", temperature=0.0, max_tokens=40))
@@ -227,22 +271,48 @@ def test_answers_of_a_server_are_the_targets(
     assert provenance["answered_by"] == "server of tiny" and provenance["target_revision"] is None
 
 
-def test_chats_keep_their_answers_with_laws_and_are_trained_on(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+def test_chats_keep_their_answers_with_distributions_and_are_trained_on(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
     path = tiny_target("llama")
     turns = ["Who verifies?", "The target.", "Who learns?", "The draft learns."]
     chats = [
-        {"messages": [{"role": ("user", "assistant")[at % 2], "content": f"{text} {n}"} for at, text in enumerate(turns)]}
+        {
+            "messages": [
+                {"role": ("user", "assistant")[at % 2], "content": f"{text} {n}"}
+                for at, text in enumerate(turns)
+            ]
+        }
         for n in range(6)
     ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    kept = config(path, tmp_path / "d", prompts=str(tmp_path / "chats.jsonl"), count=None, keep_answers=True, top_logprobs=4)
+    kept = config(
+        path,
+        tmp_path / "d",
+        prompts=str(tmp_path / "chats.jsonl"),
+        count=None,
+        keep_answers=True,
+        top_logprobs=4,
+    )
     generate.run(kept)
     tokenizer = Target.load(path).tokenizer()
     for chat, row in zip(chats, rows(tmp_path / "d"), strict=True):
-        said = tokenizer.decode([token for token, bit in zip(row["input_ids"], row["loss_mask"], strict=True) if bit])
-        assert said == "".join(turn["content"] for turn in chat["messages"] if turn["role"] == "assistant")
+        said = tokenizer.decode(
+            [token for token, bit in zip(row["input_ids"], row["loss_mask"], strict=True) if bit]
+        )
+        assert said == "".join(
+            turn["content"] for turn in chat["messages"] if turn["role"] == "assistant"
+        )
         assert len(row["top_ids"]) == sum(row["loss_mask"])
     # Nobody sampled it, so no temperature is claimed.
     assert json.loads((tmp_path / "d" / "provenance.json").read_text())["temperature"] is None
     with pytest.raises(UserError, match="was started with"):
-        generate.run(config(path, tmp_path / "d", prompts=str(tmp_path / "chats.jsonl"), count=None, top_logprobs=4))
+        generate.run(
+            config(
+                path,
+                tmp_path / "d",
+                prompts=str(tmp_path / "chats.jsonl"),
+                count=None,
+                top_logprobs=4,
+            )
+        )

@@ -1,4 +1,5 @@
-"""Greedy output with speculation is greedy output without, for every drafter, architecture and batch."""
+"""Greedy output with speculation is greedy output without, for every drafter, architecture and
+batch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
+from draftsmith.drafters.options import (
+    OPTIONS,
+    DraftLmOptions,
+    Eagle3Options,
+    MtpOptions,
+    SuffixOptions,
+)
 from draftsmith.drafters.registry import FAMILIES as REGISTRY
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -31,37 +38,46 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 NOISE = 1e-4
 
 
-def make_drafter(family: str, target: Target, *, draft_vocab_size: int | None = None) -> ServingDrafter:
+def make_drafter(
+    family: str, target: Target, *, draft_vocab_size: int | None = None
+) -> ServingDrafter:
     if family == "ngram":
         return Ngram(min_n=1, max_n=3)
     if family == "suffix":
-        # Remembering the same answers from the engine before, it would be right too often for this test.
+        # Remembering the same answers from the engine before, it would be right too often for this
+        # test.
         return Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
     if family == "suffix and draft-lm":
         text = Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
         return TextFirst(make_drafter("draft-lm", target), text, share=0.2)
     if family == "eagle3":
         counts = torch.arange(target.vocab_size).flip(0)
-        drafter = Eagle3.create(Eagle3Options(draft_vocab_size=draft_vocab_size), target, seed=1, token_counts=counts)
+        drafter = Eagle3.create(
+            Eagle3Options(draft_vocab_size=draft_vocab_size), target, seed=1, token_counts=counts
+        )
     elif family == "mtp":
         drafter = Mtp.create(MtpOptions(), target, seed=1)
     elif family in HEADS:
         drafter = REGISTRY[family].create(OPTIONS[family](), target, seed=1)
     else:
-        drafter = DraftLm.create(DraftLmOptions(hidden_size=16, num_attention_heads=2), target, seed=1)
+        drafter = DraftLm.create(
+            DraftLmOptions(hidden_size=16, num_attention_heads=2), target, seed=1
+        )
     return drafter.to(device=target.device, dtype=target.dtype).eval()
 
 
 class Oracle:
-    """A real drafter whose drafts are overwritten with the target's own continuation for a while, so that every accepted
-    count occurs however bad the untrained drafter is. What the drafter itself drafted stays as the rejected rest."""
+    """A real drafter whose drafts are overwritten with the target's own continuation for a while,
+    so that every accepted count occurs however bad the untrained drafter is. What the drafter
+    itself drafted stays as the rejected rest."""
 
     def __init__(self, drafter: ServingDrafter, known: list[list[int]]):
         self.drafter, self.known, self.random = drafter, known, random.Random(0)
         self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        # What the drafter read after the last token were its own drafts, not the ones put in their place.
+        # What the drafter read after the last token were its own drafts, not the ones put in their
+        # place.
         return min(self.drafter.cached_after(last, drafted, accepted), last + 1)
 
     def propose(self, inputs: DraftInputs) -> Proposal:
@@ -91,7 +107,7 @@ class Compared:
             assert fresh.lengths.tolist() == [length]
             assert fresh.tokens[0, :length].tolist() == proposal.tokens[row, :length].tolist()
             if proposal.logits is not None:
-                assert_close_laws(proposal.logits[row, :length], fresh.logits[0, :length])
+                assert_close_distributions(proposal.logits[row, :length], fresh.logits[0, :length])
             self.compared += 1
         return proposal
 
@@ -100,7 +116,9 @@ class Compared:
         num_blocks = -(-(len(history) + 8) // 16)
         taps = None
         if self.taps:
-            read, _ = self.target.states(tokens[None, :-1], torch.ones(1, len(history) - 1), self.taps)
+            read, _ = self.target.states(
+                tokens[None, :-1], torch.ones(1, len(history) - 1), self.taps
+            )
             taps = read[0]
         return replace(
             inputs,
@@ -117,8 +135,10 @@ class Compared:
         )
 
 
-def assert_close_laws(one: torch.Tensor, other: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.softmax(one, -1), torch.softmax(other, -1), atol=2e-4, rtol=1e-3)
+def assert_close_distributions(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(
+        torch.softmax(one, -1), torch.softmax(other, -1), atol=2e-4, rtol=1e-3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +159,11 @@ def prompts(count: int, vocab_size: int = 288) -> list[list[int]]:
     return [torch.randint(3, vocab_size, (size,), generator=generator).tolist() for size in sizes]
 
 
-def plain_greedy(target: Target, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """Token by token with the whole text each time: no cache, no engine. Also the top-2 margin of every choice."""
+def plain_greedy(
+    target: Target, prompt: list[int], num_tokens: int
+) -> tuple[list[int], list[float]]:
+    """Token by token with the whole text each time: no cache, no engine. Also the top-2 margin of
+    every choice."""
     tokens, margins = list(prompt), []
     for _ in range(num_tokens):
         _, hidden = target.states(torch.tensor([tokens]), torch.ones(1, len(tokens)), ())
@@ -154,12 +177,16 @@ def assert_same(tokens: list[int], expected: tuple[list[int], list[float]]) -> N
     wanted, margins = expected
     for index, (token, right) in enumerate(zip(tokens, wanted, strict=True)):
         if token != right:
-            assert margins[index] < NOISE, f"token {index} is {token} instead of {right}, margin {margins[index]}"
+            assert margins[index] < NOISE, (
+                f"token {index} is {token} instead of {right}, margin {margins[index]}"
+            )
             return
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_speculation_does_not_change_greedy_output(arch: str, load: Callable[[str], Target]) -> None:
+def test_speculation_does_not_change_greedy_output(
+    arch: str, load: Callable[[str], Target]
+) -> None:
     target = load(arch)
     batch = prompts(8)
     expected = [plain_greedy(target, prompt, 24) for prompt in batch]
@@ -177,21 +204,27 @@ def test_speculation_does_not_change_greedy_output(arch: str, load: Callable[[st
             for completion, right in zip(together, expected):
                 assert_same(completion.tokens, right)
             assert not engine.stats.fallbacks and engine.stats.num_draft_tokens > 0
-        # The oracle must have exercised every accepted count, or this test says little about caches.
+        # The oracle must have exercised every accepted count, or this test says little about
+        # caches.
         seen = {accepted for completion in together for accepted in completion.speculation.accepted}
         assert seen >= {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("family", ["eagle3", "mtp", "draft-lm", *HEADS])
-def test_incremental_drafts_equal_drafts_from_nothing(family: str, load: Callable[[str], Target]) -> None:
-    """Chunked prefill, preemption, other rows coming and going, k = 0 rounds: the draft's cache stays right."""
+def test_incremental_drafts_equal_drafts_from_nothing(
+    family: str, load: Callable[[str], Target]
+) -> None:
+    """Chunked prefill, preemption, other rows coming and going, k = 0 rounds: the draft's cache
+    stays right."""
     target = load("llama")
     batch = prompts(6)
     expected = [plain_greedy(target, prompt, 24) for prompt in batch]
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
     compared = Compared(make_drafter(family, target, draft_vocab_size=200), target)
     drafter = Oracle(compared, known)
-    config = EngineConfig(k=3, max_batch=3, max_round_tokens=11, num_blocks=14, block_size=8, max_length=80)
+    config = EngineConfig(
+        k=3, max_batch=3, max_round_tokens=11, num_blocks=14, block_size=8, max_length=80
+    )
     engine = Engine(target, drafter, config)
     for completion, right in zip(engine.generate(batch, GREEDY), expected):
         assert_same(completion.tokens, right)

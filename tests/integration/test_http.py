@@ -36,8 +36,12 @@ def test_openai_client_lists_the_model(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-def test_openai_client_completes_and_streams_the_same(client: openai.OpenAI, target: Target) -> None:
-    whole = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=12, extra_body={"ignore_eos": True})
+def test_openai_client_completes_and_streams_the_same(
+    client: openai.OpenAI, target: Target
+) -> None:
+    whole = client.completions.create(
+        model="tiny", prompt=PROMPT, temperature=0, max_tokens=12, extra_body={"ignore_eos": True}
+    )
     chunks = list(
         client.completions.create(
             model="tiny",
@@ -50,13 +54,19 @@ def test_openai_client_completes_and_streams_the_same(client: openai.OpenAI, tar
         )
     )
     ids = target.tokenizer()(PROMPT)["input_ids"]
-    expected = target.tokenizer().decode(target.answer([ids], max_new_tokens=12, ignore_eos=True)[0])
+    expected = target.tokenizer().decode(
+        target.answer([ids], max_new_tokens=12, ignore_eos=True)[0]
+    )
     assert whole.choices[0].text == expected
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
     assert whole.choices[0].finish_reason == "length"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     for usage in (whole.usage, chunks[-1].usage):
-        assert usage.prompt_tokens == len(ids) and usage.completion_tokens == 12 and usage.total_tokens == len(ids) + 12
+        assert (
+            usage.prompt_tokens == len(ids)
+            and usage.completion_tokens == 12
+            and usage.total_tokens == len(ids) + 12
+        )
 
 
 def test_openai_client_chats_and_streams_the_same(client: openai.OpenAI) -> None:
@@ -65,13 +75,18 @@ def test_openai_client_chats_and_streams_the_same(client: openai.OpenAI) -> None
     whole = client.chat.completions.create(**options)
     chunks = list(client.chat.completions.create(**options, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        == whole.choices[0].message.content
+    )
     assert whole.choices[0].message.role == "assistant" and whole.object == "chat.completion"
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
 def test_a_stream_ends_with_done(server: Any) -> None:
-    with server.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True}) as response:
+    with server.http.stream(
+        "POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True}
+    ) as response:
         lines = [line for line in response.iter_lines() if line]
     assert response.headers["content-type"].startswith("text/event-stream")
     assert lines[-1] == "data: [DONE]"
@@ -80,28 +95,51 @@ def test_a_stream_ends_with_done(server: Any) -> None:
 
 def test_several_prompts_and_choices_come_in_order(server: Any) -> None:
     prompts = ["import os", PROMPT]
-    together = server.complete(prompts, n=2, seed=5, temperature=0.8, max_tokens=8, return_token_ids=True).json()
+    together = server.complete(
+        prompts, n=2, seed=5, temperature=0.8, max_tokens=8, return_token_ids=True
+    ).json()
     assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
     for number, prompt in enumerate(prompts):
-        alone = server.complete(prompt, seed=5, temperature=0.8, max_tokens=8, return_token_ids=True).json()
+        alone = server.complete(
+            prompt, seed=5, temperature=0.8, max_tokens=8, return_token_ids=True
+        ).json()
         assert together["choices"][2 * number]["token_ids"] == alone["choices"][0]["token_ids"]
     assert together["choices"][0]["token_ids"] != together["choices"][1]["token_ids"]
-    assert together["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in together["choices"])
+    assert together["usage"]["completion_tokens"] == sum(
+        len(choice["token_ids"]) for choice in together["choices"]
+    )
 
 
 def test_prompts_may_be_token_ids(server: Any, target: Target) -> None:
     ids = target.tokenizer()(PROMPT)["input_ids"]
-    texts = [server.complete(prompt, **GREEDY).json()["choices"][0]["text"] for prompt in (PROMPT, ids, [ids])]
+    texts = [
+        server.complete(prompt, **GREEDY).json()["choices"][0]["text"]
+        for prompt in (PROMPT, ids, [ids])
+    ]
     assert texts[0] == texts[1] == texts[2]
 
 
 def test_logprobs_of_both_endpoints(client: openai.OpenAI) -> None:
-    text = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=5, logprobs=2, temperature=0).choices[0]
-    assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == len(text.logprobs.top_logprobs) == 5
+    text = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=5, logprobs=2, temperature=0
+    ).choices[0]
+    assert (
+        len(text.logprobs.tokens)
+        == len(text.logprobs.token_logprobs)
+        == len(text.logprobs.top_logprobs)
+        == 5
+    )
     # Greedy takes the likeliest token, so nothing in the list beats it.
-    assert all(max(top.values()) == own for top, own in zip(text.logprobs.top_logprobs, text.logprobs.token_logprobs))
+    assert all(
+        max(top.values()) == own
+        for top, own in zip(text.logprobs.top_logprobs, text.logprobs.token_logprobs)
+    )
     chat = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=4, logprobs=True, top_logprobs=3
+        model="tiny",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
     )
     content = chat.choices[0].logprobs.content
     assert len(content) == chat.usage.completion_tokens
@@ -123,13 +161,26 @@ def test_a_stop_string_is_not_part_of_the_answer(server: Any) -> None:
 
 
 def test_speculation_is_reported_when_asked(server: Any) -> None:
-    body = server.complete([7, 8, 9, 7, 8, 9, 7, 8], **{**GREEDY, "max_tokens": 30}, speculation={"report": True}).json()
+    body = server.complete(
+        [7, 8, 9, 7, 8, 9, 7, 8], **{**GREEDY, "max_tokens": 30}, speculation={"report": True}
+    ).json()
     report = body["metrics"]["speculative_decoding"]
     assert report["num_committed_tokens"] == 30
     assert len(report["acceptance_histogram"]) == report["num_spec_tokens"] + 1 == 4
-    assert sum(report["acceptance_histogram"]) == report["num_spec_steps"] == len(report["per_step_drafted"]) > 0
-    assert sum(report["per_step_accepted"]) == report["num_accepted_draft_tokens"] <= report["num_draft_tokens"]
-    off = server.complete(PROMPT, **GREEDY, speculation={"k": 0, "report": True}).json()["metrics"]["speculative_decoding"]
+    assert (
+        sum(report["acceptance_histogram"])
+        == report["num_spec_steps"]
+        == len(report["per_step_drafted"])
+        > 0
+    )
+    assert (
+        sum(report["per_step_accepted"])
+        == report["num_accepted_draft_tokens"]
+        <= report["num_draft_tokens"]
+    )
+    off = server.complete(PROMPT, **GREEDY, speculation={"k": 0, "report": True}).json()["metrics"][
+        "speculative_decoding"
+    ]
     assert off["num_spec_steps"] == 0 and off["num_target_passes"] == 12
     assert "metrics" not in server.complete(PROMPT, **GREEDY).json()
 
@@ -165,8 +216,19 @@ BAD = [
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}}}, "response_format"),
-    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "structured_outputs"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "y"}},
+            }
+        },
+        "response_format",
+    ),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+        "structured_outputs",
+    ),
     ({"n": 128, "prompt": ["a", "b", "c"]}, "prompt"),
     ({"\ud800": 1}, None),
     ({"logprobs": 50}, "logprobs"),
@@ -190,12 +252,20 @@ BAD = [
 
 
 @pytest.mark.parametrize("change, param", BAD, ids=[str(change)[:40] for change, _ in BAD])
-def test_bad_input_is_an_openai_error_of_one_sentence(change: dict, param: str | None, server: Any) -> None:
+def test_bad_input_is_an_openai_error_of_one_sentence(
+    change: dict, param: str | None, server: Any
+) -> None:
     content = json.dumps({"model": "tiny", "prompt": "hi", **change})
-    response = server.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    response = server.http.post(
+        "/v1/completions", content=content, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["type"] == "invalid_request_error" and error["message"] and "\n" not in error["message"]
+    assert (
+        error["type"] == "invalid_request_error"
+        and error["message"]
+        and "\n" not in error["message"]
+    )
     assert param is None or error["param"] == param
     assert change != {"prompt": []} or "give a text, token ids" in error["message"]
     # The server goes on.
@@ -219,7 +289,9 @@ CHAT_BAD = [
 ]
 
 
-@pytest.mark.parametrize("change, param", CHAT_BAD, ids=[str(change)[:40] for change, _ in CHAT_BAD])
+@pytest.mark.parametrize(
+    "change, param", CHAT_BAD, ids=[str(change)[:40] for change, _ in CHAT_BAD]
+)
 def test_bad_chat_input_is_refused(change: dict, param: str, server: Any) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **change}
     response = server.http.post("/v1/chat/completions", json=body)
@@ -246,7 +318,9 @@ def test_other_models_and_paths_are_not_found(server: Any) -> None:
         assert response.status_code in (404, 405) and response.json()["error"]["message"]
 
 
-def test_a_tokenizer_without_chat_template_refuses_chat(tiny_target: Callable[..., str], live_server: Callable) -> None:
+def test_a_tokenizer_without_chat_template_refuses_chat(
+    tiny_target: Callable[..., str], live_server: Callable
+) -> None:
     target = Target.load(tiny_target("llama"))
     target.tokenizer().chat_template = None
     server = live_server(target, None, EngineConfig())
@@ -263,14 +337,19 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_cancels_its_request(stream: bool, target: Target, live_server: Callable) -> None:
+def test_a_client_that_leaves_cancels_its_request(
+    stream: bool, target: Target, live_server: Callable
+) -> None:
     server = live_server(target, None, EngineConfig(max_batch=1))
     stats = server.engine.stats
     # So slow a pass that the answer cannot be done before the client leaves.
     step = server.engine.step
     server.engine.step = lambda: (time.sleep(0.05), step())[1]
     body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": stream}
-    with httpx.Client(base_url=server.url, timeout=0.7) as client, pytest.raises(httpx.TimeoutException):
+    with (
+        httpx.Client(base_url=server.url, timeout=0.7) as client,
+        pytest.raises(httpx.TimeoutException),
+    ):
         if stream:
             with client.stream("POST", "/v1/completions", json=body) as response:
                 for count, _ in enumerate(response.iter_lines()):
@@ -285,12 +364,16 @@ def test_a_client_that_leaves_cancels_its_request(stream: bool, target: Target, 
 
 def test_metrics_count_what_happened(target: Target, live_server: Callable) -> None:
     server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3))
-    body = server.complete([7, 8, 9] * 5, **{**GREEDY, "max_tokens": 40}, speculation={"report": True}).json()
+    body = server.complete(
+        [7, 8, 9] * 5, **{**GREEDY, "max_tokens": 40}, speculation={"report": True}
+    ).json()
     report = body["metrics"]["speculative_decoding"]
     assert server.metric("vllm:spec_decode_num_drafts_total") == report["num_spec_steps"] > 0
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == report["num_draft_tokens"]
     accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
-    assert report["num_accepted_draft_tokens"] - 3 <= accepted <= report["num_accepted_draft_tokens"]
+    assert (
+        report["num_accepted_draft_tokens"] - 3 <= accepted <= report["num_accepted_draft_tokens"]
+    )
     assert server.metric("vllm:generation_tokens_total") == 40
     assert server.metric("vllm:prompt_tokens_total") == 15
     assert server.metric("vllm:request_success_total", finished_reason="length") == 1
@@ -299,4 +382,10 @@ def test_metrics_count_what_happened(target: Target, live_server: Callable) -> N
     reached = [server.metric("draftsmith_reached_total", position=str(i)) for i in range(3)]
     assert sum(offered) == report["num_draft_tokens"] and offered[0] == reached[0]
     assert all(r <= o for r, o in zip(reached, offered))
-    assert sum(server.metric("draftsmith_time_seconds_total", phase=p) for p in ("draft", "verify", "sample", "host")) > 0
+    assert (
+        sum(
+            server.metric("draftsmith_time_seconds_total", phase=p)
+            for p in ("draft", "verify", "sample", "host")
+        )
+        > 0
+    )

@@ -1,4 +1,5 @@
-"""What the endpoints say beyond a plain answer: echo, usage, token ids, reports, tokenizer, models, the schema itself."""
+"""What the endpoints say beyond a plain answer: echo, usage, token ids, reports, tokenizer, models,
+the schema itself."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def client(server: Any) -> openai.OpenAI:
 
 
 def events(server: Any, path: str, **body: object) -> list[dict[str, Any]]:
-    with server.http.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as response:
+    with server.http.stream(
+        "POST", path, json={"model": "tiny", "stream": True, **body}
+    ) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
@@ -63,79 +66,138 @@ def test_echo_with_logprobs_judges_the_prompt(server: Any, target: Target) -> No
     ids = target.tokenizer()(PROMPT)["input_ids"]
     with torch.inference_mode():
         _, hidden = target.states(torch.tensor([ids]), torch.ones(1, len(ids)), ())
-        law = torch.log_softmax(target.head(hidden[0, :-1]).float(), dim=-1)
-    own = law.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    bodies = [server.complete(PROMPT, **{**GREEDY, "max_tokens": most}, echo=True, logprobs=1).json() for most in (0, 1, 12)]
+        distribution = torch.log_softmax(target.head(hidden[0, :-1]).float(), dim=-1)
+    own = distribution.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    bodies = [
+        server.complete(PROMPT, **{**GREEDY, "max_tokens": most}, echo=True, logprobs=1).json()
+        for most in (0, 1, 12)
+    ]
     for body, most in zip(bodies, (0, 1, 12)):
         told = body["choices"][0]["logprobs"]
-        assert all(len(told[key]) == len(ids) + most for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
+        assert all(
+            len(told[key]) == len(ids) + most
+            for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        )
         assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
         assert told["token_logprobs"][1 : len(ids)] == pytest.approx(own, abs=1e-4)
         tops = told["top_logprobs"][1 : len(ids)]
-        assert [max(top.values()) for top in tops] == pytest.approx(law.max(dim=-1).values.tolist(), abs=1e-4)
-        assert "".join(told["tokens"][: len(ids)]) == PROMPT and told["text_offset"][1] == len(told["tokens"][0])
+        assert [max(top.values()) for top in tops] == pytest.approx(
+            distribution.max(dim=-1).values.tolist(), abs=1e-4
+        )
+        assert "".join(told["tokens"][: len(ids)]) == PROMPT and told["text_offset"][1] == len(
+            told["tokens"][0]
+        )
     chunks = events(server, "/v1/completions", prompt=PROMPT, **GREEDY, echo=True, logprobs=1)
-    joined = [value for chunk in chunks for value in chunk["choices"][0]["logprobs"]["token_logprobs"]]
-    assert joined[1:] == pytest.approx(bodies[2]["choices"][0]["logprobs"]["token_logprobs"][1:], abs=1e-4)
+    joined = [
+        value for chunk in chunks for value in chunk["choices"][0]["logprobs"]["token_logprobs"]
+    ]
+    assert joined[1:] == pytest.approx(
+        bodies[2]["choices"][0]["logprobs"]["token_logprobs"][1:], abs=1e-4
+    )
 
 
 def test_echo_of_the_prompt_alone(server: Any) -> None:
-    body = server.complete(PROMPT, **{**GREEDY, "max_tokens": 0}, echo=True, return_token_ids=True).json()
+    body = server.complete(
+        PROMPT, **{**GREEDY, "max_tokens": 0}, echo=True, return_token_ids=True
+    ).json()
     choice = body["choices"][0]
-    assert choice["text"] == PROMPT and choice["token_ids"] == [] and choice["finish_reason"] == "length"
-    assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == len(choice["prompt_token_ids"])
+    assert (
+        choice["text"] == PROMPT
+        and choice["token_ids"] == []
+        and choice["finish_reason"] == "length"
+    )
+    assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == len(
+        choice["prompt_token_ids"]
+    )
     streamed = events(server, "/v1/completions", prompt=PROMPT, echo=True, max_tokens=0)
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == PROMPT
 
 
 def test_usage_of_a_stream(server: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events(server, "/v1/completions", prompt=PROMPT, **GREEDY, stream_options=options, return_token_ids=True)
+    chunks = events(
+        server,
+        "/v1/completions",
+        prompt=PROMPT,
+        **GREEDY,
+        stream_options=options,
+        return_token_ids=True,
+    )
     counted = 0
     for chunk in chunks[:-1]:
         counted += len(chunk["choices"][0]["token_ids"])
         assert chunk["usage"]["completion_tokens"] == counted
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12 == counted
-    without = events(server, "/v1/completions", prompt=PROMPT, **GREEDY, stream_options={"include_usage": True})
+    without = events(
+        server, "/v1/completions", prompt=PROMPT, **GREEDY, stream_options={"include_usage": True}
+    )
     assert (
         all(chunk["usage"] is None for chunk in without[:-1])
         and without[-1]["usage"]["total_tokens"] == chunks[-1]["usage"]["total_tokens"]
     )
-    assert all("usage" not in chunk for chunk in events(server, "/v1/completions", prompt=PROMPT, **GREEDY))
+    assert all(
+        "usage" not in chunk for chunk in events(server, "/v1/completions", prompt=PROMPT, **GREEDY)
+    )
 
 
 def test_usage_tells_what_the_prefix_cache_held(target: Target, live_server: Callable) -> None:
     server = live_server(target, None, EngineConfig(block_size=4))
     prompt = [(5 * i) % 200 + 3 for i in range(30)]
     cached = [
-        server.complete(prompt, max_tokens=1, n=2).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)
+        server.complete(prompt, max_tokens=1, n=2).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+        for _ in range(2)
     ]
     assert cached[0] < cached[1] == 28
-    assert server.metric("vllm:prefix_cache_hits_total") >= 28 and server.metric("vllm:prefix_cache_queries_total") == 120
+    assert (
+        server.metric("vllm:prefix_cache_hits_total") >= 28
+        and server.metric("vllm:prefix_cache_queries_total") == 120
+    )
 
 
 def test_a_chunk_holds_all_tokens_of_a_round(server: Any) -> None:
-    chunks = events(server, "/v1/completions", prompt=[7, 8, 9] * 5, **{**GREEDY, "max_tokens": 40}, return_token_ids=True)
+    chunks = events(
+        server,
+        "/v1/completions",
+        prompt=[7, 8, 9] * 5,
+        **{**GREEDY, "max_tokens": 40},
+        return_token_ids=True,
+    )
     sizes = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks]
     assert sum(sizes) == 40 and max(sizes) > 1, "n-grams of a repetitive text are accepted"
 
 
-@pytest.mark.parametrize("path, prompt", [("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": CHAT})])
-def test_token_ids_of_prompt_and_answer(path: str, prompt: dict, server: Any, target: Target) -> None:
-    body = server.http.post(path, json={"model": "tiny", **prompt, **GREEDY, "return_token_ids": True}).json()
+@pytest.mark.parametrize(
+    "path, prompt",
+    [("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": CHAT})],
+)
+def test_token_ids_of_prompt_and_answer(
+    path: str, prompt: dict, server: Any, target: Target
+) -> None:
+    body = server.http.post(
+        path, json={"model": "tiny", **prompt, **GREEDY, "return_token_ids": True}
+    ).json()
     choice = body["choices"][0]
     ids = choice["prompt_token_ids"] if path == "/v1/completions" else body["prompt_token_ids"]
     assert len(ids) == body["usage"]["prompt_tokens"] and len(choice["token_ids"]) == 12
     text = choice["text"] if path == "/v1/completions" else choice["message"]["content"]
     assert target.tokenizer().decode(choice["token_ids"]) == text
     chunks = events(server, path, **prompt, **GREEDY, return_token_ids=True)
-    told = [chunk.get("prompt_token_ids", chunk["choices"][0].get("prompt_token_ids")) for chunk in chunks]
+    told = [
+        chunk.get("prompt_token_ids", chunk["choices"][0].get("prompt_token_ids"))
+        for chunk in chunks
+    ]
     assert told[0] == ids and not any(told[1:])
-    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == choice["token_ids"]
+    assert [
+        token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])
+    ] == choice["token_ids"]
 
 
 @pytest.mark.parametrize("level", ["none", "summary", "detailed"])
-def test_the_server_reports_drafts_of_every_request_as_told(level: str, target: Target, live_server: Callable) -> None:
+def test_the_server_reports_drafts_of_every_request_as_told(
+    level: str, target: Target, live_server: Callable
+) -> None:
     server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3), report=level)
     prompt, options = [7, 8, 9] * 5, {**GREEDY, "max_tokens": 30}
     body = server.complete(prompt, **options).json()
@@ -147,28 +209,48 @@ def test_the_server_reports_drafts_of_every_request_as_told(level: str, target: 
     assert report["num_spec_steps"] == sum(report["acceptance_histogram"]) > 0
     groups = report["acceptance_histogram_by_draft_length"]
     assert all(len(group) == int(length) + 1 for length, group in groups.items())
-    assert sum(int(length) * sum(group) for length, group in groups.items()) == report["num_draft_tokens"]
+    assert (
+        sum(int(length) * sum(group) for length, group in groups.items())
+        == report["num_draft_tokens"]
+    )
     for count, number in enumerate(report["acceptance_histogram"]):
         assert number == sum(group[count] for group in groups.values() if count < len(group))
     accepted = sum(count * number for count, number in enumerate(report["acceptance_histogram"]))
     assert accepted == report["num_accepted_draft_tokens"]
-    assert report["mean_acceptance_length"] == pytest.approx(1 + accepted / report["num_spec_steps"])
+    assert report["mean_acceptance_length"] == pytest.approx(
+        1 + accepted / report["num_spec_steps"]
+    )
     # Of several choices none, and in a stream with the usage.
-    assert server.complete(prompt, **options, n=2).json()["metrics"] == {"speculative_decoding": None}
-    chunks = events(server, "/v1/completions", prompt=prompt, **options, stream_options={"include_usage": True})
+    assert server.complete(prompt, **options, n=2).json()["metrics"] == {
+        "speculative_decoding": None
+    }
+    chunks = events(
+        server, "/v1/completions", prompt=prompt, **options, stream_options={"include_usage": True}
+    )
     assert chunks[-1]["metrics"]["speculative_decoding"] == report and "metrics" not in chunks[-2]
-    assert all("metrics" not in chunk for chunk in events(server, "/v1/completions", prompt=prompt, **options))
+    assert all(
+        "metrics" not in chunk
+        for chunk in events(server, "/v1/completions", prompt=prompt, **options)
+    )
 
 
 def test_tokenizer_endpoints(server: Any, target: Target) -> None:
     tokenizer = target.tokenizer()
     ids = tokenizer(PROMPT)["input_ids"]
     told = server.http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
-    assert told["tokens"] == ids and told["count"] == len(ids) and told["max_model_len"] == server.engine.max_length
+    assert (
+        told["tokens"] == ids
+        and told["count"] == len(ids)
+        and told["max_model_len"] == server.engine.max_length
+    )
     assert told["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
-    assert server.http.post("/detokenize", json={"model": "tiny", "tokens": ids}).json() == {"prompt": PROMPT}
+    assert server.http.post("/detokenize", json={"model": "tiny", "tokens": ids}).json() == {
+        "prompt": PROMPT
+    }
     chat = server.http.post("/tokenize", json={"messages": CHAT}).json()["tokens"]
-    assert chat == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert chat == tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_dict=False
+    )
     info = server.http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>" and info["chat_template"] == tokenizer.chat_template
 
@@ -196,7 +278,11 @@ def test_service_endpoints(server: Any, client: openai.OpenAI) -> None:
     for response in (server.http.get("/health"), server.http.get("/ping")):
         assert response.status_code == 200
     model = client.models.retrieve("tiny")
-    assert model.id == "tiny" and model.created > 0 and model.model_extra["max_model_len"] == server.engine.max_length
+    assert (
+        model.id == "tiny"
+        and model.created > 0
+        and model.model_extra["max_model_len"] == server.engine.max_length
+    )
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("org/other")
 
@@ -215,12 +301,21 @@ def test_a_final_message_is_continued(server: Any, target: Target) -> None:
     body = {"messages": messages, "continue_final_message": True}
     told = server.http.post("/tokenize", json=body).json()["tokens"]
     assert target.tokenizer().decode(told).endswith("<assistant>for name in")
-    assert server.http.post("/v1/chat/completions", json={"model": "tiny", **body, **GREEDY}).status_code == 200
+    assert (
+        server.http.post(
+            "/v1/chat/completions", json={"model": "tiny", **body, **GREEDY}
+        ).status_code
+        == 200
+    )
 
 
-def test_variables_of_the_chat_template(tiny_target: Callable[..., str], live_server: Callable) -> None:
+def test_variables_of_the_chat_template(
+    tiny_target: Callable[..., str], live_server: Callable
+) -> None:
     target = Target.load(tiny_target("llama"))
-    target.tokenizer().chat_template = "{% if enable_thinking %}think {% endif %}{{ messages[0]['content'] }}"
+    target.tokenizer().chat_template = (
+        "{% if enable_thinking %}think {% endif %}{{ messages[0]['content'] }}"
+    )
     server = live_server(target, None, EngineConfig())
     for variables, text in ({}, "x"), ({"enable_thinking": True}, "think x"):
         body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": variables}
@@ -239,17 +334,29 @@ def test_variables_of_the_chat_template(tiny_target: Callable[..., str], live_se
     ({"structured_outputs": {"json": '{"const": "x"}'}}, lambda text: json.loads(text) == "x"),
     ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, lambda text: text == "xy"),
 ])  # fmt: skip
-def test_answers_have_the_form_asked_for(form: dict, good: Callable[[str], bool], server: Any) -> None:
-    body = {"model": "tiny", "messages": CHAT, "seed": 1, "temperature": 0.7, "max_tokens": 120, **form}
+def test_answers_have_the_form_asked_for(
+    form: dict, good: Callable[[str], bool], server: Any
+) -> None:
+    body = {
+        "model": "tiny",
+        "messages": CHAT,
+        "seed": 1,
+        "temperature": 0.7,
+        "max_tokens": 120,
+        **form,
+    }
     choice = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]
-    # A random model may go on within a JSON string until its tokens are spent, which is no fault of the form.
+    # A random model may go on within a JSON string until its tokens are spent, which is no fault of
+    # the form.
     if choice["finish_reason"] == "stop":
         assert good(choice["message"]["content"])
     assert choice["finish_reason"] == "stop" or "json_object" in str(form)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_bans_that_leave_no_token_are_the_requests_fault(stream: bool, server: Any, target: Target) -> None:
+def test_bans_that_leave_no_token_are_the_requests_fault(
+    stream: bool, server: Any, target: Target
+) -> None:
     letter = target.tokenizer()("a")["input_ids"][0]
     body = {"structured_outputs": {"regex": "b+"}, "allowed_token_ids": [letter], "max_tokens": 5}
     if stream:
@@ -262,7 +369,7 @@ def test_bans_that_leave_no_token_are_the_requests_fault(stream: bool, server: A
     assert server.complete(PROMPT, max_tokens=1).status_code == 200
 
 
-def test_what_shapes_the_law_reaches_it(server: Any, target: Target) -> None:
+def test_what_shapes_the_distribution_reaches_it(server: Any, target: Target) -> None:
     vocabulary = target.tokenizer()
     ids = vocabulary(PROMPT)["input_ids"]
     options = {**GREEDY, "return_token_ids": True}
@@ -276,7 +383,9 @@ def test_what_shapes_the_law_reaches_it(server: Any, target: Target) -> None:
     assert plain[0] not in tokens(logit_bias={str(plain[0]): -100})
     assert len(set(tokens(presence_penalty=2, frequency_penalty=2, repetition_penalty=50.0))) == 12
     letters = vocabulary("a b c")["input_ids"]
-    banned = server.complete(ids, **GREEDY, bad_words=["a"], allowed_token_ids=letters).json()["choices"][0]["text"]
+    banned = server.complete(ids, **GREEDY, bad_words=["a"], allowed_token_ids=letters).json()[
+        "choices"
+    ][0]["text"]
     assert set(banned) <= set("bc ") and set(banned) & set("bc")
     assert len(tokens(ignore_eos=False, stop_token_ids=[plain[2]], min_tokens=12)) == 12
     assert tokens(ignore_eos=False, stop_token_ids=[plain[2]])[-1] == plain[2]
@@ -286,20 +395,45 @@ def test_the_schema_documents_what_comes(server: Any, client: openai.OpenAI) -> 
     schema = client.get("/../openapi.json", cast_to=object)
     paths = schema["paths"]
     for path in ("/v1/completions", "/v1/chat/completions"):
-        assert set(paths[path]["post"]["responses"]) == {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
+        assert set(paths[path]["post"]["responses"]) == {
+            "200",
+            "400",
+            "401",
+            "404",
+            "408",
+            "413",
+            "429",
+            "500",
+            "503",
+        }
     for methods in paths.values():
         for operation in methods.values():
-            assert "422" not in operation["responses"] and {"200", "204"} & set(operation["responses"])
+            assert "422" not in operation["responses"] and {"200", "204"} & set(
+                operation["responses"]
+            )
     assert "HTTPValidationError" not in schema["components"]["schemas"]
     for body in (
-        server.complete(PROMPT, **GREEDY, logprobs=2, n=2, return_token_ids=True, speculation={"report": True}).json(),
+        server.complete(
+            PROMPT, **GREEDY, logprobs=2, n=2, return_token_ids=True, speculation={"report": True}
+        ).json(),
         server.complete(PROMPT, **GREEDY, speculation={"report": True}).json(),
     ):
         CompletionBody.model_validate(body, strict=True)
-    chat = {"model": "tiny", "messages": CHAT, **GREEDY, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    chat = {
+        "model": "tiny",
+        "messages": CHAT,
+        **GREEDY,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+    }
     ChatBody.model_validate(server.http.post("/v1/chat/completions", json=chat).json(), strict=True)
 
 
 def test_no_other_method_is_taken_and_the_right_one_is_named(server: Any) -> None:
     response = server.http.delete("/v1/completions")
-    assert response.status_code == 405 and response.headers["allow"] == "POST" and response.json()["error"]["message"]
+    assert (
+        response.status_code == 405
+        and response.headers["allow"] == "POST"
+        and response.json()["error"]["message"]
+    )

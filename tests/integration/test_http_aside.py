@@ -1,4 +1,5 @@
-"""A text that takes long to read holds up nobody but its own request; an engine that failed says so."""
+"""A text that takes long to read holds up nobody but its own request; an engine that failed says
+so."""
 
 from __future__ import annotations
 
@@ -32,12 +33,17 @@ def server(target: Target, live_server: Callable) -> Any:
         ("http", "completion_prompts", "/v1/completions", PROMPT),
         ("http", "chat_prompt", "/v1/chat/completions", CHAT),
         ("http", "bad_word_tokens", "/v1/completions", PROMPT),
-        ("intake", "law_state", "/v1/completions", PROMPT),  # compiles grammars
+        ("intake", "sampling_state", "/v1/completions", PROMPT),  # compiles grammars
         ("api_tokens", "encode", "/tokenize", {"model": "tiny", "prompt": "x"}),
     ],
 )
 def test_other_clients_are_served_while_a_text_is_read(
-    module: str, name: str, path: str, body: dict[str, Any], server: Any, monkeypatch: pytest.MonkeyPatch
+    module: str,
+    name: str,
+    path: str,
+    body: dict[str, Any],
+    server: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     owner = import_module(f"draftsmith.serve.{module}")
     work, begun, go_on = getattr(owner, name), threading.Event(), threading.Event()
@@ -49,7 +55,9 @@ def test_other_clients_are_served_while_a_text_is_read(
 
     monkeypatch.setattr(owner, name, slow)
     statuses: list[int] = []
-    client = threading.Thread(target=lambda: statuses.append(server.http.post(path, json=body).status_code))
+    client = threading.Thread(
+        target=lambda: statuses.append(server.http.post(path, json=body).status_code)
+    )
     client.start()
     try:
         assert begun.wait(30)
@@ -72,4 +80,7 @@ def test_a_dead_engine_is_unhealthy_and_refuses(target: Target, live_server: Cal
     assert statuses == [500, 500, 500]
     refused = server.complete("x", max_tokens=4)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
-    assert server.http.get("/health").status_code == 503 and server.http.get("/metrics").status_code == 200
+    assert (
+        server.http.get("/health").status_code == 503
+        and server.http.get("/metrics").status_code == 200
+    )

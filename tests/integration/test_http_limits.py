@@ -1,4 +1,5 @@
-"""Who may ask and how much: keys, sizes, concurrency, time. Every refusal is an OpenAI error object."""
+"""Who may ask and how much: keys, sizes, concurrency, time. Every refusal is an OpenAI error
+object."""
 
 from __future__ import annotations
 
@@ -37,15 +38,28 @@ def error(response: Any, status: int, code: str | None) -> dict[str, Any]:
     return body
 
 
-def test_any_of_several_keys_opens_and_nothing_else_does(target: Target, live_server: Callable) -> None:
+def test_any_of_several_keys_opens_and_nothing_else_does(
+    target: Target, live_server: Callable
+) -> None:
     server = live_server(target, None, EngineConfig(), limits=Limits(api_keys=("first", "second")))
-    for wrong in (None, "Bearer third", "Bearer", "Basic first", "first", "Bearer firs", "Bearer first second"):
+    for wrong in (
+        None,
+        "Bearer third",
+        "Bearer",
+        "Basic first",
+        "first",
+        "Bearer firs",
+        "Bearer first second",
+    ):
         headers = {} if wrong is None else {"authorization": wrong}
         refused = server.http.get("/v1/models", headers=headers)
         assert error(refused, 401, "invalid_api_key")["type"] == "authentication_error"
         assert refused.headers["www-authenticate"] == "Bearer"
     for key in ("first", "second"):
-        assert server.http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
+        assert (
+            server.http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code
+            == 200
+        )
     # Nothing of a body is read for someone without a key, and what monitors need is open.
     assert server.http.post("/v1/completions", content=b"{bad").status_code == 401
     for path in ("/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"):
@@ -56,7 +70,9 @@ def test_any_of_several_keys_opens_and_nothing_else_does(target: Target, live_se
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_large_is_refused(chunked: bool, target: Target, live_server: Callable) -> None:
+def test_a_body_that_is_too_large_is_refused(
+    chunked: bool, target: Target, live_server: Callable
+) -> None:
     server = live_server(target, None, EngineConfig(), limits=Limits(max_body_bytes=2000))
     body = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
 
@@ -65,19 +81,26 @@ def test_a_body_that_is_too_large_is_refused(chunked: bool, target: Target, live
         yield body[100:]
 
     headers = {"content-type": "application/json"}
-    refused = server.http.post("/v1/completions", content=pieces() if chunked else body, headers=headers)
+    refused = server.http.post(
+        "/v1/completions", content=pieces() if chunked else body, headers=headers
+    )
     assert "2000" in error(refused, 413, None if chunked else "body_too_large")["message"]
     assert server.complete("x", max_tokens=1).status_code == 200
 
 
 def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: Callable) -> None:
     server = slow(live_server(target, None, EngineConfig(), limits=Limits(max_concurrency=1)), 0.02)
-    with server.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, **LONG}) as answer:
+    with server.http.stream(
+        "POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, **LONG}
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert server.http.get("/load").json() == {"server_load": 1}
         refused = server.complete("y", max_tokens=1)
-        assert error(refused, 429, "overloaded")["type"] == "rate_limit_error" and refused.headers["retry-after"] == "1"
+        assert (
+            error(refused, 429, "overloaded")["type"] == "rate_limit_error"
+            and refused.headers["retry-after"] == "1"
+        )
         # Whatever makes no answers goes on.
         assert server.http.get("/v1/models").status_code == 200
     deadline_s = time.monotonic() + 20
@@ -87,9 +110,14 @@ def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: C
     assert server.complete("y", max_tokens=1).status_code == 200
 
 
-def test_a_full_queue_puts_off_and_what_never_fits_is_refused(target: Target, live_server: Callable) -> None:
+def test_a_full_queue_puts_off_and_what_never_fits_is_refused(
+    target: Target, live_server: Callable
+) -> None:
     server = slow(live_server(target, None, EngineConfig(max_batch=1, max_queue=2)), 0.03)
-    threads = [threading.Thread(target=lambda: server.complete("a", **{**LONG, "max_tokens": 25})) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: server.complete("a", **{**LONG, "max_tokens": 25}))
+        for _ in range(3)
+    ]
     for number, thread in enumerate(threads):
         thread.start()
         # One in the batch, then two in the queue.
@@ -114,10 +142,21 @@ def test_a_request_that_takes_too_long_is_ended(target: Target, live_server: Cal
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = [line for line in response.iter_lines() if line]
     assert response.status_code == 200
-    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "timeout" and lines[-1] == "data: [DONE]"
+    assert (
+        json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "timeout"
+        and lines[-1] == "data: [DONE]"
+    )
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.APIError, match="no answer within"):
-        list(client.completions.create(model="tiny", prompt="x", stream=True, max_tokens=200, extra_body={"ignore_eos": True}))
+        list(
+            client.completions.create(
+                model="tiny",
+                prompt="x",
+                stream=True,
+                max_tokens=200,
+                extra_body={"ignore_eos": True},
+            )
+        )
     deadline_s = time.monotonic() + 20
     while server.engine.scheduler.busy:
         assert time.monotonic() < deadline_s, "ended requests go on"
@@ -133,6 +172,9 @@ def test_a_server_that_goes_down_says_so(target: Target, live_server: Callable) 
         next(lines)
         server.loop.close()
         rest = [line for line in lines if line]
-    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down" and rest[-1] == "data: [DONE]"
+    assert (
+        json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        and rest[-1] == "data: [DONE]"
+    )
     assert error(server.complete("x"), 503, "shutting_down")["type"] == "server_error"
     assert server.http.get("/health").status_code == 503

@@ -1,7 +1,9 @@
-"""What was drawn with a request's own seed must not teach the draft that answers it again (law 2, and law 6).
+"""What was drawn with a request's own seed must not teach the draft that answers it again
+(invariant 2, and invariant 6).
 
-Seeded answers are recorded, a draft learns them, and the same requests are sent again: their second tokens have another
-distribution than the target's. So the recorder leaves such requests out; the tests below bypass that for their control.
+Seeded answers are recorded, a draft learns them, and the same requests are sent again: their second
+tokens have another distribution than the target's. So the recorder leaves such requests out; the
+tests below bypass that for their control.
 """
 
 from __future__ import annotations
@@ -26,9 +28,14 @@ from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 
 ALLOWED = (40, 41, 42, 43)
-BIAS = (2.7, 1.8, 1.0, 0.0)  # one of the four is likely and one rare, whatever the tiny target thinks
+# one of the four is likely and one rare, whatever the tiny target thinks
+BIAS = (2.7, 1.8, 1.0, 0.0)
 PARAMS = SamplingParams(
-    temperature=1.0, max_tokens=4, allowed_token_ids=ALLOWED, logit_bias=tuple(zip(ALLOWED, BIAS)), ignore_eos=True
+    temperature=1.0,
+    max_tokens=4,
+    allowed_token_ids=ALLOWED,
+    logit_bias=tuple(zip(ALLOWED, BIAS)),
+    ignore_eos=True,
 )
 PROMPT_TOKENS = 6
 FALSE_ALARM = 1e-6
@@ -42,12 +49,16 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 def prompts(count: int) -> list[list[int]]:
-    return torch.randint(50, 288, (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
+    return torch.randint(
+        50, 288, (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1)
+    ).tolist()
 
 
 def engine_of(target: Target, drafter: ServingDrafter, folder: Path) -> tuple[Engine, BufferWriter]:
     writer = BufferWriter(str(folder), flush_s=60.0, queue_records=10**6)
-    config = EngineConfig(k=3, max_batch=64, max_length=32, max_round_tokens=2048, max_queue=10**4, seed=1)
+    config = EngineConfig(
+        k=3, max_batch=64, max_length=32, max_round_tokens=2048, max_queue=10**4, seed=1
+    )
     return Engine(target, drafter, config, sink=writer), writer
 
 
@@ -69,7 +80,8 @@ def recorded(writer: BufferWriter, folder: Path) -> list[list[int]]:
 
 
 def second_token_fits(target: Target, texts: Sequence[list[int]]) -> float:
-    """p-value of the second tokens, counted by their rank in the exact conditional distribution of each request."""
+    """p-value of the second tokens, counted by their rank in the exact conditional distribution of
+    each request."""
     known = torch.tensor([text[: PROMPT_TOKENS + 1] for text in texts])
     with torch.no_grad():
         _, hidden = target.states(known, torch.ones_like(known), ())
@@ -86,7 +98,8 @@ def second_token_fits(target: Target, texts: Sequence[list[int]]) -> float:
 
 
 class ByHeart:
-    """A table of what followed each text: what cross-entropy comes to where nothing has to be generalised."""
+    """A table of what followed each text: what cross-entropy comes to where nothing has to be
+    generalised."""
 
     family = "by heart"
     taps: tuple[int, ...] = ()
@@ -99,7 +112,9 @@ class ByHeart:
         for text in texts:
             self.next |= {tuple(text[:end]): text[end] for end in range(PROMPT_TOKENS, len(text))}
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         return None
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
@@ -108,25 +123,30 @@ class ByHeart:
     def propose(self, inputs: DraftInputs) -> Proposal:
         depth, positions = int(inputs.num_draft.max()), inputs.starts + inputs.lengths
         histories = [list(history) for history in inputs.histories]
-        laws = []
+        distributions = []
         for step in range(depth):
             q = torch.full((len(histories), self.vocab_size), -torch.inf)
             q[:, list(ALLOWED)] = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
             for row, history in enumerate(histories):
                 if (known := self.next.get(tuple(history))) is not None:
                     q[row, known] = 6.0
-            laws.append(process(q, inputs.sampling))
-            drawn = sample(laws[-1], inputs.seeds, positions + step, Purpose.DRAFT).tolist()
+            distributions.append(process(q, inputs.sampling))
+            drawn = sample(
+                distributions[-1], inputs.seeds, positions + step, Purpose.DRAFT
+            ).tolist()
             for history, token in zip(histories, drawn, strict=True):
                 history.append(token)
         tokens = torch.tensor([history[len(history) - depth :] for history in histories])
-        return Proposal(tokens=tokens, lengths=inputs.num_draft, logits=torch.stack(laws, dim=1))
+        return Proposal(
+            tokens=tokens, lengths=inputs.num_draft, logits=torch.stack(distributions, dim=1)
+        )
 
 
 def passes(
     target: Target, drafter: ServingDrafter, learn: Learn, folder: Path, count: int, *, seeded: bool
 ) -> tuple[float, float, int]:
-    """p-values of two passes of the same requests, between which the draft learns what was recorded; and how much was."""
+    """p-values of two passes of the same requests, between which the draft learns what was
+    recorded; and how much was."""
     engine, writer = engine_of(target, drafter, folder)
     first = answers(engine, count, seeded=seeded)
     texts = recorded(writer, folder)
@@ -139,14 +159,20 @@ def passes(
 
 def passes_by_heart(target: Target, folder: Path, *, seeded: bool) -> tuple[float, float, int]:
     drafter = ByHeart(target.vocab_size)
-    return passes(target, drafter, lambda _, texts: drafter.learn(texts), folder, NUM_REQUESTS, seeded=seeded)
+    return passes(
+        target, drafter, lambda _, texts: drafter.learn(texts), folder, NUM_REQUESTS, seeded=seeded
+    )
 
 
 def test_seeded_answers_reach_no_learner_and_others_do(target: Target, tmp_path: Path) -> None:
     engine, writer = engine_of(target, ByHeart(target.vocab_size), tmp_path)
     asked = prompts(12)
     for number, prompt in enumerate(asked):
-        params = [PARAMS, replace(PARAMS, seed=number), replace(PARAMS, seed=number, temperature=0.0)][number % 3]
+        params = [
+            PARAMS,
+            replace(PARAMS, seed=number),
+            replace(PARAMS, seed=number, temperature=0.0),
+        ][number % 3]
         engine.submit(prompt, params, text=False)
     while engine.busy:
         engine.step()
@@ -156,14 +182,18 @@ def test_seeded_answers_reach_no_learner_and_others_do(target: Target, tmp_path:
     assert all(len(text) == PROMPT_TOKENS + 4 for text in told)
 
 
-def test_answers_asked_for_again_have_the_targets_distribution(target: Target, tmp_path: Path) -> None:
+def test_answers_asked_for_again_have_the_targets_distribution(
+    target: Target, tmp_path: Path
+) -> None:
     """With seeds nothing is learned; without, everything is, and the draws are others."""
     for seeded in (True, False):
         first, second, num_learned = passes_by_heart(target, tmp_path / str(seeded), seeded=seeded)
         assert min(first, second) > FALSE_ALARM and num_learned == (0 if seeded else NUM_REQUESTS)
 
 
-def test_learning_seeded_answers_would_bias_them(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_seeded_answers_would_bias_them(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control: the exclusion bypassed."""
     monkeypatch.setattr(Request, "repeatable", False)
     first, second, num_learned = passes_by_heart(target, tmp_path, seeded=True)

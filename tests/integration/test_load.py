@@ -1,4 +1,5 @@
-"""Many clients that cancel, stop and ask for all lengths: nothing leaks, every answer ends, greedy ones are a quiet server's."""
+"""Many clients that cancel, stop and ask for all lengths: nothing leaks, every answer ends, greedy
+ones are a quiet server's."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
 
 SHARED = [20 + i * 7 % 90 for i in range(40)]
-PROMPTS = [SHARED[:cut] + [100 + index] * (index % 3) for index, cut in enumerate((40, 33, 32, 20, 9, 1))]
+PROMPTS = [
+    SHARED[:cut] + [100 + index] * (index % 3) for index, cut in enumerate((40, 33, 32, 20, 9, 1))
+]
 MOST = 72
 
 
@@ -37,7 +40,9 @@ def quiet(target: Target) -> list[list[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=MOST, ignore_eos=True)
     return [
         completion.tokens
-        for completion in Engine(target, None, EngineConfig(max_batch=1, compile="off")).generate(PROMPTS, params)
+        for completion in Engine(target, None, EngineConfig(max_batch=1, compile="off")).generate(
+            PROMPTS, params
+        )
     ]
 
 
@@ -45,7 +50,12 @@ class Crowd:
     """Clients of one server until `seconds` have passed."""
 
     def __init__(self, server: Any, quiet: list[list[int]], *, num_clients: int, seconds: float):
-        self.server, self.quiet, self.num_clients, self.seconds = server, quiet, num_clients, seconds
+        self.server, self.quiet, self.num_clients, self.seconds = (
+            server,
+            quiet,
+            num_clients,
+            seconds,
+        )
         self.ends: Counter[str] = Counter()
         self.memory_bytes: list[int] = []
 
@@ -56,7 +66,12 @@ class Crowd:
         until_s = time.monotonic() + self.seconds
         limits = httpx.Limits(max_connections=self.num_clients)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=120, limits=limits) as http:
-            await asyncio.gather(*(self._client(http, random.Random(seed), until_s) for seed in range(self.num_clients)))
+            await asyncio.gather(
+                *(
+                    self._client(http, random.Random(seed), until_s)
+                    for seed in range(self.num_clients)
+                )
+            )
 
     async def _client(self, http: httpx.AsyncClient, chance: random.Random, until_s: float) -> None:
         while time.monotonic() < until_s:
@@ -75,10 +90,17 @@ class Crowd:
                 body["speculation"] = {"k": chance.randint(0, 5)}
             if chance.random() < 0.2:
                 body["stop_token_ids"] = [self.quiet[index][length // 2]]
-            await self._ask(http, body, index, leave_after=chance.randint(0, 4) if chance.random() < 0.3 else None)
+            await self._ask(
+                http,
+                body,
+                index,
+                leave_after=chance.randint(0, 4) if chance.random() < 0.3 else None,
+            )
             self.memory_bytes.append(resident_bytes())
 
-    async def _ask(self, http: httpx.AsyncClient, body: dict[str, Any], index: int, *, leave_after: int | None) -> None:
+    async def _ask(
+        self, http: httpx.AsyncClient, body: dict[str, Any], index: int, *, leave_after: int | None
+    ) -> None:
         tokens: list[int] = []
         async with http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
@@ -119,10 +141,25 @@ def check_quiet(server: Any) -> None:
     assert server.loop.healthy and not server.engine.stats.fallbacks
 
 
-def crowd(live_server: Callable, target: Target, quiet: list[list[int]], *, num_clients: int, seconds: float) -> Crowd:
+def crowd(
+    live_server: Callable,
+    target: Target,
+    quiet: list[list[int]],
+    *,
+    num_clients: int,
+    seconds: float,
+) -> Crowd:
     # Few blocks, so that requests are preempted again and again.
     head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    config = EngineConfig(k=8, adaptive=True, max_batch=16, block_size=8, num_blocks=30, max_length=128, max_round_tokens=64)
+    config = EngineConfig(
+        k=8,
+        adaptive=True,
+        max_batch=16,
+        block_size=8,
+        num_blocks=30,
+        max_length=128,
+        max_round_tokens=64,
+    )
     server = live_server(target, head, config)
     crowd = Crowd(server, quiet, num_clients=num_clients, seconds=seconds)
     crowd.run()
@@ -131,21 +168,33 @@ def crowd(live_server: Callable, target: Target, quiet: list[list[int]], *, num_
     return crowd
 
 
-def test_a_crowd_leaves_nothing_behind(live_server: Callable, target: Target, quiet: list[list[int]]) -> None:
+def test_a_crowd_leaves_nothing_behind(
+    live_server: Callable, target: Target, quiet: list[list[int]]
+) -> None:
     found = crowd(live_server, target, quiet, num_clients=24, seconds=6.0)
     assert min(found.ends[end] for end in ("complete", "left", "greedy")) > 5
-    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3, max_batch=4, num_blocks=40, block_size=4, max_length=128))
+    server = live_server(
+        target,
+        Ngram(min_n=1),
+        EngineConfig(k=3, max_batch=4, num_blocks=40, block_size=4, max_length=128),
+    )
     Crowd(server, quiet, num_clients=8, seconds=2.0).run()
     check_quiet(server)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_ten_minutes_of_64_clients(live_server: Callable, target: Target, quiet: list[list[int]]) -> None:
+def test_ten_minutes_of_64_clients(
+    live_server: Callable, target: Target, quiet: list[list[int]]
+) -> None:
     found = crowd(live_server, target, quiet, num_clients=64, seconds=600.0)
     gc.collect()
     assert min(found.ends[end] for end in ("complete", "left", "greedy")) > 200
-    # Flat after the first minutes: latency lists, compiled shapes and caches have found their size by then.
+    # Flat after the first minutes: latency lists, compiled shapes and caches have found their size
+    # by then.
     third = len(found.memory_bytes) // 3
-    middle, last = sorted(found.memory_bytes[third : 2 * third]), sorted(found.memory_bytes[2 * third :])
+    middle, last = (
+        sorted(found.memory_bytes[third : 2 * third]),
+        sorted(found.memory_bytes[2 * third :]),
+    )
     assert last[len(last) // 2] < 1.05 * middle[len(middle) // 2]

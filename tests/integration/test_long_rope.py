@@ -1,5 +1,6 @@
-"""LongRoPE and dynamic RoPE, whose frequencies follow the longest position of a pass: refused where a text would depend on its
-batch, on chunks of its prompt or on drafts, and the same in all of these where they are served."""
+"""LongRoPE and dynamic RoPE, whose frequencies follow the longest position of a pass: refused where
+a text would depend on its batch, on chunks of its prompt or on drafts, and the same in all of these
+where they are served."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ from draftsmith.train.session import load_corpus
 
 ORIGINAL, LONGEST, VOCAB_SIZE = 32, 256, 288
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 LONG_ROPE: dict[str, Any] = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 2.0],
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 3.0, 2.0, 2.0],
     "original_max_position_embeddings": ORIGINAL,
 }  # fmt: skip
 TARGETS: dict[str, dict[str, Any]] = {
@@ -57,8 +60,15 @@ class Junk(Ngram):
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         width = int(inputs.num_draft.max())
-        rows = [[(7 * len(history) + place) % VOCAB_SIZE for place in range(width)] for history in inputs.histories]
-        return Proposal(tokens=torch.tensor(rows).view(len(rows), width), lengths=inputs.num_draft.clone(), logits=None)
+        rows = [
+            [(7 * len(history) + place) % VOCAB_SIZE for place in range(width)]
+            for history in inputs.histories
+        ]
+        return Proposal(
+            tokens=torch.tensor(rows).view(len(rows), width),
+            lengths=inputs.num_draft.clone(),
+            logits=None,
+        )
 
 
 @pytest.fixture
@@ -70,7 +80,9 @@ def load(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[[str], Tar
             if parameter.ndim >= 2:
                 torch.nn.init.normal_(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)
         model.save_pretrained(tmp_path / name)
-        load_tokenizer(tiny_target("llama"), trust_remote_code=False).save_pretrained(tmp_path / name)
+        load_tokenizer(tiny_target("llama"), trust_remote_code=False).save_pretrained(
+            tmp_path / name
+        )
         return Target.load(tmp_path / name, dtype=torch.float32)
 
     return get
@@ -88,19 +100,28 @@ def prompts(*sizes: int) -> list[list[int]]:
     return [torch.randint(VOCAB_SIZE, (size,), generator=generator).tolist() for size in sizes]
 
 
-def answers(target: Target, texts: list[list[int]], count: int, drafter: Any = None, **options: Any) -> list[list[int]]:
+def answers(
+    target: Target, texts: list[list[int]], count: int, drafter: Any = None, **options: Any
+) -> list[list[int]]:
     config = EngineConfig(**{"k": 8, "prefix_cache": False, "compile": "off", **options})
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-    return [completion.tokens for completion in Engine(target, drafter, config).generate(texts, params)]
+    return [
+        completion.tokens for completion in Engine(target, drafter, config).generate(texts, params)
+    ]
 
 
-def ways(target: Target, texts: list[list[int]], count: int, **options: Any) -> Iterator[tuple[str, list[list[int]]]]:
+def ways(
+    target: Target, texts: list[list[int]], count: int, **options: Any
+) -> Iterator[tuple[str, list[list[int]]]]:
     """The same greedy answers by every way that a request may take through the engine."""
     yield "alone", [answers(target, [text], count, **options)[0] for text in texts]
     yield "together", answers(target, texts, count, **options)
     yield "in chunks", answers(target, texts, count, **options, max_round_tokens=5)
     yield "with drafts", answers(target, texts, count, Junk(), **options)
-    yield "alone with drafts", [answers(target, [text], count, Junk(), **options)[0] for text in texts]
+    yield (
+        "alone with drafts",
+        [answers(target, [text], count, Junk(), **options)[0] for text in texts],
+    )
 
 
 def differ(target: Target, prompt: list[int], answer: list[int], expected: list[int]) -> bool:
@@ -108,7 +129,9 @@ def differ(target: Target, prompt: list[int], answer: list[int], expected: list[
     for at, (token, right) in enumerate(zip(answer, expected, strict=True)):
         if token != right:
             ids = torch.tensor([prompt + expected[:at]])
-            best = target.head(target.states(ids, torch.ones_like(ids), ())[1][0, -1]).topk(2).values
+            best = (
+                target.head(target.states(ids, torch.ones_like(ids), ())[1][0, -1]).topk(2).values
+            )
             return float(best[0] - best[1]) > NOISE
     return False
 
@@ -165,7 +188,9 @@ def test_commands_that_read_texts_are_held_to_the_original_length(load):
         evaluate(EvalConfig(draft="no such draft", **told))
     (finding,) = (finding for finding in check_target(target) if finding.check == "target.rope")
     assert finding.status == "warn" and "up to 32 of its 256 positions" in finding.what
-    assert not [finding for finding in check_target(load("dynamic")) if finding.check == "target.rope"]
+    assert not [
+        finding for finding in check_target(load("dynamic")) if finding.check == "target.rope"
+    ]
     arguments = server_arguments(BenchConfig(target=target.name, max_length=ORIGINAL))
     assert arguments[arguments.index("--max-length") + 1] == str(ORIGINAL)
     with pytest.raises(UserError, match="max_length is for a server started here"):
@@ -173,18 +198,24 @@ def test_commands_that_read_texts_are_held_to_the_original_length(load):
 
 
 def test_control_served_unchecked_texts_depend_on_all_of_it(unchecked, load):
-    """Beside a longer text, cut into chunks, and drafted over the switch: each is seen by the comparison of these tests."""
+    """Beside a longer text, cut into chunks, and drafted over the switch: each is seen by the
+    comparison of these tests."""
     target = load("longrope")
     short, long = prompts(8, 60)
     alone = answers(target, [short], 20)[0]
     beside = answers(target, [short, long], 20)[0]
     assert differ(target, short, beside, alone)
-    whole, in_chunks = answers(target, [long], 8)[0], answers(target, [long], 8, max_round_tokens=16)[0]
+    whole, in_chunks = (
+        answers(target, [long], 8)[0],
+        answers(target, [long], 8, max_round_tokens=16)[0],
+    )
     assert differ(target, long, in_chunks, whole)
     crossing = prompts(*[20] * 12)
     plain = answers(target, crossing, 16)
     drafted = answers(target, crossing, 16, Junk())
-    num_changed = sum(differ(target, *texts) for texts in zip(crossing, drafted, plain, strict=True))
+    num_changed = sum(
+        differ(target, *texts) for texts in zip(crossing, drafted, plain, strict=True)
+    )
     assert num_changed >= 6
 
 

@@ -1,4 +1,5 @@
-"""Typical acceptance changes answers: every response, the metrics and the audit say so, and nobody says it without."""
+"""Typical acceptance changes answers: every response, the metrics and the audit say so, and nobody
+says it without."""
 
 from __future__ import annotations
 
@@ -29,11 +30,16 @@ def connect(server: Any) -> AuditClient:
 def answers(server: Any) -> list[dict[str, Any]]:
     """A response of each endpoint, whole and in chunks."""
     bodies = []
-    for path, prompt in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+    ):
         body = {"model": "tiny", "max_tokens": 3, "ignore_eos": True, **prompt}
         bodies.append(server.http.post(path, json=body).json())
         lines = server.http.post(path, json=body | {"stream": True}).text.splitlines()
-        bodies += [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        bodies += [
+            json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+        ]
     return bodies
 
 
@@ -44,7 +50,7 @@ def test_a_lossy_server_says_so_everywhere(target: Target, live_server: Callable
     assert server.metric("draftsmith_lossless") == 0
     assert "lossless" not in server.complete("hello", max_tokens=2, speculation={"k": 0}).json()
     (check,) = declared(connect(server))
-    assert not check.passed and check.kind == "law"
+    assert not check.passed and check.kind == "check"
 
 
 @pytest.mark.parametrize("drafter, rule", [(Ngram(), "chain"), (None, "typical")])
@@ -57,7 +63,15 @@ def test_where_nothing_can_be_lossy_nothing_says_so(
     assert declared(connect(server)) == []
 
 
-def test_a_requests_draft_temperature_is_taken_or_refused(target: Target, live_server: Callable) -> None:
+def test_a_requests_draft_temperature_is_taken_or_refused(
+    target: Target, live_server: Callable
+) -> None:
     server = live_server(target, Ngram(), EngineConfig(k=2, compile="off"))
-    assert server.complete("hello", max_tokens=2, speculation={"draft_temperature": 0.5}).status_code == 200
-    assert server.complete("hello", max_tokens=2, speculation={"draft_temperature": -1}).status_code == 400
+    assert (
+        server.complete("hello", max_tokens=2, speculation={"draft_temperature": 0.5}).status_code
+        == 200
+    )
+    assert (
+        server.complete("hello", max_tokens=2, speculation={"draft_temperature": -1}).status_code
+        == 400
+    )

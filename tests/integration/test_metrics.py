@@ -1,4 +1,5 @@
-"""/metrics of a server that has served: it parses, counters only grow, numbers agree, and the dashboard finds all it reads."""
+"""/metrics of a server that has served: it parses, counters only grow, numbers agree, and the
+dashboard finds all it reads."""
 
 from __future__ import annotations
 
@@ -24,14 +25,22 @@ PROMPT = [7, 8, 9] * 5
 OPTIONS = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 # What dashboards made for vLLM read.
 OF_VLLM = [
-    "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
-    "spec_decode_num_accepted_tokens_per_pos_total", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
-    "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "request_time_per_output_token_seconds_bucket",
-    "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_inference_time_seconds_sum",
-    "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_prompt_tokens_bucket",
-    "request_generation_tokens_bucket", "request_max_num_generation_tokens_sum", "request_params_n_sum",
-    "request_params_max_tokens_sum", "prompt_tokens_total", "generation_tokens_total", "request_success_total",
-    "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "cache_config_info",
+    "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total", "num_requests_running", "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket",
+    "request_inference_time_seconds_sum",
+    "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket", "request_max_num_generation_tokens_sum",
+    "request_params_n_sum",
+    "request_params_max_tokens_sum", "prompt_tokens_total", "generation_tokens_total",
+    "request_success_total",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total",
+    "cache_config_info",
 ]  # fmt: skip
 
 
@@ -41,11 +50,15 @@ def server(tiny_target: Callable[..., str], live_server: Callable) -> Any:
     server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, block_size=4))
     for _ in range(2):
         server.complete(PROMPT, **OPTIONS, request_class="prose").raise_for_status()
-    # The greedy text goes round in circles, which n-grams foresee: a stop token at the beginning of a round's drafts trims the
-    # rest of them. Sampling gets drafts rejected.
-    tokens = server.complete(PROMPT, **OPTIONS, return_token_ids=True).json()["choices"][0]["token_ids"]
+    # The greedy text goes round in circles, which n-grams foresee: a stop token at the beginning of
+    # a round's drafts trims the rest of them. Sampling gets drafts rejected.
+    tokens = server.complete(PROMPT, **OPTIONS, return_token_ids=True).json()["choices"][0][
+        "token_ids"
+    ]
     assert tokens[-6] != tokens[-5]
-    server.complete(PROMPT + tokens[:-6], **OPTIONS, n=2, stop_token_ids=[tokens[-5]]).raise_for_status()
+    server.complete(
+        PROMPT + tokens[:-6], **OPTIONS, n=2, stop_token_ids=[tokens[-5]]
+    ).raise_for_status()
     server.complete(PROMPT, **{**OPTIONS, "temperature": 1}, seed=1).raise_for_status()
     body = {"model": "tiny", "prompt": PROMPT, **OPTIONS, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
@@ -78,7 +91,11 @@ def test_seeded_traffic_is_counted(server: Any) -> None:
 
 
 def test_every_sample_names_its_model(server: Any) -> None:
-    assert all(sample.labels["model_name"] == "tiny" for found in samples(server).values() for sample in found)
+    assert all(
+        sample.labels["model_name"] == "tiny"
+        for found in samples(server).values()
+        for sample in found
+    )
 
 
 def test_counters_only_grow(server: Any) -> None:
@@ -93,7 +110,9 @@ def test_counters_only_grow(server: Any) -> None:
     before = counters()
     server.complete(PROMPT, **OPTIONS).raise_for_status()
     after = counters()
-    assert before.keys() <= after.keys() and all(after[key] >= value for key, value in before.items())
+    assert before.keys() <= after.keys() and all(
+        after[key] >= value for key, value in before.items()
+    )
     assert sum(after.values()) > sum(before.values())
 
 
@@ -103,15 +122,23 @@ def test_the_numbers_agree_with_each_other(server: Any) -> None:
     accepted = total(found, "vllm:spec_decode_num_accepted_tokens_total")
     assert total(found, "draftsmith_offered_total") == drafted > accepted > 0
     assert total(found, "draftsmith_wasted_draft_tokens_total") == drafted - accepted
-    assert total(found, "draftsmith_drafting_rounds_total") == total(found, "vllm:spec_decode_num_drafts_total")
+    assert total(found, "draftsmith_drafting_rounds_total") == total(
+        found, "vllm:spec_decode_num_drafts_total"
+    )
     # A round reaches position i + 1 exactly where it kept position i and had offered one more.
     for position in range(2):
         kept = total(found, "draftsmith_accepted_total", position=str(position))
         assert total(found, "draftsmith_reached_total", position=str(position + 1)) <= kept
-    assert total(found, "draftsmith_reached_total", position="0") == total(found, "draftsmith_drafting_rounds_total")
-    committed, rounds = total(found, "draftsmith_committed_total"), total(found, "draftsmith_drafting_rounds_total")
+    assert total(found, "draftsmith_reached_total", position="0") == total(
+        found, "draftsmith_drafting_rounds_total"
+    )
+    committed, rounds = (
+        total(found, "draftsmith_committed_total"),
+        total(found, "draftsmith_drafting_rounds_total"),
+    )
     assert rounds <= committed <= total(found, "vllm:generation_tokens_total")
-    # The stop token cut accepted tokens off; all of them and a bonus token each time would have been more.
+    # The stop token cut accepted tokens off; all of them and a bonus token each time would have
+    # been more.
     assert total(found, "draftsmith_wasted_draft_tokens_total", cause="trimmed") > 0
     assert committed <= rounds + accepted
 
@@ -126,11 +153,18 @@ def test_classes_have_counts_of_their_own(server: Any) -> None:
 
 def test_lengths_of_answers_are_told_by_prompt(server: Any) -> None:
     found = samples(server)
-    assert total(found, "vllm:request_params_n_sum") == total(found, "vllm:request_params_n_count") + 2
-    assert total(found, "vllm:request_max_num_generation_tokens_count") == total(found, "vllm:request_prompt_tokens_count") - 1
+    assert (
+        total(found, "vllm:request_params_n_sum") == total(found, "vllm:request_params_n_count") + 2
+    )
+    assert (
+        total(found, "vllm:request_max_num_generation_tokens_count")
+        == total(found, "vllm:request_prompt_tokens_count") - 1
+    )
 
 
-def test_clients_cannot_make_labels_without_bound(tiny_target: Callable[..., str], live_server: Callable) -> None:
+def test_clients_cannot_make_labels_without_bound(
+    tiny_target: Callable[..., str], live_server: Callable
+) -> None:
     server = live_server(Target.load(tiny_target("llama")), None, EngineConfig())
     for number in range(MAX_CLASSES + 5):
         server.complete("x", max_tokens=1, request_class=f"class {number}\n\"'").raise_for_status()
@@ -151,18 +185,30 @@ def test_versions_are_counted_apart_and_the_oldest_forgotten() -> None:
     stats.count_round(offered=1, accepted=1, committed=2, version=None)
     for version in range(100, 103):
         stats.count_round(offered=1, accepted=1, committed=2, version=str(version))
-    assert len(stats.by_version) == MAX_VERSIONS and list(stats.by_version)[:2] == ["5", "9"], "what drafts now is no oldest one"
+    assert len(stats.by_version) == MAX_VERSIONS and list(stats.by_version)[:2] == ["5", "9"], (
+        "what drafts now is no oldest one"
+    )
     assert stats.by_version[TEXT].rounds == 1
 
 
-@pytest.mark.parametrize("source", ["docs/operations.md", "train/doctor/drafting.py", "train/doctor/load.py"])
+@pytest.mark.parametrize(
+    "source", ["docs/operations.md", "train/doctor/drafting.py", "train/doctor/load.py"]
+)
 def test_every_metric_that_is_written_about_or_judged_is_exported(source: str, server: Any) -> None:
-    """What `draftsmith doctor --url` sums up is 0 for a name that nobody exports, so a renamed metric would look fine."""
+    """What `draftsmith doctor --url` sums up is 0 for a name that nobody exports, so a renamed
+    metric would look fine."""
     declared = set(re.findall(r"^# TYPE (\S+)", server.http.get("/metrics").text, re.MULTILINE))
-    text = (DASHBOARD.parents[1] / source).read_text().replace("{part}", "count").replace("draftsmith_{name}_total", "")
+    text = (
+        (DASHBOARD.parents[1] / source)
+        .read_text()
+        .replace("{part}", "count")
+        .replace("draftsmith_{name}_total", "")
+    )
     named = set(re.findall(r"\b(?:vllm:|draftsmith_)\w+", text))
     assert len(named) > 5
-    assert {name for name in named if not {name, re.sub(r"_(bucket|sum|count)$", "", name)} & declared} == set()
+    assert {
+        name for name in named if not {name, re.sub(r"_(bucket|sum|count)$", "", name)} & declared
+    } == set()
 
 
 def dashboard() -> dict[str, Any]:
@@ -179,27 +225,43 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
-        assert place["x"] + place["w"] <= 24 and not taken & cells, f"{panel['title']} lies over another panel"
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24 and not taken & cells, (
+            f"{panel['title']} lies over another panel"
+        )
         taken |= cells
         assert panel["type"] in ("row", "timeseries", "stat")
         if panel["type"] != "row":
             references = [target["refId"] for target in panel["targets"]]
             assert len(set(references)) == len(references) > 0
-            assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
+            assert all(
+                target["expr"].count("(") == target["expr"].count(")")
+                for target in panel["targets"]
+            )
 
 
 def test_every_metric_of_the_dashboard_is_exported_with_its_labels(server: Any) -> None:
     text = server.http.get("/metrics").text
     declared = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
-    labels = {name: set().union(*(sample.labels for sample in found)) for name, found in samples(server).items()}
+    labels = {
+        name: set().union(*(sample.labels for sample in found))
+        for name, found in samples(server).items()
+    }
     asked = 0
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
-            for by, name in re.findall(r"(?:by \((\w+)\) )?\(?(?:rate\()?((?:vllm:|draftsmith_)\w+)", target["expr"]):
+            for by, name in re.findall(
+                r"(?:by \((\w+)\) )?\(?(?:rate\()?((?:vllm:|draftsmith_)\w+)", target["expr"]
+            ):
                 asked += 1
                 family = re.sub(r"_(bucket|sum|count)$", "", name)
-                assert {name, family} & declared, f"{panel['title']} reads {name}, which no server exports"
+                assert {name, family} & declared, (
+                    f"{panel['title']} reads {name}, which no server exports"
+                )
                 # A counter of something that has not happened has no sample yet.
                 if by and name in labels:
                     assert by in labels[name], f"{panel['title']} groups {name} by {by}"

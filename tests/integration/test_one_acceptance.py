@@ -1,4 +1,5 @@
-"""What `eval` says offline is what the engine does: the same draft, the same text, the same rounds."""
+"""What `eval` says offline is what the engine does: the same draft, the same text, the
+same rounds."""
 
 from __future__ import annotations
 
@@ -33,23 +34,40 @@ class Pair:
 
 def some_prompts(count: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 288, (3 + number % 6,), generator=generator).tolist() for number in range(count)]
+    return [
+        torch.randint(3, 288, (3 + number % 6,), generator=generator).tolist()
+        for number in range(count)
+    ]
 
 
-LATER = [pytest.param(family, marks=pytest.mark.long) for family in ("p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark")]
+LATER = [
+    pytest.param(family, marks=pytest.mark.long)
+    for family in ("p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark")
+]
 
 
 @pytest.fixture(scope="module", params=["eagle3", "mtp", "draft-lm", *LATER])
-def pair(request: pytest.FixtureRequest, tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A tiny target and a draft trained on its answers, sampled and greedy, until it is right about a third of the time."""
+def pair(
+    request: pytest.FixtureRequest,
+    tiny_target: Callable[..., str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Pair:
+    """A tiny target and a draft trained on its answers, sampled and greedy, until it is right about
+    a third of the time."""
     target = Target.load(tiny_target("llama"))
     folder: Path = tmp_path_factory.mktemp(request.param)
     rows = []
     for temperature in (0.0, 1.0):
         prompts = some_prompts(32, seed=0)
-        answers = target.answer(prompts, max_new_tokens=16, temperature=temperature, ignore_eos=True, batch_size=32)
+        answers = target.answer(
+            prompts, max_new_tokens=16, temperature=temperature, ignore_eos=True, batch_size=32
+        )
         rows += [
-            {"name": f"{prompt}", "input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+            {
+                "name": f"{prompt}",
+                "input_ids": prompt + answer,
+                "loss_mask": [0] * len(prompt) + [1] * len(answer),
+            }
             for prompt, answer in zip(prompts, answers)
         ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
@@ -67,8 +85,11 @@ def pair(request: pytest.FixtureRequest, tiny_target: Callable[..., str], tmp_pa
     return Pair(target, checkpoint.load(config.out, target))
 
 
-def speculate(pair: Pair, temperature: float, count: int) -> tuple[list[TokenSequence], torch.Tensor]:
-    """Texts that the engine wrote, without their first token, which no draft precedes; and the rounds it took for the rest."""
+def speculate(
+    pair: Pair, temperature: float, count: int
+) -> tuple[list[TokenSequence], torch.Tensor]:
+    """Texts that the engine wrote, without their first token, which no draft precedes; and the
+    rounds it took for the rest."""
     engine = Engine(pair.target, pair.drafter, EngineConfig(k=K, max_batch=16))
     prompts = some_prompts(count, seed=1)
     params = SamplingParams(temperature=temperature, max_tokens=21, ignore_eos=True)
@@ -81,8 +102,12 @@ def speculate(pair: Pair, temperature: float, count: int) -> tuple[list[TokenSeq
     return sequences, torch.tensor(rounds, dtype=torch.float64)
 
 
-def expected(pair: Pair, sequences: list[TokenSequence], temperature: float, k: int = K) -> torch.Tensor:
-    counts = count_documents(pair.drafter, pair.target, sequences, temperature=temperature, k=k, batch_size=50)
+def expected(
+    pair: Pair, sequences: list[TokenSequence], temperature: float, k: int = K
+) -> torch.Tensor:
+    counts = count_documents(
+        pair.drafter, pair.target, sequences, temperature=temperature, k=k, batch_size=50
+    )
     rounds = {count.name: count.rounds_by_k[-1] for count in counts}
     return torch.tensor([rounds[sequence.name] for sequence in sequences], dtype=torch.float64)
 
@@ -94,7 +119,8 @@ def test_greedy_rounds_are_the_same_number(pair):
 
 
 def test_sampled_rounds_have_the_expected_mean(pair):
-    """Given a text, its rounds are random with the walk's mean: the paired difference has mean zero."""
+    """Given a text, its rounds are random with the walk's mean: the paired difference has mean
+    zero."""
     sequences, rounds = speculate(pair, 1.0, 150)
     assert rounds.mean() < 17
 

@@ -1,4 +1,5 @@
-"""A target whose tables are padded far beyond its tokenizer, to 151,936 rows: drafts are trained, judged, served and exported."""
+"""A target whose tables are padded far beyond its tokenizer, to 151,936 rows: drafts are trained,
+judged, served and exported."""
 
 from __future__ import annotations
 
@@ -36,8 +37,10 @@ DRAFTS = {
 
 def save_model(folder: Path, tokenizer: str, *, vocab_size: int, seed: int) -> None:
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
+        pad_token_id=1,
     )  # fmt: skip
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
@@ -46,7 +49,8 @@ def save_model(folder: Path, tokenizer: str, *, vocab_size: int, seed: int) -> N
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
-        # As in trained models, ids that no text holds are unlikely; there are so many that some are drawn all the same.
+        # As in trained models, ids that no text holds are unlikely; there are so many that some are
+        # drawn all the same.
         model.lm_head.weight[:known] *= 3.0
         model.lm_head.weight[known:] *= 0.01
     model.save_pretrained(folder)
@@ -63,7 +67,11 @@ def workshop(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathF
     prompts = PROMPTS * 4
     answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, ignore_eos=True)
     rows = [
-        {"name": str(number), "input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+        {
+            "name": str(number),
+            "input_ids": prompt + answer,
+            "loss_mask": [0] * len(prompt) + [1] * len(answer),
+        }
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     (folder / "data").mkdir()
@@ -71,20 +79,31 @@ def workshop(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathF
     return folder
 
 
-@pytest.mark.parametrize("name", [pytest.param("eagle3", marks=pytest.mark.long), "eagle3 subset", "draft-lm"])
-def test_a_draft_over_a_padded_vocabulary(name: str, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param("eagle3", marks=pytest.mark.long), "eagle3 subset", "draft-lm"]
+)
+def test_a_draft_over_a_padded_vocabulary(
+    name: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(workshop)
     family, out = name.split()[0], name.replace(" ", "-")
     shared = {"target": "target", "data": "data", "batch_size": 4}
     config = TrainConfig(
-        family=family, out=out, steps=8, log_every=4, held_out=0.0, dtype="float32", optim=OptimConfig(lr=1e-2),
+        family=family, out=out, steps=8, log_every=4, held_out=0.0, dtype="float32",
+        optim=OptimConfig(lr=1e-2),
         **shared, **DRAFTS[name],
     )  # fmt: skip
     run(config)
-    first, *_, last = (json.loads(line) for line in (workshop / out / "metrics.jsonl").read_text().splitlines())
+    first, *_, last = (
+        json.loads(line) for line in (workshop / out / "metrics.jsonl").read_text().splitlines()
+    )
     assert last["loss"] < first["loss"]
 
-    evaluate(EvalConfig(draft=out, k=3, temperature=(1.0,), held_out=1.0, max_tokens=8, store=True, **shared))
+    evaluate(
+        EvalConfig(
+            draft=out, k=3, temperature=(1.0,), held_out=1.0, max_tokens=8, store=True, **shared
+        )
+    )
     (figures,) = read_json(workshop / out / "draftsmith.json")["evaluation"]
     assert 1.0 < figures["tau"]["value"] < 4.0
 
@@ -93,8 +112,12 @@ def test_a_draft_over_a_padded_vocabulary(name: str, workshop: Path, monkeypatch
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     engine = Engine(target, drafter, EngineConfig(k=3))
     found = engine.generate(PROMPTS, greedy)
-    assert [one.tokens for one in found] == [one.tokens for one in Engine(target, None, EngineConfig()).generate(PROMPTS, greedy)]
-    sampled = engine.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True))
+    assert [one.tokens for one in found] == [
+        one.tokens for one in Engine(target, None, EngineConfig()).generate(PROMPTS, greedy)
+    ]
+    sampled = engine.generate(
+        PROMPTS, SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    )
     assert all(0 <= token < PADDED for one in sampled for token in one.tokens)
     assert engine.stats.num_drafts > 0 and not engine.stats.fallbacks
 

@@ -1,4 +1,5 @@
-"""A pool of drafts by class, from requests to routing. The target speaks two languages in the same words; no small draft does."""
+"""A pool of drafts by class, from requests to routing. The target speaks two languages in the same
+words; no small draft does."""
 
 from __future__ import annotations
 
@@ -58,13 +59,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., st
 
 
 def make_target(path: Path, like: str) -> None:
-    """Each word has one likely successor in each language. Attention looks for the first token alone and tells which language it
-    is, the MLP's gates move the word into that language's part of the state, and the head knows both."""
+    """Each word has one likely successor in each language. Attention looks for the first token
+    alone and tells which language it is, the MLP's gates move the word into that language's part of
+    the state, and the head knows both."""
     torch.manual_seed(0)
-    shape = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128}
+    shape = {
+        "num_hidden_layers": 1,
+        "hidden_size": 128,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(like, **shape))
     layer = model.model.layers[0]
-    constant, is_first, sign, language, slow = 32, 33, 34, 35, 63  # `slow`: hardly turned by rotary embeddings
+    # `slow`: hardly turned by rotary embeddings
+    constant, is_first, sign, language, slow = 32, 33, 34, 35, 63
     with torch.no_grad():
         for parameter in (one for one in model.parameters() if one.ndim == 2):
             parameter.zero_()
@@ -98,12 +107,22 @@ def make_draft(target: Target) -> TrainedDrafter:
     draft = FAMILIES["draft-lm"].create(DraftLmOptions(num_layers=1, hidden_size=4), target, seed=0)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.cat([beginnings(name, 64, generator) for name in LANGUAGES]).tolist()
-    answers = target.answer(prompts, max_new_tokens=16, temperature=SAMPLING.temperature, seeds=list(range(128)), ignore_eos=True)
-    texts = torch.tensor([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+    answers = target.answer(
+        prompts,
+        max_new_tokens=16,
+        temperature=SAMPLING.temperature,
+        seeds=list(range(128)),
+        ignore_eos=True,
+    )
+    texts = torch.tensor(
+        [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    )
     optimizer = torch.optim.AdamW(draft.parameters(), lr=2e-2)
     for _ in range(200):
         ids = texts[torch.randperm(128, generator=generator)[:32]]
-        (unrolled,) = draft.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=None, num_steps=1))
+        (unrolled,) = draft.unroll(
+            UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=None, num_steps=1)
+        )
         logits = (unrolled.hidden @ draft.head_weight().T)[:, 3:-1]
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 4:].flatten()).backward()
@@ -151,18 +170,25 @@ class World:
     def __init__(self, root: Path, pair: Pair):
         self.target = Target.load(pair.target)
         self.config = DistillConfig(
-            target=pair.target, draft=pair.draft, buffer=str(root / "buffer"), versions=str(root / "versions"),
+            target=pair.target, draft=pair.draft, buffer=str(root / "buffer"),
+            versions=str(root / "versions"),
             learn=LEARN, gate=GATE, pool=PoolConfig(most=2, requests=24, idle_requests=150),
         )  # fmt: skip
         self.daemon = self.begin()
         self.sink = Rounds(self.config.buffer)
         drafter = checkpoint.load(pair.draft, self.target)
-        self.engine = Engine(self.target, drafter, EngineConfig(k=3), sink=self.sink, draft_version="1")
+        self.engine = Engine(
+            self.target, drafter, EngineConfig(k=3), sink=self.sink, draft_version="1"
+        )
         self.watcher = VersionWatcher(Direct(self.engine), self.config.versions, serving=1)
         self.generator = torch.Generator().manual_seed(0)
 
     def begin(self) -> Daemon:
-        return Daemon(self.config, Status(self.config.versions, io.StringIO()), Throttle(1.0, NoGuard(), threading.Event()))
+        return Daemon(
+            self.config,
+            Status(self.config.versions, io.StringIO()),
+            Throttle(1.0, NoGuard(), threading.Event()),
+        )
 
     def prompts(self, language: str, count: int) -> list[list[int]]:
         return beginnings(language, count, self.generator).tolist()
@@ -188,30 +214,47 @@ class World:
 
 
 def drafted_by(records: list[RoundRecord], name: str) -> set[str]:
-    return {record.draft_version for record in records if record.request_class == name and record.drafted}
+    return {
+        record.draft_version
+        for record in records
+        if record.request_class == name and record.drafted
+    }
 
 
 def acceptance(records: list[RoundRecord], name: str) -> float:
     own = [record for record in records if record.request_class == name and record.drafted]
-    return sum(record.accepted for record in own) / sum(min(record.accepted + 1, len(record.drafted)) for record in own)
+    return sum(record.accepted for record in own) / sum(
+        min(record.accepted + 1, len(record.drafted)) for record in own
+    )
 
 
-def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(pair: Pair, tmp_path: Path) -> None:
+def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(
+    pair: Pair, tmp_path: Path
+) -> None:
     world = World(tmp_path, pair)
     for _ in range(16):
         world.serve({name: world.prompts(name, 16) for name in LANGUAGES})
         world.learn()
         if len(serving(world)) == 2:
             break
-    assert sorted(world.decisions()) == [("class learns", "a"), ("class learns", "b"), ("new class", "a"), ("new class", "b")]
+    assert sorted(world.decisions()) == [
+        ("class learns", "a"),
+        ("class learns", "b"),
+        ("new class", "a"),
+        ("new class", "b"),
+    ]
     assert serving(world) == {"a": "c01", "b": "c02"}
 
     # The same requests of both classes, with the pool and without.
     asked = {name: world.prompts(name, 48) for name in LANGUAGES}
     pooled = list(world.serve(asked))
     live = str(versions.latest(world.config.versions))
-    named, versions_of_a = f"a/{world.daemon.pool.members['a'].lineage.publisher.version}", drafted_by(pooled, "a")
-    assert versions_of_a >= {named} and versions_of_a <= {named, live}  # one in ten is for comparison
+    named, versions_of_a = (
+        f"a/{world.daemon.pool.members['a'].lineage.publisher.version}",
+        drafted_by(pooled, "a"),
+    )
+    # one in ten is for comparison
+    assert versions_of_a >= {named} and versions_of_a <= {named, live}
     world.sink.records.clear()
     world.engine.lineup.router.pool = DraftPool()
     single = list(world.serve(asked))
@@ -220,16 +263,23 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(pair: Pair, t
     for name in LANGUAGES:
         assert acceptance(pooled, name) > acceptance(single, name) + 0.05
 
-    # A learner that starts again knows what this one did, and goes on with these classes where nobody says how many.
+    # A learner that starts again knows what this one did, and goes on with these classes where
+    # nobody says how many.
     world.daemon.save()
     world.config = replace(world.config, pool=replace(world.config.pool, most=None))
     again = world.begin()
     assert again.status.stream.getvalue().count("goes on with 'a', 'b'") == 1
     assert again.pool.to_dict() == world.daemon.pool.to_dict()
-    assert again.pool.members.keys() == world.daemon.pool.members.keys() and again.pool.members["a"].is_serving
+    assert (
+        again.pool.members.keys() == world.daemon.pool.members.keys()
+        and again.pool.members["a"].is_serving
+    )
     for folder, lineage in world.daemon.lineages.items():
         weights = again.lineages[folder].learner.drafter.state_dict()
-        assert all(torch.equal(values, weights[name]) for name, values in lineage.learner.drafter.state_dict().items())
+        assert all(
+            torch.equal(values, weights[name])
+            for name, values in lineage.learner.drafter.state_dict().items()
+        )
     world.daemon = again
 
     # Requests tagged a speak the other language from now on, and those tagged b are gone.
@@ -243,17 +293,24 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(pair: Pair, t
     assert not list((tmp_path / "versions" / "pool").glob("c*/v*"))
 
 
-def test_requests_without_a_tag_are_sorted_by_their_prompts(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_a_tag_are_sorted_by_their_prompts(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pool, "FIRST_CLUSTERS", 48)
     world = World(tmp_path, pair)
     for _ in range(2):
         # Two subjects, which have no word in common.
-        prompts = [torch.randint(begin, begin + 32, (24,), generator=world.generator).tolist() for begin in [4] * 36 + [36] * 36]
+        prompts = [
+            torch.randint(begin, begin + 32, (24,), generator=world.generator).tolist()
+            for begin in [4] * 36 + [36] * 36
+        ]
         world.serve({"": prompts})
         world.learn()
     found = read_pool(world.config.versions)
     assert found is not None and len(found.learning) == 2
-    names = [{found.class_of("", prompt) for prompt in part} for part in (prompts[:36], prompts[36:])]
+    names = [
+        {found.class_of("", prompt) for prompt in part} for part in (prompts[:36], prompts[36:])
+    ]
     assert [len(one) for one in names] == [1, 1] and names[0] | names[1] == set(found.learning)
     assert world.begin().pool.members.keys() == set(found.learning)
 

@@ -1,4 +1,5 @@
-"""A request that starts on cached blocks gives the same tokens, from the same proposals, as one that computes everything."""
+"""A request that starts on cached blocks gives the same tokens, from the same proposals, as one
+that computes everything."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DflashOptions, DraftLmOptions, Eagle3Options, MedusaOptions, MtpOptions
+from draftsmith.drafters.options import (
+    DflashOptions,
+    DraftLmOptions,
+    Eagle3Options,
+    MedusaOptions,
+    MtpOptions,
+)
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
@@ -24,14 +31,17 @@ from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 
 SHARED = [20 + i * 7 % 90 for i in range(45)]
-# The second goes on where the first's answer may not; the third leaves the shared text at a block's end, the fourth inside one.
+# The second goes on where the first's answer may not; the third leaves the shared text at a block's
+# end, the fourth inside one.
 PROMPTS = [SHARED, [*SHARED, 5, 6, 7], [*SHARED[:32], 99, 98], [*SHARED[:37], 4], SHARED]
 FAMILIES: dict[str, Callable[[Target], ServingDrafter]] = {
     "eagle3": lambda target: Eagle3.create(Eagle3Options(), target, seed=1).eval(),
     "mtp": lambda target: Mtp.create(MtpOptions(), target, seed=1).eval(),
     "medusa": lambda target: Medusa.create(MedusaOptions(), target, seed=1).eval(),
     "dflash": lambda target: Dflash.create(DflashOptions(), target, seed=1).eval(),
-    "draft-lm": lambda target: DraftLm.create(DraftLmOptions(init=target.name), target, seed=1).eval(),
+    "draft-lm": lambda target: DraftLm.create(
+        DraftLmOptions(init=target.name), target, seed=1
+    ).eval(),
 }
 
 
@@ -49,7 +59,10 @@ class Witness:
         self.starts += inputs.starts.tolist()
         for row, history in enumerate(inputs.histories):
             length, seed = int(proposal.lengths[row]), int(inputs.seeds[row])
-            self.told[(seed, *history)] = (proposal.tokens[row, :length], proposal.logits[row, :length].softmax(-1))
+            self.told[(seed, *history)] = (
+                proposal.tokens[row, :length],
+                proposal.logits[row, :length].softmax(-1),
+            )
         return proposal
 
 
@@ -59,11 +72,14 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 def params(index: int, k: int | None = None) -> SamplingParams:
-    return SamplingParams(temperature=0.8, top_k=20, seed=7 + index, max_tokens=20, ignore_eos=True, k=k)
+    return SamplingParams(
+        temperature=0.8, top_k=20, seed=7 + index, max_tokens=20, ignore_eos=True, k=k
+    )
 
 
 def serve(engine: Engine, *, quiet: bool) -> list[Request]:
-    """All prompts one after another. `quiet`: the first is served without drafts, as under a load that does not pay for them."""
+    """All prompts one after another. `quiet`: the first is served without drafts, as under a load
+    that does not pay for them."""
     requests = []
     for index, prompt in enumerate(PROMPTS):
         requests.append(engine.submit(prompt, params(index, k=0 if quiet and index == 0 else None)))
@@ -74,14 +90,16 @@ def serve(engine: Engine, *, quiet: bool) -> list[Request]:
 
 def assert_same_proposals(one: Witness, other: Witness) -> None:
     assert one.told.keys() == other.told.keys() and len(one.told) > 10
-    for text, (tokens, law) in one.told.items():
+    for text, (tokens, distribution) in one.told.items():
         assert tokens.tolist() == other.told[text][0].tolist()
-        torch.testing.assert_close(law, other.told[text][1], atol=2e-5, rtol=1e-3)
+        torch.testing.assert_close(distribution, other.told[text][1], atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hits_change_neither_outputs_nor_proposals(family: str, quiet: bool, target: Target) -> None:
+def test_hits_change_neither_outputs_nor_proposals(
+    family: str, quiet: bool, target: Target
+) -> None:
     drafter = FAMILIES[family](target)
     config = EngineConfig(k=3, block_size=8, max_round_tokens=20)
     cold, warm = Witness(drafter), Witness(drafter)
@@ -93,7 +111,9 @@ def test_hits_change_neither_outputs_nor_proposals(family: str, quiet: bool, tar
     stats = engine.stats
     assert stats.prefix_cache_queries == sum(len(prompt) for prompt in PROMPTS)
     # A head shares no block whose next token differs, and nothing that only the target has read.
-    expected = 40 + 32 + 32 + 40 if not drafter.taps else 40 + 24 + 32 + 40 if not quiet else 24 + 32 + 40
+    expected = (
+        40 + 32 + 32 + 40 if not drafter.taps else 40 + 24 + 32 + 40 if not quiet else 24 + 32 + 40
+    )
     assert stats.prefix_cache_hits == expected
     # The draft, too, started on what was there.
     assert quiet or sum(start == 0 for start in warm.starts) == 1
@@ -101,7 +121,8 @@ def test_hits_change_neither_outputs_nor_proposals(family: str, quiet: bool, tar
 
 
 def test_taps_of_undrafted_text_are_found_again(target: Target) -> None:
-    """Drafting pauses while the first request runs; the second drafts from taps that its cached blocks carry."""
+    """Drafting pauses while the first request runs; the second drafts from taps that its cached
+    blocks carry."""
     drafter = FAMILIES["eagle3"](target)
     cold, warm = Witness(drafter), Witness(drafter)
     engine = Engine(target, warm, EngineConfig(k=3, block_size=8))
@@ -110,14 +131,18 @@ def test_taps_of_undrafted_text_are_found_again(target: Target) -> None:
     engine.drafting.put(LIVE, warm)
     found = engine.generate([PROMPTS[1]], params(1))
     assert engine.stats.prefix_cache_hits == 40 and warm.starts[0] == 0
-    alone = Engine(target, cold, EngineConfig(k=3, prefix_cache=False)).generate([PROMPTS[1]], params(1))
+    alone = Engine(target, cold, EngineConfig(k=3, prefix_cache=False)).generate(
+        [PROMPTS[1]], params(1)
+    )
     assert found[0].tokens == alone[0].tokens
     assert_same_proposals(cold, warm)
 
 
-def test_the_token_after_a_block_is_part_of_its_key(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a head's last position in a block depends on the token after it. Without that token in the key a text that
-    leaves the shared one at a block's end gets other proposals."""
+def test_the_token_after_a_block_is_part_of_its_key(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: a head's last position in a block depends on the token after it. Without that
+    token in the key a text that leaves the shared one at a block's end gets other proposals."""
     drafter = FAMILIES["eagle3"](target)
     config = EngineConfig(k=3, block_size=8, max_round_tokens=20)
     cold, warm = Witness(drafter), Witness(drafter)

@@ -24,7 +24,9 @@ README = Path(__file__).parents[2] / "README.md"
 
 @pytest.fixture(scope="module")
 def engine(tiny_target: Callable[..., str]) -> Iterator[Engine]:
-    with Engine(tiny_target("llama"), draft=Ngram(min_n=1, max_n=3), config=EngineConfig(max_queue=4)) as engine:
+    with Engine(
+        tiny_target("llama"), draft=Ngram(min_n=1, max_n=3), config=EngineConfig(max_queue=4)
+    ) as engine:
         yield engine
 
 
@@ -34,14 +36,19 @@ def test_text_and_token_ids_alone_and_in_lists(engine: Engine) -> None:
     completions = [engine.generate(form, GREEDY) for form in forms]
     assert [len(found) for found in completions] == [1, 1, 1, 1]
     assert len({completion.text for (completion,) in completions}) == 1
-    assert completions[0][0].tokens == engine.target.answer([ids], max_new_tokens=12, ignore_eos=True)[0]
+    assert (
+        completions[0][0].tokens
+        == engine.target.answer([ids], max_new_tokens=12, ignore_eos=True)[0]
+    )
 
 
 def test_more_prompts_than_the_queue_holds_come_back_in_order(engine: Engine) -> None:
     prompts = [[5 + i, 9, 7] for i in range(15)]
     completions = engine.generate(prompts, GREEDY)
     assert [completion.prompt for completion in completions] == prompts
-    assert [completion.tokens for completion in completions] == engine.target.answer(prompts, max_new_tokens=12, ignore_eos=True)
+    assert [completion.tokens for completion in completions] == engine.target.answer(
+        prompts, max_new_tokens=12, ignore_eos=True
+    )
 
 
 def test_each_prompt_may_have_its_own_params(engine: Engine) -> None:
@@ -54,7 +61,9 @@ def test_each_prompt_may_have_its_own_params(engine: Engine) -> None:
 def test_updates_stream_and_add_up(engine: Engine) -> None:
     stream = engine.stream("import os", GREEDY)
     updates = list(stream)
-    assert "".join(update.text for update in updates) == engine.generate("import os", GREEDY)[0].text
+    assert (
+        "".join(update.text for update in updates) == engine.generate("import os", GREEDY)[0].text
+    )
     assert [update.finish_reason for update in updates][-1] is FinishReason.LENGTH
     assert stream.result().tokens == [token for update in updates for token in update.tokens]
 
@@ -66,7 +75,9 @@ def test_leaving_a_stream_cancels_its_request(engine: Engine) -> None:
         stream.close()
         while not stream.request.finished:
             pass
-        assert stream.request.finish_reason is FinishReason.ABORT and stream.request.num_output < 200
+        assert (
+            stream.request.finish_reason is FinishReason.ABORT and stream.request.num_output < 200
+        )
 
 
 def test_coroutines_share_the_engine(engine: Engine) -> None:
@@ -79,7 +90,11 @@ def test_coroutines_share_the_engine(engine: Engine) -> None:
         return list(streamed), [completion.text for completion in whole]
 
     streamed, whole = asyncio.run(both())
-    assert streamed == whole == [completion.text for completion in engine.generate(["import os", "for name in"], GREEDY)]
+    assert (
+        streamed
+        == whole
+        == [completion.text for completion in engine.generate(["import os", "for name in"], GREEDY)]
+    )
 
 
 def test_what_cannot_be_honoured_is_refused(engine: Engine) -> None:
@@ -92,7 +107,8 @@ def test_what_cannot_be_honoured_is_refused(engine: Engine) -> None:
 
 def test_the_package_names_load_late() -> None:
     code = (
-        "import draftsmith, sys; assert 'torch' not in sys.modules; draftsmith.SamplingParams; assert 'torch' not in sys.modules"
+        "import draftsmith, sys; assert 'torch' not in sys.modules; draftsmith.SamplingParams; "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert draftsmith.Engine is Engine
@@ -100,7 +116,9 @@ def test_the_package_names_load_late() -> None:
         draftsmith.Motor  # noqa: B018
 
 
-def test_the_readmes_example_runs(tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_example_runs(
+    tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     (example,) = [block for block in blocks if "from draftsmith import Engine" in block]
     example, count = re.subn(r"Engine\(.*?\) as", f"Engine({tiny_target('llama')!r}) as", example)

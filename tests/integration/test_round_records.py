@@ -18,7 +18,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.record import Law, RoundRecord
+from draftsmith.record import Distribution, RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Request
@@ -55,8 +55,16 @@ def params(temperature: float, **options: object) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, **options)
 
 
-def test_contexts_and_commits_join_to_the_text_of_every_request(target: Target, records: list[RoundRecord]) -> None:
-    engine = Engine(target, eagle3(target), EngineConfig(seed=1, k=3, max_batch=2), sink=records, draft_version="7")
+def test_contexts_and_commits_join_to_the_text_of_every_request(
+    target: Target, records: list[RoundRecord]
+) -> None:
+    engine = Engine(
+        target,
+        eagle3(target),
+        EngineConfig(seed=1, k=3, max_batch=2),
+        sink=records,
+        draft_version="7",
+    )
     requests = serve(engine, [params(0.0), params(1.0), params(0.8, k=0)], request_class="code")
     texts = []
     for rounds in by_request(records).values():
@@ -76,32 +84,37 @@ def test_contexts_and_commits_join_to_the_text_of_every_request(target: Target, 
     assert len(silent) == 1 and not silent[0].drafted and silent[0].draft_version == ""
 
 
-def dense(law: Law, vocab_size: int) -> torch.Tensor:
+def dense(distribution: Distribution, vocab_size: int) -> torch.Tensor:
     probs = torch.zeros(vocab_size, dtype=torch.float64)
-    probs[law.ids] = torch.tensor(law.logprobs, dtype=torch.float64).exp()
+    probs[distribution.ids] = torch.tensor(distribution.logprobs, dtype=torch.float64).exp()
     return probs
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(
+def test_p_is_the_targets_unprocessed_distribution_and_q_the_distribution_drafted_from(
     temperature: float, target: Target, records: list[RoundRecord]
 ) -> None:
-    laws = []
+    distributions = []
     drafter = eagle3(target)
 
     class Listening:
-        family, taps, new_pool, cached_after = drafter.family, drafter.taps, drafter.new_pool, drafter.cached_after
+        family, taps, new_pool, cached_after = (
+            drafter.family,
+            drafter.taps,
+            drafter.new_pool,
+            drafter.cached_after,
+        )
 
         def propose(self, inputs: DraftInputs) -> Proposal:
             proposal = drafter.propose(inputs)
-            laws.append(proposal)
+            distributions.append(proposal)
             return proposal
 
     engine = Engine(target, Listening(), EngineConfig(seed=1, k=3), sink=records)
     serve(engine, [params(temperature, top_k=40)])
-    assert sum(bool(record.drafted) for record in records) == len(laws) > 3
+    assert sum(bool(record.drafted) for record in records) == len(distributions) > 3
     text: list[int] = []
-    rounds = iter(laws)
+    rounds = iter(distributions)
     for record in records:
         text += record.context
         if record.drafted:
@@ -113,30 +126,47 @@ def test_p_is_the_targets_unprocessed_law_and_q_the_law_drafted_from(
                 p = torch.softmax(logits[depth], -1)
                 told = dense(record.p[depth], target.vocab_size)
                 assert len(record.p[depth].ids) == 64
-                torch.testing.assert_close(told[record.p[depth].ids], p[record.p[depth].ids], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    told[record.p[depth].ids], p[record.p[depth].ids], atol=1e-5, rtol=1e-4
+                )
                 assert float(told.sum()) + record.p[depth].tail == pytest.approx(1, abs=1e-5)
                 if temperature not in (0.0, 1.0):
                     norm = torch.logsumexp(torch.log_softmax(logits[depth], -1) / temperature, -1)
                     assert record.p[depth].log_norm == pytest.approx(float(norm), abs=1e-4)
                 else:
                     assert record.p[depth].log_norm == 0.0
-                q = torch.nn.functional.one_hot(proposal.tokens[0, depth], target.vocab_size).double()
+                q = torch.nn.functional.one_hot(
+                    proposal.tokens[0, depth], target.vocab_size
+                ).double()
                 if proposal.logits is not None:
                     q = torch.softmax(proposal.logits[0, depth].double(), -1)
-                torch.testing.assert_close(dense(record.q[depth], target.vocab_size), q, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    dense(record.q[depth], target.vocab_size), q, atol=1e-5, rtol=1e-4
+                )
                 assert all(math.isfinite(value) for value in record.q[depth].logprobs)
         text += record.committed
 
 
-def test_accepted_counts_and_the_emitted_token_fit_the_text(target: Target, records: list[RoundRecord]) -> None:
+def test_accepted_counts_and_the_emitted_token_fit_the_text(
+    target: Target, records: list[RoundRecord]
+) -> None:
     engine = Engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=4), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     counts = AcceptanceCounts()
     for record in (record for record in records if record.drafted):
-        assert record.committed == [*record.drafted[: record.accepted], record.emitted][: len(record.committed)]
-        assert [(law.ids, law.logprobs, law.tail) for law in record.q] == [([t], [0.0], 0.0) for t in record.drafted]
+        assert (
+            record.committed
+            == [*record.drafted[: record.accepted], record.emitted][: len(record.committed)]
+        )
+        assert [
+            (distribution.ids, distribution.logprobs, distribution.tail)
+            for distribution in record.q
+        ] == [([t], [0.0], 0.0) for t in record.drafted]
         counts.add([len(record.drafted)], [record.accepted], [len(record.committed)])
-    assert counts.offered == engine.stats.acceptance.offered and counts.accepted == engine.stats.acceptance.accepted
+    assert (
+        counts.offered == engine.stats.acceptance.offered
+        and counts.accepted == engine.stats.acceptance.accepted
+    )
     assert counts.tau == engine.stats.acceptance.tau
     assert sum(request.speculation.num_committed for request in requests) == 60
 
@@ -147,7 +177,9 @@ def test_a_request_may_stay_out_of_the_buffer(target: Target, records: list[Roun
     assert records == [] and engine.stats.num_drafts > 0
 
 
-def test_the_header_keeps_a_request_out_of_the_buffer(target: Target, live_server: Callable, records: list[RoundRecord]) -> None:
+def test_the_header_keeps_a_request_out_of_the_buffer(
+    target: Target, live_server: Callable, records: list[RoundRecord]
+) -> None:
     server = live_server(target, Ngram(min_n=1), EngineConfig(seed=1, k=3), sink=records)
     body = {"model": "tiny", "prompt": [7, 8, 7, 8, 7], "max_tokens": 8, "ignore_eos": True}
     server.http.post("/v1/completions", json=body, headers={"x-draftsmith-learn": "off"})
@@ -168,15 +200,20 @@ def test_a_sink_that_fails_stops_nothing_but_recording(
     assert all(request.num_output == 20 for request in requests)
 
 
-def test_rounds_under_penalties_are_text_without_laws_so_that_nobody_scores_them(
+def test_rounds_under_penalties_are_text_without_distributions_so_that_nobody_scores_them(
     target: Target, records: list[RoundRecord]
 ) -> None:
-    """What was accepted under a penalty says nothing about the laws that the record's sampling fields describe."""
+    """What was accepted under a penalty says nothing about the distributions that the record's
+    sampling fields describe."""
     engine = Engine(target, eagle3(target), EngineConfig(seed=1, k=3, max_batch=4), sink=records)
     asked = [params(1.0, frequency_penalty=1.0), params(1.0), params(0.0, bad_words=((7,),))]
     requests = serve(engine, asked)
     texts = [stitch(rounds) for rounds in by_request(from_table(to_table(records))).values()]
-    found = {tuple(text.tokens): len(positions_of(text, 0, max_depth=3, max_length=256)) for text in texts if text is not None}
+    found = {
+        tuple(text.tokens): len(positions_of(text, 0, max_depth=3, max_length=256))
+        for text in texts
+        if text is not None
+    }
     scored = [found[tuple(request.tokens)] for request in requests]
     assert scored[0] == scored[2] == 0 < scored[1]
     assert all(Role.FIRST_REJECTED in text.roles for text in texts)

@@ -1,4 +1,5 @@
-"""Training's own rounds write what the engine writes, round for round, and take as many as teacher forcing says."""
+"""Training's own rounds write what the engine writes, round for round, and take as many as teacher
+forcing says."""
 
 from __future__ import annotations
 
@@ -29,31 +30,50 @@ def target(tiny_target) -> Target:
 def new_draft(family: str, target: Target) -> TrainedDrafter:
     # A pruned target agrees often enough for rounds to be kept whole, in part and not at all.
     options = DraftLmOptions(target_layers=(0, 1, 2)) if family == "draft-lm" else OPTIONS[family]()
-    return FAMILIES[family].create(options, target, seed=0, token_counts=torch.ones(target.vocab_size, dtype=torch.int64)).eval()
+    return (
+        FAMILIES[family]
+        .create(
+            options, target, seed=0, token_counts=torch.ones(target.vocab_size, dtype=torch.int64)
+        )
+        .eval()
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", ["draft-lm", "eagle3", "mtp", "dflash", "medusa", "mlp"])
 def test_the_engine_writes_the_same_text_in_the_same_rounds(family, temperature, target):
     drafter = new_draft(family, target)
-    params = [SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=seed) for seed in SEEDS]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=seed) for seed in SEEDS
+    ]
     engine = Engine(target, drafter, EngineConfig(k=K))
     served = [engine.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, params)]
-    # The engine draws the first token of an answer without a draft: from there on the two see the same.
+    # The engine draws the first token of an answer without a draft: from there on the two see the
+    # same.
     begun = [prompt + one.tokens[:1] for prompt, one in zip(PROMPTS, served)]
-    ours = speculate(drafter, target, begun, k=K, temperature=temperature, seeds=SEEDS, max_new_tokens=TOKENS - 1)
-    assert [text.tokens for text in ours.texts] == [prompt + one.tokens for prompt, one in zip(PROMPTS, served)]
+    ours = speculate(
+        drafter, target, begun, k=K, temperature=temperature, seeds=SEEDS, max_new_tokens=TOKENS - 1
+    )
+    assert [text.tokens for text in ours.texts] == [
+        prompt + one.tokens for prompt, one in zip(PROMPTS, served)
+    ]
     for text, one in zip(ours.texts, served):
         assert [done.committed for done in text.rounds if done.drafted] == one.speculation.committed
-        assert [min(done.accepted, done.committed) for done in text.rounds if done.drafted] == one.speculation.accepted
+        assert [
+            min(done.accepted, done.committed) for done in text.rounds if done.drafted
+        ] == one.speculation.accepted
     if family == "draft-lm":
-        assert 0 < sum(ours.counts().accepted) < sum(ours.counts().offered), "all kinds of rounds must occur"
+        assert 0 < sum(ours.counts().accepted) < sum(ours.counts().offered), (
+            "all kinds of rounds must occur"
+        )
 
 
 @pytest.mark.parametrize("family", ["draft-lm", "eagle3"])
 def test_greedy_rounds_are_as_many_as_teacher_forcing_says(family, target):
     drafter = new_draft(family, target)
-    played = speculate(drafter, target, PROMPTS, k=K, temperature=0.0, seeds=SEEDS, max_new_tokens=TOKENS)
+    played = speculate(
+        drafter, target, PROMPTS, k=K, temperature=0.0, seeds=SEEDS, max_new_tokens=TOKENS
+    )
     greedy = target.answer(PROMPTS, max_new_tokens=TOKENS)
     assert [text.tokens[text.num_prompt :] for text in played.texts] == greedy
     for number, text in enumerate(played.texts):
@@ -66,12 +86,27 @@ def test_greedy_rounds_are_as_many_as_teacher_forcing_says(family, target):
 
 def test_texts_end_at_the_models_last_position_and_at_their_length(target):
     drafter = new_draft("draft-lm", target)
-    long = torch.randint(3, 288, (target.max_positions - 3,), generator=torch.Generator().manual_seed(0)).tolist()
-    played = speculate(drafter, target, [long, [5, 6]], k=8, temperature=1.0, seeds=[1, 2], max_new_tokens=5)
+    long = torch.randint(
+        3, 288, (target.max_positions - 3,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    played = speculate(
+        drafter, target, [long, [5, 6]], k=8, temperature=1.0, seeds=[1, 2], max_new_tokens=5
+    )
     assert len(played.texts[0].tokens) <= target.max_positions and len(played.texts[1].tokens) <= 7
-    assert all(sum(one.committed for one in text.rounds) == len(text.tokens) - text.num_prompt for text in played.texts)
+    assert all(
+        sum(one.committed for one in text.rounds) == len(text.tokens) - text.num_prompt
+        for text in played.texts
+    )
 
 
 def test_a_prompt_without_tokens_is_refused(target):
     with pytest.raises(ValueError, match="without tokens"):
-        speculate(new_draft("draft-lm", target), target, [[]], k=2, temperature=0.0, seeds=[0], max_new_tokens=4)
+        speculate(
+            new_draft("draft-lm", target),
+            target,
+            [[]],
+            k=2,
+            temperature=0.0,
+            seeds=[0],
+            max_new_tokens=4,
+        )

@@ -1,4 +1,5 @@
-"""A seeded request gives the same tokens at T > 0 whatever happens around it: preemption, chunking, other rows."""
+"""A seeded request gives the same tokens at T > 0 whatever happens around it: preemption, chunking,
+other rows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DflashOptions, DraftLmOptions, Eagle1Options, Eagle3Options, MedusaOptions, MtpOptions
+from draftsmith.drafters.options import (
+    DflashOptions,
+    DraftLmOptions,
+    Eagle1Options,
+    Eagle3Options,
+    MedusaOptions,
+    MtpOptions,
+)
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
@@ -32,7 +40,9 @@ FAMILIES: dict[str, Callable[[Target], ServingDrafter | None]] = {
     "medusa": lambda target: Medusa.create(MedusaOptions(), target, seed=1).eval(),
     "dflash": lambda target: Dflash.create(DflashOptions(), target, seed=1).eval(),
     # The target's own weights: nearly every draft is kept, so round ends depend on the draws.
-    "draft-lm": lambda target: DraftLm.create(DraftLmOptions(init=target.name), target, seed=1).eval(),
+    "draft-lm": lambda target: DraftLm.create(
+        DraftLmOptions(init=target.name), target, seed=1
+    ).eval(),
 }
 # Families and ways to verify, each with what the engine is told.
 CASES: list[tuple[str, dict[str, str]]] = [
@@ -48,10 +58,14 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 def params(index: int) -> SamplingParams:
-    return SamplingParams(temperature=0.9, top_k=20, seed=100 + index, max_tokens=24, ignore_eos=True)
+    return SamplingParams(
+        temperature=0.9, top_k=20, seed=100 + index, max_tokens=24, ignore_eos=True
+    )
 
 
-def finish(engine: Engine, requests: list[Request], *, preempt: random.Random | None = None) -> list[list[int]]:
+def finish(
+    engine: Engine, requests: list[Request], *, preempt: random.Random | None = None
+) -> list[list[int]]:
     while engine.busy:
         engine.step()
         if preempt is not None and engine.scheduler.running and preempt.random() < 0.4:
@@ -68,11 +82,21 @@ def alone(target: Target, drafter: ServingDrafter | None, told: dict[str, str]) 
 
 
 @pytest.mark.parametrize("family, told", CASES, ids=lambda value: str(value))
-def test_tokens_do_not_depend_on_preemption_chunking_or_rows(family: str, told: dict[str, str], target: Target) -> None:
+def test_tokens_do_not_depend_on_preemption_chunking_or_rows(
+    family: str, told: dict[str, str], target: Target
+) -> None:
     drafter = FAMILIES[family](target)
     expected = alone(target, drafter, told)
     for chunk, seed, cache in ((512, 1, False), (7, 2, True), (16, 3, False), (16, 4, True)):
-        config = EngineConfig(k=3, max_batch=4, max_round_tokens=chunk, block_size=8, prefix_cache=cache, compile="off", **told)
+        config = EngineConfig(
+            k=3,
+            max_batch=4,
+            max_round_tokens=chunk,
+            block_size=8,
+            prefix_cache=cache,
+            compile="off",
+            **told,
+        )
         engine = Engine(target, drafter, config)
         for k in (0, None):
             engine.submit([50 + seed] * 9, SamplingParams(max_tokens=12, k=k, ignore_eos=True))
@@ -82,10 +106,12 @@ def test_tokens_do_not_depend_on_preemption_chunking_or_rows(family: str, told: 
         assert not engine.stats.fallbacks
 
 
-def test_a_token_decided_while_refilling_would_be_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without the rule that a refill decides nothing the same request goes on with other tokens."""
-    from draftsmith.serve.engine.round import Row, Schedule
-    from draftsmith.serve.engine.scheduler import Scheduler
+def test_a_token_decided_while_refilling_would_be_noticed(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: without the rule that a refill decides nothing the same request goes on with
+    other tokens."""
+    from draftsmith.serve.engine.scheduler import Row, Schedule, Scheduler
 
     def deciding(self: Scheduler, schedule: Schedule, request: Request, budget: int) -> int:
         row = Row(request, request.computed, min(budget, request.num_tokens - request.computed))

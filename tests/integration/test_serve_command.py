@@ -31,12 +31,16 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen(command("serve", *arguments, "--port", str(port)), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command("serve", *arguments, "--port", str(port)), stderr=subprocess.PIPE, text=True
+    )
     try:
         url = f"http://127.0.0.1:{port}"
         deadline_s = time.monotonic() + TIMEOUT_S
         while True:
-            assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[1]
+            assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[
+                1
+            ]
             try:
                 if httpx.get(f"{url}/health").status_code == 200:
                     break
@@ -48,21 +52,39 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
         process.communicate()
 
 
-def test_sigterm_lets_running_requests_finish_and_flushes_the_records(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+def test_sigterm_lets_running_requests_finish_and_flushes_the_records(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
     buffer = tmp_path / "buffer"
     with serving(
-        "--target", tiny_target("llama"), "--ngram", "--prompt-lookup-min", "1", "--name", "tiny", "--learn", str(buffer)
+        "--target",
+        tiny_target("llama"),
+        "--ngram",
+        "--prompt-lookup-min",
+        "1",
+        "--name",
+        "tiny",
+        "--learn",
+        str(buffer),
     ) as (
         process,
         url,
     ):
-        body = {"model": "tiny", "prompt": [7, 8, 9] * 4, "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
+        body = {
+            "model": "tiny",
+            "prompt": [7, 8, 9] * 4,
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         answers: list[httpx.Response] = []
         begun = threading.Event()
 
         def ask() -> None:
             tokens = 0
-            with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=TIMEOUT_S) as response:
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=TIMEOUT_S
+            ) as response:
                 for line in response.iter_lines():
                     begun.set()
                     if line.startswith("data: {"):
@@ -80,7 +102,9 @@ def test_sigterm_lets_running_requests_finish_and_flushes_the_records(tiny_targe
     assert sum(len(record.context) + len(record.committed) for record in records) == 12 + 200
 
 
-def test_a_port_in_use_is_one_sentence(tiny_target: Callable[..., str], capsys: pytest.CaptureFixture) -> None:
+def test_a_port_in_use_is_one_sentence(
+    tiny_target: Callable[..., str], capsys: pytest.CaptureFixture
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -105,27 +129,49 @@ def assert_one_sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
     (["--target", "{llama}", "--max-length", "9999"], ["9999"]),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_one_sentence(
-    arguments: list[str], words: list[str], tiny_target: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture
+    arguments: list[str],
+    words: list[str],
+    tiny_target: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     places = {"llama": tiny_target("llama"), "empty": str(tmp_path)}
-    assert main(["serve", *[argument.format(**places) for argument in arguments], "--port", "0"]) == 2
+    assert (
+        main(["serve", *[argument.format(**places) for argument in arguments], "--port", "0"]) == 2
+    )
     assert_one_sentence(capsys, *words)
 
 
 def test_bench_starts_a_server_and_compares_off_with_on(
     tiny_target: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    prompts, out, picture = tmp_path / "prompts.jsonl", tmp_path / "bench.json", tmp_path / "bench.png"
-    lines = [{"prompt": "abcabcabcabc"}, {"messages": [{"role": "user", "content": "for name in name in name"}]}]
+    prompts, out, picture = (
+        tmp_path / "prompts.jsonl",
+        tmp_path / "bench.json",
+        tmp_path / "bench.png",
+    )
+    lines = [
+        {"prompt": "abcabcabcabc"},
+        {"messages": [{"role": "user", "content": "for name in name in name"}]},
+    ]
     prompts.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     arguments = [
-        "--target", tiny_target("llama"), "--ngram", "--prompts", str(prompts), "--num-prompts", "4",
-        "--max-tokens", "24", "--repeats", "2", "--concurrency", "2", "--out", str(out), "--png", str(picture),
+        "--target", tiny_target("llama"), "--ngram", "--prompts", str(prompts), "--num-prompts",
+        "4",
+        "--max-tokens", "24", "--repeats", "2", "--concurrency", "2", "--out", str(out), "--png",
+        str(picture),
     ]  # fmt: skip
     assert main(["bench", *arguments]) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert [(case["temperature"], case["mode"]) for case in found["cases"]] == [(0, "off"), (0, "on"), (1, "off"), (1, "on")]
-    assert all(case["num_tokens"] == 2 * 4 * 24 and case["tokens_per_s"] > 0 for case in found["cases"])
+    assert [(case["temperature"], case["mode"]) for case in found["cases"]] == [
+        (0, "off"),
+        (0, "on"),
+        (1, "off"),
+        (1, "on"),
+    ]
+    assert all(
+        case["num_tokens"] == 2 * 4 * 24 and case["tokens_per_s"] > 0 for case in found["cases"]
+    )
     assert found["cases"][0]["acceptance"] is None and found["cases"][1]["acceptance"]["rounds"] > 0
     assert len(found["ratios"]) == 2 and "speculation on / off" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -141,6 +187,8 @@ def test_bench_starts_a_server_and_compares_off_with_on(
     (["--target", "x", "--heterogeneous-vocab"], ["heterogeneous_vocab is given without a draft"]),
     (["--target", "/nowhere/at/all"], ["/nowhere/at/all"]),
 ])  # fmt: skip
-def test_what_cannot_be_measured_is_one_sentence(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_measured_is_one_sentence(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture
+) -> None:
     assert main(["bench", *arguments]) == 2
     assert_one_sentence(capsys, *words)

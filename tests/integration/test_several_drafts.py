@@ -53,14 +53,21 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "PROBES", 0.0)
 
 
-def new_draft(target: Target, seed: int, family: str = "eagle3", **options: object) -> torch.nn.Module:
+def new_draft(
+    target: Target, seed: int, family: str = "eagle3", **options: object
+) -> torch.nn.Module:
     """Unlike that of any other seed."""
     counts = torch.ones(target.vocab_size, dtype=torch.int64)
-    drafter = FAMILIES[family].create(OPTIONS[family](**options), target, seed=seed, token_counts=counts)
+    drafter = FAMILIES[family].create(
+        OPTIONS[family](**options), target, seed=seed, token_counts=counts
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in drafter.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=float(weight.float().square().mean().sqrt()))
+            weight.add_(
+                torch.randn(weight.shape, generator=generator),
+                alpha=float(weight.float().square().mean().sqrt()),
+            )
     return drafter.eval()
 
 
@@ -79,7 +86,9 @@ def take_in(engine: Engine, folder: str, version: str, draft: str) -> None:
 
 
 def pooled(engine: Engine, *classes: str) -> None:
-    engine.lineup.router.pool = DraftPool({name: f"c{number:02d}" for number, name in enumerate(classes, 1)})
+    engine.lineup.router.pool = DraftPool(
+        {name: f"c{number:02d}" for number, name in enumerate(classes, 1)}
+    )
 
 
 def drain(engine: Engine) -> None:
@@ -97,8 +106,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_row_is_drafted_as_if_its_draft_were_alone(kind: str, target: Target, tmp_path: Path) -> None:
-    """Token for token, sampled and greedy: every draw is the request's own, so that nothing but the wrong draft could differ."""
+def test_a_row_is_drafted_as_if_its_draft_were_alone(
+    kind: str, target: Target, tmp_path: Path
+) -> None:
+    """Token for token, sampled and greedy: every draw is the request's own, so that nothing but the
+    wrong draft could differ."""
     family, options, settings = KINDS[kind]
     config = EngineConfig(**{"k": 3, "compile": "off", "prefix_cache": False, **settings})
     names, folders = (LIVE, CODE, PROSE), [tmp_path / str(seed) for seed in range(3)]
@@ -115,7 +127,13 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(kind: str, target: Target, 
 
     def ask(engine: Engine, number: int, seed: int) -> Request:
         temperature = 0.0 if seed % 3 == 0 else 1.5
-        params = SamplingParams(temperature=temperature, max_tokens=16, ignore_eos=True, seed=seed, repetition_penalty=1.1)
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=16,
+            ignore_eos=True,
+            seed=seed,
+            repetition_penalty=1.1,
+        )
         return engine.submit(PROMPTS[seed % 4], params, request_class=("", "code", "prose")[number])
 
     together = engine_of(folders[0])
@@ -137,7 +155,9 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(kind: str, target: Target, 
     assert not together.stats.fallbacks
 
 
-def test_records_and_counts_name_the_version_that_drafted(target: Target, folders: list[str], records: list[RoundRecord]) -> None:
+def test_records_and_counts_name_the_version_that_drafted(
+    target: Target, folders: list[str], records: list[RoundRecord]
+) -> None:
     engine = Engine(target, new_draft(target, 0), CONFIG, sink=records, draft_version="6")
     take_in(engine, folders[0], "7", CANARY)
     take_in(engine, folders[1], "code/3", CODE)
@@ -154,16 +174,24 @@ def test_records_and_counts_name_the_version_that_drafted(target: Target, folder
     assert [one.route.draft for one in (trial, code, later)] == [CANARY, CODE, LIVE]
     assert trial.output == code.output == later.output
     drafted = [record for record in records if record.drafted]
-    told = [[one.draft_version for one in drafted if one.request == hashed(request.id)] for request in (trial, code, later)]
+    told = [
+        [one.draft_version for one in drafted if one.request == hashed(request.id)]
+        for request in (trial, code, later)
+    ]
     assert [sorted(set(each)) for each in told] == [["7"], ["code/3", "code/4"], ["6"]]
     assert told[1] == sorted(told[1])
-    rounds = {version: sum(counts.committed.values()) for version, counts in engine.stats.by_version.items()}
+    rounds = {
+        version: sum(counts.committed.values())
+        for version, counts in engine.stats.by_version.items()
+    }
     assert rounds == Counter(one.draft_version for one in drafted)
     assert engine.stats.routed == {CANARY: 1, CODE: 1, LIVE: 1} and engine.stats.num_swaps == 3
     assert engine.stats.draft_versions == {LIVE: "6", CANARY: "7", CODE: "code/4"}
 
 
-def test_no_draft_reads_what_another_left_in_the_prefix_cache(target: Target, folders: list[str]) -> None:
+def test_no_draft_reads_what_another_left_in_the_prefix_cache(
+    target: Target, folders: list[str]
+) -> None:
     engine = Engine(target, new_draft(target, 0), replace(CONFIG, prefix_cache=True, block_size=4))
     take_in(engine, folders[0], "code/1", CODE)
     pooled(engine, "code")
@@ -228,10 +256,14 @@ def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: 
     assert [one.speculation for one in requests[:2]] == [one.speculation for one in sound[:2]]
     for request in requests[2:]:
         assert request.route.draft == CANARY
-        assert 0 < len(request.speculation.offered) < request.speculation.num_passes - 2, "it rested, and came back"
+        assert 0 < len(request.speculation.offered) < request.speculation.num_passes - 2, (
+            "it rested, and came back"
+        )
 
 
-def test_a_retired_draft_goes_when_its_last_request_has_ended(target: Target, folders: list[str]) -> None:
+def test_a_retired_draft_goes_when_its_last_request_has_ended(
+    target: Target, folders: list[str]
+) -> None:
     engine = Engine(target, new_draft(target, 0), CONFIG)
     take_in(engine, folders[0], "code/1", CODE)
     pooled(engine, "code")
@@ -242,7 +274,11 @@ def test_a_retired_draft_goes_when_its_last_request_has_ended(target: Target, fo
     engine.retire(CODE)
     late = engine.submit(PROMPT, GREEDY, request_class="code")
     engine.step()
-    assert CODE in engine.drafting.drafts and CODE not in engine.drafting.ready and late.route.draft == LIVE
+    assert (
+        CODE in engine.drafting.drafts
+        and CODE not in engine.drafting.ready
+        and late.route.draft == LIVE
+    )
     while not long.finished:
         engine.step()
     assert list(engine.drafting.drafts) == [LIVE] == list(engine.stats.draft_versions)
@@ -272,7 +308,9 @@ def test_a_draft_that_does_not_fit_does_not_come_beside_the_live_one(
 
         monkeypatch.setattr(Eagle3, "record", full)
     else:
-        other = new_draft(target, 1, **({"draft_vocab_size": 100} if case == "shape" else {"taps": (0, 1, 2)}))
+        other = new_draft(
+            target, 1, **({"draft_vocab_size": 100} if case == "shape" else {"taps": (0, 1, 2)})
+        )
     checkpoint.save(other, tmp_path, target)
     engine = Engine(target, live, CONFIG)
     engine.config = replace(CONFIG, compile="auto")
@@ -293,7 +331,9 @@ def publish(root: Path, target: Target, seed: int, revision: str = "") -> int:
     )
 
 
-def test_the_watcher_follows_trials_and_pools(target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_watcher_follows_trials_and_pools(
+    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for seed in (1, 2, 3):
         publish(tmp_path, target, seed)
     strange = publish(tmp_path, target, 4, revision="another")
@@ -318,7 +358,8 @@ def test_the_watcher_follows_trials_and_pools(target: Target, tmp_path: Path, ca
         write_canary(tmp_path, Canary(strange, 0.5))
         served({LIVE: "1"})
         assert router.canary_share == 0.0 and "stays out" in caplog.text
-        # One that cannot be read is the end of the trial, as it is for the learner; the pool is followed all the same.
+        # One that cannot be read is the end of the trial, as it is for the learner; the pool is
+        # followed all the same.
         write_canary(tmp_path, Canary(3, 0.5))
         served({LIVE: "1", CANARY: "3"})
         (tmp_path / "canary.json").write_text("{", encoding="utf-8")
@@ -351,8 +392,11 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.005)
 
 
-def test_a_further_draft_is_recorded_beside_running_rounds(target: Target, folders: list[str]) -> None:
-    """As the first one was, on the caller's thread: the rounds meanwhile are those of any other time."""
+def test_a_further_draft_is_recorded_beside_running_rounds(
+    target: Target, folders: list[str]
+) -> None:
+    """As the first one was, on the caller's thread: the rounds meanwhile are those of any other
+    time."""
     config = EngineConfig(k=3)
     expected = [one.tokens for one in Engine(target, None, config).generate(PROMPTS, GREEDY)]
     engine = Engine(target, new_draft(target, 0), config)

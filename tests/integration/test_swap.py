@@ -54,7 +54,10 @@ def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[st
 
 
 def test_greedy_requests_in_flight_do_not_notice_swaps(target: Target, folders: list[str]) -> None:
-    expected = [completion.tokens for completion in Engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)]
+    expected = [
+        completion.tokens
+        for completion in Engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
+    ]
     drafter = new_eagle3(target, 0)
     engine = Engine(target, drafter, EngineConfig(k=3))
     addresses = {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()}
@@ -70,20 +73,28 @@ def test_greedy_requests_in_flight_do_not_notice_swaps(target: Target, folders: 
     assert {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()} == addresses
 
 
-def test_after_a_swap_the_engine_drafts_with_the_new_weights(target: Target, folders: list[str]) -> None:
+def test_after_a_swap_the_engine_drafts_with_the_new_weights(
+    target: Target, folders: list[str]
+) -> None:
     drafter = new_eagle3(target, 0)
     engine = Engine(target, drafter, EngineConfig(k=3), draft_version="0")
     swap = engine.swap(folders[0], "1")
     assert not swap.done.is_set() and engine.stats.draft_version == "0"
     engine.step()
-    assert swap.done.is_set() and engine.stats.draft_version == "1" and engine.stats.swap_pauses_s == [swap.pause_s]
+    assert (
+        swap.done.is_set()
+        and engine.stats.draft_version == "1"
+        and engine.stats.swap_pauses_s == [swap.pause_s]
+    )
     published = checkpoint.load(folders[0], target).state_dict()
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, published[name])
 
 
 @pytest.mark.parametrize("case", ["family", "shape", "nan", "missing", "corrupt"])
-def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(case: str, target: Target, tmp_path: Path) -> None:
+def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(
+    case: str, target: Target, tmp_path: Path
+) -> None:
     folder = tmp_path / "draft"
     if case == "family":
         saved(target, Mtp.create(MtpOptions(), target, seed=0), folder)
@@ -105,7 +116,11 @@ def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(case: str, t
         engine.swap(str(folder), "1")
     assert "\n" not in str(error.value)
     engine.step()
-    assert engine.stats.num_swaps_refused == 1 and engine.stats.num_swaps == 0 and engine.stats.draft_version == "0"
+    assert (
+        engine.stats.num_swaps_refused == 1
+        and engine.stats.num_swaps == 0
+        and engine.stats.draft_version == "0"
+    )
     assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
 
 
@@ -127,8 +142,13 @@ def publish(root: Path, target: Target, drafter: Eagle3, parent: int | None) -> 
     )
 
 
-def test_the_watcher_follows_new_versions_and_rollbacks_under_load(target: Target, tmp_path: Path) -> None:
-    expected = [completion.tokens for completion in Engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)]
+def test_the_watcher_follows_new_versions_and_rollbacks_under_load(
+    target: Target, tmp_path: Path
+) -> None:
+    expected = [
+        completion.tokens
+        for completion in Engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
+    ]
     engine = Engine(target, new_eagle3(target, 0), EngineConfig(k=3))
     loop = EngineLoop(engine).start()
     watcher = VersionWatcher(loop, tmp_path, poll_s=0.01).start()
@@ -148,7 +168,11 @@ def test_the_watcher_follows_new_versions_and_rollbacks_under_load(target: Targe
                 done = threading.Event()
                 finished.append(done)
                 requests.append(
-                    loop.submit(prompt, GREEDY, lambda request, update, done=done: update.finish_reason and done.set())
+                    loop.submit(
+                        prompt,
+                        GREEDY,
+                        lambda request, update, done=done: update.finish_reason and done.set(),
+                    )
                 )
             act()
             wanted = ("1", "2", "1")[number]
@@ -167,7 +191,9 @@ def test_the_watcher_leaves_a_corrupt_version_alone_until_its_files_change_and_t
 ) -> None:
     opened = []
     monkeypatch.setattr(
-        watch, "open_version", lambda root, version: opened.append(version) or versions.open_version(root, version)
+        watch,
+        "open_version",
+        lambda root, version: opened.append(version) or versions.open_version(root, version),
     )
     engine = Engine(target, new_eagle3(target, 0), EngineConfig())
     loop = EngineLoop(engine).start()
@@ -193,7 +219,10 @@ def test_the_watcher_leaves_a_corrupt_version_alone_until_its_files_change_and_t
 
 
 def test_a_failure_nobody_foresaw_does_not_end_the_watching(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Engine(target, new_eagle3(target, 0), EngineConfig(k=3, compile="off"))
     failures = iter(range(3))

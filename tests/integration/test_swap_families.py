@@ -1,7 +1,8 @@
-"""Swaps before every single round, for every trained family, of one draft or of four that share a batch: greedy text is
-identical, the joint law of sampled text is kept.
+"""Swaps before every single round, for every trained family, of one draft or of four that share a
+batch: greedy text is identical, the joint distribution of sampled text is kept.
 
-Text drafters have no weights to swap: `test_swap.py` has their refusal; in front of a model they are one of the families here.
+Text drafters have no weights to swap: `test_swap.py` has their refusal; in front of a model they
+are one of the families here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from draftsmith.serve.sampling.params import SamplingParams
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
 FALSE_ALARM = 1e-6
 NUM_SAMPLES, MANY_SAMPLES, LENGTH = 1024, 6144, 4
-# Few tokens and flat laws, so that drafts without training are accepted often, and answers of several rounds are few.
+# Few tokens and flat distributions, so that drafts without training are accepted often, and answers
+# of several rounds are few.
 ALLOWED = (7, 51, 180)
 TEMPERATURE = 2.0
 TEXT_FIRST = "suffix and draft-lm"
@@ -49,20 +51,28 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 def new_draft(family: str, target: Target, seed: int) -> TrainedDrafter:
-    """New drafts are much alike, most repeating the target's state through the target's head: these are not."""
-    options = DraftLmOptions(num_layers=1, hidden_size=32) if family == "draft-lm" else OPTIONS[family]()
+    """New drafts are much alike, most repeating the target's state through the target's head: these
+    are not."""
+    options = (
+        DraftLmOptions(num_layers=1, hidden_size=32) if family == "draft-lm" else OPTIONS[family]()
+    )
     counts = torch.ones(target.vocab_size, dtype=torch.int64)
     drafter = FAMILIES[family].create(options, target, seed=seed, token_counts=counts)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in drafter.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=float(weight.float().square().mean().sqrt()))
+            weight.add_(
+                torch.randn(weight.shape, generator=generator),
+                alpha=float(weight.float().square().mean().sqrt()),
+            )
     return drafter.eval()
 
 
 def served(family: str, target: Target) -> ServingDrafter:
     if family == TEXT_FIRST:
-        return TextFirst(new_draft("draft-lm", target, 0), Suffix(SuffixOptions(max_spec_offset=1.0)), share=0.3)
+        return TextFirst(
+            new_draft("draft-lm", target, 0), Suffix(SuffixOptions(max_spec_offset=1.0)), share=0.3
+        )
     return new_draft(family, target, 0)
 
 
@@ -84,7 +94,8 @@ def add_drafts(engine: Engine, folders: list[str]) -> None:
 
 
 def run(engine: Engine, folders: list[str]) -> int:
-    """Until nobody is left, each round with other weights of every draft than the one before; returns the rounds."""
+    """Until nobody is left, each round with other weights of every draft than the one before;
+    returns the rounds."""
     rounds = 0
     while engine.scheduler.busy:
         for number, name in enumerate(engine.drafting.drafts):
@@ -100,7 +111,10 @@ def test_greedy_text_is_the_same_with_a_swap_before_every_round(
 ) -> None:
     monkeypatch.setattr(routing, "PROBES", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    expected = [one.tokens for one in Engine(target, None, EngineConfig(compile="off")).generate(PROMPTS, params)]
+    expected = [
+        one.tokens
+        for one in Engine(target, None, EngineConfig(compile="off")).generate(PROMPTS, params)
+    ]
     engine = Engine(target, new_draft(family, target, 0), EngineConfig(k=3, compile="off"))
     folders = saved(family, target, tmp_path)
     alone = [engine.submit(prompt, params) for prompt in PROMPTS]
@@ -117,71 +131,110 @@ def test_greedy_text_is_the_same_with_a_swap_before_every_round(
 
 
 @pytest.fixture(scope="module")
-def law(target: Target) -> dict[tuple[int, ...], float]:
+def distribution(target: Target) -> dict[tuple[int, ...], float]:
     """Every answer of LENGTH tokens with its probability, by enumeration under the target."""
     rows = SamplingRows.of([TEMPERATURE])
-    others = torch.ones(target.vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(ALLOWED), False)
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    others = torch.ones(target.vocab_size, dtype=torch.bool).index_fill(
+        0, torch.tensor(ALLOWED), False
+    )
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer: dict[tuple[int, ...], float] = {}
-        for text, mass in law.items():
+        for text, mass in distribution.items():
             tokens = torch.tensor([PROMPTS[0] + list(text)])
             _, hidden = target.states(tokens, torch.ones_like(tokens), ())
             probs = torch.softmax(
-                process(target.head(hidden[0, -1:]).float().masked_fill(others, -torch.inf), rows).double(), -1
+                process(
+                    target.head(hidden[0, -1:]).float().masked_fill(others, -torch.inf), rows
+                ).double(),
+                -1,
             )[0]
-            longer |= {(*text, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()}
-        law = longer
-    return law
+            longer |= {
+                (*text, token): mass * float(probs[token])
+                for token in probs.nonzero()[:, 0].tolist()
+            }
+        distribution = longer
+    return distribution
 
 
-def fit(engine: Engine, folders: list[str], law: dict[tuple[int, ...], float], num_samples: int = NUM_SAMPLES) -> Fit:
-    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=TEMPERATURE, allowed_token_ids=ALLOWED)
+def fit(
+    engine: Engine,
+    folders: list[str],
+    distribution: dict[tuple[int, ...], float],
+    num_samples: int = NUM_SAMPLES,
+) -> Fit:
+    params = SamplingParams(
+        max_tokens=LENGTH, ignore_eos=True, temperature=TEMPERATURE, allowed_token_ids=ALLOWED
+    )
     requests = [
         engine.submit(
-            PROMPTS[0], replace(params, seed=seed), text=False, request_class=CLASSES[seed % len(CLASSES)], tenant="all alike"
+            PROMPTS[0],
+            replace(params, seed=seed),
+            text=False,
+            request_class=CLASSES[seed % len(CLASSES)],
+            tenant="all alike",
         )
         for seed in range(num_samples)
     ]
     run(engine, folders)
-    texts = {text: index for index, text in enumerate(law)}
-    counts = torch.zeros(len(law) + 1)
+    texts = {text: index for index, text in enumerate(distribution)}
+    counts = torch.zeros(len(distribution) + 1)
     for request in requests:
-        counts[texts.get(tuple(request.output), len(law))] += 1
-    return chi_square(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
+        counts[texts.get(tuple(request.output), len(distribution))] += 1
+    return chi_square(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
 
 
-CONFIG = EngineConfig(k=2, max_batch=64, max_queue=MANY_SAMPLES, max_length=64, max_round_tokens=1024, compile="off")
-LONG = [pytest.param(family, marks=pytest.mark.long) for family in (*OPTIONS, TEXT_FIRST) if family not in ("eagle3", "dspark")]
+CONFIG = EngineConfig(
+    k=2, max_batch=64, max_queue=MANY_SAMPLES, max_length=64, max_round_tokens=1024, compile="off"
+)
+LONG = [
+    pytest.param(family, marks=pytest.mark.long)
+    for family in (*OPTIONS, TEXT_FIRST)
+    if family not in ("eagle3", "dspark")
+]
 
 
 @pytest.mark.parametrize("family", ["eagle3", "dspark", *LONG])
-def test_the_joint_law_is_kept_with_a_swap_before_every_round(
-    family: str, target: Target, law: dict[tuple[int, ...], float], tmp_path: Path
+def test_the_joint_distribution_is_kept_with_a_swap_before_every_round(
+    family: str, target: Target, distribution: dict[tuple[int, ...], float], tmp_path: Path
 ) -> None:
     engine = Engine(target, served(family, target), CONFIG)
-    found = fit(engine, saved(family, target, tmp_path), law)
+    found = fit(engine, saved(family, target, tmp_path), distribution)
     assert found.p_value > FALSE_ALARM, found
-    assert engine.stats.num_swaps > 20 and engine.stats.num_accepted_tokens > NUM_SAMPLES / 2 and not engine.stats.fallbacks
+    assert (
+        engine.stats.num_swaps > 20
+        and engine.stats.num_accepted_tokens > NUM_SAMPLES / 2
+        and not engine.stats.fallbacks
+    )
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.35
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [*OPTIONS, TEXT_FIRST])
-def test_the_joint_law_is_kept_with_four_drafts_in_a_batch_and_all_swapped_before_every_round(
-    family: str, target: Target, law: dict[tuple[int, ...], float], tmp_path: Path
+def test_the_joint_distribution_is_kept_with_four_drafts_in_a_batch_and_all_swapped_before_every_round(
+    family: str, target: Target, distribution: dict[tuple[int, ...], float], tmp_path: Path
 ) -> None:
-    engine, folders = Engine(target, served(family, target), CONFIG), saved(family, target, tmp_path)
+    engine, folders = (
+        Engine(target, served(family, target), CONFIG),
+        saved(family, target, tmp_path),
+    )
     add_drafts(engine, folders)
-    found = fit(engine, folders, law, MANY_SAMPLES)
+    found = fit(engine, folders, distribution, MANY_SAMPLES)
     assert found.p_value > FALSE_ALARM, found
-    assert engine.stats.num_swaps > 80 and engine.stats.num_accepted_tokens > MANY_SAMPLES / 2 and not engine.stats.fallbacks
+    assert (
+        engine.stats.num_swaps > 80
+        and engine.stats.num_accepted_tokens > MANY_SAMPLES / 2
+        and not engine.stats.fallbacks
+    )
     assert min(engine.stats.routed[name] for name in (LIVE, *FURTHER)) > MANY_SAMPLES / 10
     assert detectable_bias(MANY_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
-def test_the_law_is_kept_with_four_drafts_and_lost_when_their_laws_are_mixed_up(
-    target: Target, law: dict[tuple[int, ...], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_distribution_is_kept_with_four_drafts_and_lost_when_their_distributions_are_mixed_up(
+    target: Target,
+    distribution: dict[tuple[int, ...], float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folders = saved("eagle3", target, tmp_path)
 
@@ -195,23 +248,32 @@ def test_the_law_is_kept_with_four_drafts_and_lost_when_their_laws_are_mixed_up(
         monkeypatch.setattr(drafting, "joined", put_together)
         engine = Engine(target, new_draft("eagle3", target, 0), CONFIG)
         add_drafts(engine, folders)
-        fits.append(fit(engine, folders, law))
-        assert min(engine.stats.routed[name] for name in (LIVE, *FURTHER)) > NUM_SAMPLES / 10 and not engine.stats.fallbacks
+        fits.append(fit(engine, folders, distribution))
+        assert (
+            min(engine.stats.routed[name] for name in (LIVE, *FURTHER)) > NUM_SAMPLES / 10
+            and not engine.stats.fallbacks
+        )
     assert fits[0].p_value > FALSE_ALARM > fits[1].p_value, fits
 
 
 def test_weights_that_are_not_those_that_drafted_are_seen(
-    target: Target, law: dict[tuple[int, ...], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    distribution: dict[tuple[int, ...], float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The control: q told as of other weights than those that drew, which is what a swap in the middle of a round would do."""
+    """The control: q told as of other weights than those that drew, which is what a swap in the
+    middle of a round would do."""
     drafter = new_draft("eagle3", target, 0)
     own = type(drafter).propose
 
     def torn(self: TrainedDrafter, inputs: DraftInputs) -> Proposal:
         proposal = own(self, inputs)
         assert proposal.logits is not None
-        return replace(proposal, logits=torch.where(proposal.logits > -torch.inf, -proposal.logits, -torch.inf))
+        return replace(
+            proposal, logits=torch.where(proposal.logits > -torch.inf, -proposal.logits, -torch.inf)
+        )
 
     monkeypatch.setattr(type(drafter), "propose", torn)
-    found = fit(Engine(target, drafter, CONFIG), saved("eagle3", target, tmp_path), law)
+    found = fit(Engine(target, drafter, CONFIG), saved("eagle3", target, tmp_path), distribution)
     assert found.p_value < FALSE_ALARM, found

@@ -1,4 +1,5 @@
-"""Other weights of the target: the draft made for the old ones goes into quarantine, is judged on new traffic, and learns."""
+"""Other weights of the target: the draft made for the old ones goes into quarantine, is judged on
+new traffic, and learns."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 
-# Text of a tiny random target is unlike language; at this temperature its laws fit into 64 tokens.
+# Text of a tiny random target is unlike language; at this temperature its distributions fit into 64
+# tokens.
 SAMPLING = SamplingParams(max_tokens=16, temperature=0.5)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
 class Site:
-    """A target's folder, whose weights change, the draft that its first weights make, and what server and learner share."""
+    """A target's folder, whose weights change, the draft that its first weights make, and what
+    server and learner share."""
 
     def __init__(self, root: Path, first: str):
         self.root, self.folder = root, str(root / "target")
@@ -42,8 +45,10 @@ class Site:
         self.draft = DraftLm.create(DraftLmOptions(init=first), self.target, seed=0)
         checkpoint.save(self.draft, root / "draft", self.target)
         self.config = DistillConfig(
-            target=self.folder, draft=str(root / "draft"), buffer=str(root / "buffer"), versions=str(root / "versions"),
-            until_idle_s=0.3, poll_s=0.05, learn=LearnConfig(lr=1e-4, steps=2, fresh=1000, reservoir=1000),
+            target=self.folder, draft=str(root / "draft"), buffer=str(root / "buffer"),
+            versions=str(root / "versions"),
+            until_idle_s=0.3, poll_s=0.05,
+            learn=LearnConfig(lr=1e-4, steps=2, fresh=1000, reservoir=1000),
             gate=GateConfig(every=1, held_out=0.5),
         )  # fmt: skip
 
@@ -52,20 +57,30 @@ class Site:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in self.target.model.parameters():
-                parameter.add_(noise * parameter.std().nan_to_num() * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(
+                    noise
+                    * parameter.std().nan_to_num()
+                    * torch.randn(parameter.shape, generator=generator)
+                )
         self.target.model.save_pretrained(self.folder)
         self.target = Target.load(self.folder)
 
     def serve(self, count: int) -> None:
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
         drafter = checkpoint.load(self.root / "draft", self.target)
-        engine = Engine(self.target, drafter, EngineConfig(k=3, seed=0), sink=writer, draft_version="1")
-        prompts = torch.randint(3, 288, (count, 6), generator=torch.Generator().manual_seed(count)).tolist()
+        engine = Engine(
+            self.target, drafter, EngineConfig(k=3, seed=0), sink=writer, draft_version="1"
+        )
+        prompts = torch.randint(
+            3, 288, (count, 6), generator=torch.Generator().manual_seed(count)
+        ).tolist()
         engine.generate(prompts, SAMPLING, text=False)
         writer.close()
 
     def decisions(self, kind: str) -> list[dict[str, Any]]:
-        return [one for one in versions.read_decisions(self.config.versions) if one["decision"] == kind]
+        return [
+            one for one in versions.read_decisions(self.config.versions) if one["decision"] == kind
+        ]
 
     def revision(self) -> str:
         live = versions.latest(self.config.versions)
@@ -87,11 +102,20 @@ def test_a_draft_that_still_predicts_leaves_quarantine_as_it_is(site: Site) -> N
     site.serve(40)
     daemon.run(site.config)
     (noticed,) = site.decisions("quarantine")
-    assert noticed["version"] == 1 and made_for in noticed["reason"] and site.target.revision in noticed["reason"]
+    assert (
+        noticed["version"] == 1
+        and made_for in noticed["reason"]
+        and site.target.revision in noticed["reason"]
+    )
     (accepted,) = site.decisions("accept")
-    assert "out of quarantine" in accepted["reason"] and versions.latest(site.config.versions) == accepted["version"] == 2
+    assert (
+        "out of quarantine" in accepted["reason"]
+        and versions.latest(site.config.versions) == accepted["version"] == 2
+    )
     assert site.revision() == site.target.revision
-    weights = checkpoint.load(versions.open_version(site.config.versions, 2), site.target).state_dict()
+    weights = checkpoint.load(
+        versions.open_version(site.config.versions, 2), site.target
+    ).state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in site.draft.state_dict().items())
     daemon.run(site.config)
     assert len(site.decisions("quarantine")) == 1
@@ -104,16 +128,28 @@ def test_a_draft_that_predicts_no_more_stays_until_it_has_learned(site: Site) ->
     config = replace(site.config, learn=LearnConfig(lr=3e-3, steps=60, fresh=8))
     daemon.run(config)
     (noticed,) = site.decisions("quarantine")
-    holds = [one for one in site.decisions("hold") if "quarantine" in one["reason"] and "0.3" in one["reason"]]
+    holds = [
+        one
+        for one in site.decisions("hold")
+        if "quarantine" in one["reason"] and "0.3" in one["reason"]
+    ]
     assert holds and noticed["version"] == versions.latest(config.versions) == 1
     # The same candidate, where so little is enough.
-    site.config = replace(config, versions=str(site.root / "copy"), gate=replace(config.gate, floor=0.015))
+    site.config = replace(
+        config, versions=str(site.root / "copy"), gate=replace(config.gate, floor=0.015)
+    )
     daemon.run(site.config)
     (accepted,) = site.decisions("accept")
-    assert accepted["gain"] > 0 and accepted["alpha_candidate"] > 0.015 and site.revision() == site.target.revision
+    assert (
+        accepted["gain"] > 0
+        and accepted["alpha_candidate"] > 0.015
+        and site.revision() == site.target.revision
+    )
 
 
-def test_new_weights_in_the_targets_folder_are_taken_up_while_it_runs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_weights_in_the_targets_folder_are_taken_up_while_it_runs(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The records say that servers run another target, the folder that it is there."""
     take_in, changed = daemon.Daemon.take_in, []
 
@@ -148,12 +184,17 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
         watcher = VersionWatcher(EngineLoop(engine), site.config.versions, serving=1)
         (said,) = [one.message for one in caplog.records if "is in quarantine" in one.message]
         assert f"runs {site.target.revision}" in said
-        assert [one.tokens for one in engine.generate([[5, 6, 7]], GREEDY)] == [one.tokens for one in plain]
+        assert [one.tokens for one in engine.generate([[5, 6, 7]], GREEDY)] == [
+            one.tokens for one in plain
+        ]
         drafted, rounds = engine.stats.rounds_by_k[3], engine.stats.num_rounds
         assert [engine.drafting.live.take_turn() for _ in range(2 * PROBE)].count(True) == 2
         # One that fits neither is no better.
         versions.publish(
-            site.config.versions, lambda folder: checkpoint.save(drafter, folder, site.target), family="draft-lm",
+            site.config.versions, lambda folder: checkpoint.save(drafter, folder, site.target),
+            family=(
+                "draft-lm"
+            ),
             target={"revision": "another"}, parent=1, data_range={}, gate={},
         )  # fmt: skip
         assert not watcher.look() and "stays out" in caplog.text

@@ -1,4 +1,5 @@
-"""The target sharded over two processes by transformers' own plan answers as one process does, with every kind of drafting."""
+"""The target sharded over two processes by transformers' own plan answers as one process does, with
+every kind of drafting."""
 
 from __future__ import annotations
 
@@ -43,20 +44,42 @@ def drafts(target_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture
-def serve(target_folder: str) -> Iterator[Callable[[int, Sequence[str]], tuple[str, subprocess.Popen]]]:
-    """`serve(processes, options)` -> the URL of a server that is up, started by itself or by torchrun."""
+def serve(
+    target_folder: str,
+) -> Iterator[Callable[[int, Sequence[str]], tuple[str, subprocess.Popen]]]:
+    """`serve(processes, options)` -> the URL of a server that is up, started by itself or by
+    torchrun."""
     running: list[subprocess.Popen] = []
 
-    def start(processes: int, options: Sequence[str], *, torchrun: bool = False) -> tuple[str, subprocess.Popen]:
+    def start(
+        processes: int, options: Sequence[str], *, torchrun: bool = False
+    ) -> tuple[str, subprocess.Popen]:
         port = free_port()
         launcher = [sys.executable, "-m", "draftsmith.cli"]
         options = [*options, "--tensor-parallel", str(processes)]
         if torchrun:
-            launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nproc_per_node={processes}",
+            ]
             launcher += [f"--master_port={free_port()}", "-m", "draftsmith.cli"]
-        command = [*launcher, "serve", "--target", target_folder, "--port", str(port), "--dtype", "float32", *options]
+        command = [
+            *launcher,
+            "serve",
+            "--target",
+            target_folder,
+            "--port",
+            str(port),
+            "--dtype",
+            "float32",
+            *options,
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        server = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         running.append(server)
         url = f"http://127.0.0.1:{port}"
         deadline_s = time.monotonic() + 180
@@ -85,7 +108,11 @@ def free_port() -> int:
 def answers(url: str, max_tokens: int = 24) -> list[list[int]]:
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     body = (
-        httpx.post(f"{url}/v1/completions", json=REQUEST | {"model": model, "max_tokens": max_tokens}, timeout=60)
+        httpx.post(
+            f"{url}/v1/completions",
+            json=REQUEST | {"model": model, "max_tokens": max_tokens},
+            timeout=60,
+        )
         .raise_for_status()
         .json()
     )
@@ -95,7 +122,10 @@ def answers(url: str, max_tokens: int = 24) -> list[list[int]]:
 def wait_until_running(url: str) -> None:
     deadline_s = time.monotonic() + 10
     while time.monotonic() < deadline_s:
-        if any(line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in metrics(url)):
+        if any(
+            line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0")
+            for line in metrics(url)
+        ):
             return
     raise AssertionError("no request was seen running")
 
@@ -105,19 +135,29 @@ def metrics(url: str) -> list[str]:
 
 
 def drafted(url: str) -> float:
-    return sum(float(line.split()[-1]) for line in metrics(url) if line.startswith("vllm:spec_decode_num_draft_tokens_total"))
+    return sum(
+        float(line.split()[-1])
+        for line in metrics(url)
+        if line.startswith("vllm:spec_decode_num_draft_tokens_total")
+    )
 
 
 @pytest.mark.parametrize(
     "family, torchrun",
-    [("eagle3", False), pytest.param("mtp", False, marks=pytest.mark.long), pytest.param(None, True, marks=pytest.mark.long)],
+    [
+        ("eagle3", False),
+        pytest.param("mtp", False, marks=pytest.mark.long),
+        pytest.param(None, True, marks=pytest.mark.long),
+    ],
 )
 def test_two_processes_answer_as_one(
     family: str | None, torchrun: bool, target_folder: str, drafts: dict[str, Path], serve: Callable
 ) -> None:
     options = [] if family is None else ["--draft", str(drafts[family]), "--k", "3"]
     url, server = serve(2, options, torchrun=torchrun)
-    assert answers(url) == Target.load(target_folder, dtype="float32").answer(PROMPTS, max_new_tokens=24, ignore_eos=True)
+    assert answers(url) == Target.load(target_folder, dtype="float32").answer(
+        PROMPTS, max_new_tokens=24, ignore_eos=True
+    )
     assert (drafted(url) > 0) == (family is not None)
     # A signal reaches all processes at once; the answer under way is finished all the same.
     with ThreadPoolExecutor() as pool:
@@ -167,17 +207,28 @@ for max_tokens in (4, 24):
 
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_rank_that_fails_in_a_pass_ends_all(failing: int, target_folder: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_in_a_pass_ends_all(
+    failing: int, target_folder: str, tmp_path: Path
+) -> None:
     """Left alone, the others would wait in that pass's sum for good."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command += [str(script), target_folder, str(failing)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert ended.returncode != 0
     assert ended.stdout.split("\n")[:-1] == ["answered 4"]
-    assert f"rank {failing} is out of memory" in ended.stderr and "failed in a call that all ranks make" in ended.stderr
+    assert (
+        f"rank {failing} is out of memory" in ended.stderr
+        and "failed in a call that all ranks make" in ended.stderr
+    )
 
 
 def test_a_server_that_torchrun_did_not_start_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:

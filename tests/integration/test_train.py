@@ -45,7 +45,10 @@ def data(tmp_path_factory: pytest.TempPathFactory, target_folder: str) -> Path:
     """Sampled answers of the tiny target."""
     target = Target.load(target_folder)
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 288, (4 + number % 5,), generator=generator).tolist() for number in range(48)]
+    prompts = [
+        torch.randint(3, 288, (4 + number % 5,), generator=generator).tolist()
+        for number in range(48)
+    ]
     answers = target.answer(prompts, max_new_tokens=16, temperature=1.0, batch_size=48)
     rows = [
         {
@@ -58,22 +61,52 @@ def data(tmp_path_factory: pytest.TempPathFactory, target_folder: str) -> Path:
     ]
     folder = tmp_path_factory.mktemp("data")
     pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
-    provenance = {"target": target_folder, "target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    write_json(folder / "provenance.json", provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())})
+    provenance = {
+        "target": target_folder,
+        "target_revision": target.revision,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+    write_json(
+        folder / "provenance.json",
+        provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())},
+    )
     return folder
 
 
 @pytest.fixture
 def train(target_folder: str, data: Path, tmp_path: Path) -> Callable[..., subprocess.Popen]:
-    """Starts `draftsmith train` into `tmp_path / name`; one thread and float32, so that equal runs are equal to the bit."""
+    """Starts `draftsmith train` into `tmp_path / name`; one thread and float32, so that equal runs
+    are equal to the bit."""
 
-    def start(name: str, *options: str, family: str = "eagle3", processes: int = 1) -> subprocess.Popen:
+    def start(
+        name: str, *options: str, family: str = "eagle3", processes: int = 1
+    ) -> subprocess.Popen:
         launcher = [sys.executable, "-m", "draftsmith.cli"]
         if processes > 1 or "--deepspeed" in options:
-            launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nproc_per_node={processes}",
+            ]
             launcher += [f"--master_port={free_port()}", "-m", "draftsmith.cli"]
-        command = ["train", family, "--target", target_folder, "--data", str(data), "--out", str(tmp_path / name)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        command = [
+            "train",
+            family,
+            "--target",
+            target_folder,
+            "--data",
+            str(data),
+            "--out",
+            str(tmp_path / name),
+        ]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         return subprocess.Popen(
             [*launcher, *command, "--dtype", "float32", *options],
             env=environment,
@@ -92,7 +125,13 @@ def free_port() -> int:
 
 
 def config(target_folder: str, data: Path, out: Path, **changes: object) -> TrainConfig:
-    values = {"family": "eagle3", "dtype": "float32", "target": target_folder, "data": str(data), "out": str(out)}
+    values = {
+        "family": "eagle3",
+        "dtype": "float32",
+        "target": target_folder,
+        "data": str(data),
+        "out": str(out),
+    }
     return TrainConfig(**values | changes)
 
 
@@ -104,7 +143,10 @@ def finish(process: subprocess.Popen) -> str:
 
 def metrics(folder: Path) -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines]
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in CLOCK}
+        for line in lines
+    ]
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
@@ -116,8 +158,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
         time.sleep(0.002)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert not (tmp_path / "killed/draftsmith.json").exists(), "the kill came too late to show anything"
-    # What a kill in the middle of writing leaves behind: a checkpoint without its mark, half a line.
+    assert not (tmp_path / "killed/draftsmith.json").exists(), (
+        "the kill came too late to show anything"
+    )
+    # What a kill in the middle of writing leaves behind: a checkpoint without its mark, half a
+    # line.
     broken = tmp_path / "killed/training/checkpoint-70"
     broken.mkdir()
     (broken / "model.safetensors").write_bytes(b"half")
@@ -129,8 +174,23 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-SHORT = {"eval_prompts": 0, "steps": 8, "log_every": 1, "batch_size": 4, "optim": OptimConfig(schedule="constant", warmup=0.0)}
-SHORT_FLAGS = ("--eval-prompts", "0", "--log-every", "1", "--batch-size", "4", "optim.schedule=constant", "optim.warmup=0")
+SHORT = {
+    "eval_prompts": 0,
+    "steps": 8,
+    "log_every": 1,
+    "batch_size": 4,
+    "optim": OptimConfig(schedule="constant", warmup=0.0),
+}
+SHORT_FLAGS = (
+    "--eval-prompts",
+    "0",
+    "--log-every",
+    "1",
+    "--batch-size",
+    "4",
+    "optim.schedule=constant",
+    "optim.warmup=0",
+)
 
 
 def in_a_save(training: Path) -> bool:
@@ -156,8 +216,14 @@ def test_kills_at_any_moment_cost_at_most_one_save_interval(train, tmp_path):
             wait_until(killed, partial(in_a_save, folder.training), pause_s=0.0)
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        assert not (folder.out / "draftsmith.json").exists(), "the kill came too late to show anything"
-        reached = max(json.loads(line)["step"] for line in folder.metrics.read_text().splitlines() if line.endswith("}"))
+        assert not (folder.out / "draftsmith.json").exists(), (
+            "the kill came too late to show anything"
+        )
+        reached = max(
+            json.loads(line)["step"]
+            for line in folder.metrics.read_text().splitlines()
+            if line.endswith("}")
+        )
         assert reached - folder.newest().step <= interval
     finish(train("killed", *options))
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
@@ -170,7 +236,9 @@ def goes_on(folder: RunFolder, before: Checkpoint | None) -> bool:
     return newest is not None and newest != before
 
 
-def wait_until(process: subprocess.Popen, happened: Callable[[], bool], *, pause_s: float = 0.002) -> None:
+def wait_until(
+    process: subprocess.Popen, happened: Callable[[], bool], *, pause_s: float = 0.002
+) -> None:
     while not happened():
         assert process.poll() is None, process.stdout.read()
         time.sleep(pause_s)
@@ -189,7 +257,9 @@ def test_a_full_disk_costs_the_checkpoint_being_written(target_folder, data, tmp
         honest(value, path, *rest, **options)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(UserError, match=r"checkpoint of step 6 cannot be written .*No space left.*; make room in"):
+    with pytest.raises(
+        UserError, match=r"checkpoint of step 6 cannot be written .*No space left.*; make room in"
+    ):
         run(settings)
     assert RunFolder(settings.out).newest().step == 4
     monkeypatch.setattr(torch, "save", honest)
@@ -198,8 +268,11 @@ def test_a_full_disk_costs_the_checkpoint_being_written(target_folder, data, tmp
 
 
 @pytest.fixture(scope="session")
-def one_process(tmp_path_factory: pytest.TempPathFactory, target_folder: str, data: Path) -> list[dict]:
-    """What two ranks with one pass a step must reproduce: one rank with two, which sees the same batches."""
+def one_process(
+    tmp_path_factory: pytest.TempPathFactory, target_folder: str, data: Path
+) -> list[dict]:
+    """What two ranks with one pass a step must reproduce: one rank with two, which sees the same
+    batches."""
     out = tmp_path_factory.mktemp("one")
     run(config(target_folder, data, out, accumulate=2, **SHORT))
     return metrics(out)
@@ -209,7 +282,8 @@ def same_run(ranks: list[dict], one_process: list[dict]) -> None:
     assert [line["step"] for line in ranks] == [line["step"] for line in one_process]
     for ours, theirs in zip(ranks, one_process):
         for name in ("loss", "forward_kl_1", "alpha_1", "grad_norm"):
-            # Sums over ranks in another order: float32 noise of 1e-7, which Adam's division by small moments grows.
+            # Sums over ranks in another order: float32 noise of 1e-7, which Adam's division by
+            # small moments grows.
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (ours["step"], name)
 
 
@@ -222,7 +296,9 @@ def test_zero_on_two_processes_equals_one(stage, train, tmp_path, one_process):
     same_run(metrics(tmp_path / "ranks"), one_process)
     # The saved draft is whole, whatever was partitioned.
     state = load_file(tmp_path / "ranks/model.safetensors")
-    assert all(tensor.numel() > 0 and bool(tensor.float().isfinite().all()) for tensor in state.values())
+    assert all(
+        tensor.numel() > 0 and bool(tensor.float().isfinite().all()) for tensor in state.values()
+    )
 
 
 @pytest.mark.long
@@ -238,14 +314,21 @@ def test_another_step_is_another_loss(one_process):
     """Negative control of `same_run`: neighbouring steps differ by far more than its tolerance."""
     with pytest.raises(AssertionError):
         same_run(
-            [{**line, "loss": other["loss"]} for line, other in zip(one_process, one_process[1:] + one_process[:1])], one_process
+            [
+                {**line, "loss": other["loss"]}
+                for line, other in zip(one_process, one_process[1:] + one_process[:1])
+            ],
+            one_process,
         )
 
 
 @pytest.mark.parametrize(
-    ("family", "recipe"), [("eagle3", None), ("mtp", "zero2"), pytest.param("draft-lm", "zero3", marks=pytest.mark.long)]
+    ("family", "recipe"),
+    [("eagle3", None), ("mtp", "zero2"), pytest.param("draft-lm", "zero3", marks=pytest.mark.long)],
 )
-def test_a_target_spread_over_two_processes_trains_alike(family, recipe, train, tmp_path, target_folder, data):
+def test_a_target_spread_over_two_processes_trains_alike(
+    family, recipe, train, tmp_path, target_folder, data
+):
     options = () if family != "draft-lm" else ("draft_lm.target_layers=[0,3]",)
     finish(
         train(
@@ -287,7 +370,9 @@ def test_a_target_spread_over_two_processes_trains_alike(family, recipe, train, 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)], ids=["one to two", "two to one"])
-def test_a_deepspeed_run_goes_on_with_another_number_of_processes(counts, stage, train, tmp_path, one_process):
+def test_a_deepspeed_run_goes_on_with_another_number_of_processes(
+    counts, stage, train, tmp_path, one_process
+):
     recipe = str(ROOT / f"recipes/zero{stage}.json")
     for steps, processes in zip((4, 8), counts):
         batches = ("--accumulate", str(2 // processes))
@@ -297,20 +382,34 @@ def test_a_deepspeed_run_goes_on_with_another_number_of_processes(counts, stage,
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)], ids=["one to two", "two to one"])
-def test_a_run_goes_on_with_another_number_of_processes(counts, train, tmp_path, one_process, target_folder, data):
+def test_a_run_goes_on_with_another_number_of_processes(
+    counts, train, tmp_path, one_process, target_folder, data
+):
     """Two batches an optimizer step throughout: of two ranks, or of one that accumulates."""
     for steps, processes in zip((4, 8), counts):
         if processes == 2:
             finish(train("moved", *SHORT_FLAGS, "--steps", f"{steps}", processes=2))
         else:
-            run(config(target_folder, data, tmp_path / "moved", **SHORT | {"steps": steps, "accumulate": 2}))
+            run(
+                config(
+                    target_folder,
+                    data,
+                    tmp_path / "moved",
+                    **SHORT | {"steps": steps, "accumulate": 2},
+                )
+            )
     same_run(metrics(tmp_path / "moved"), one_process)
 
 
-def test_another_size_of_optimizer_steps_is_refused_with_the_mend(target_folder, data, tmp_path, monkeypatch):
+def test_another_size_of_optimizer_steps_is_refused_with_the_mend(
+    target_folder, data, tmp_path, monkeypatch
+):
     out = tmp_path / "out"
     run(config(target_folder, data, out, accumulate=2, **SHORT | {"steps": 1}))
-    with pytest.raises(UserError, match=r"2 batches an optimizer step, and 1 x accumulate 3 are 3; give --accumulate 2"):
+    with pytest.raises(
+        UserError,
+        match=r"2 batches an optimizer step, and 1 x accumulate 3 are 3; give --accumulate 2",
+    ):
         run(config(target_folder, data, out, accumulate=3, **SHORT))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"2 x accumulate 2 are 4; give --accumulate 1"):

@@ -1,4 +1,5 @@
-"""Where `scripts/environment.sh` takes torch from: pip, uv, nvidia-smi and uname are stand-ins that log how they are called."""
+"""Where `scripts/environment.sh` takes torch from: pip, uv, nvidia-smi and uname are stand-ins that
+log how they are called."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Machine:
         for name in ("constraints.txt", "pyproject.toml"):
             shutil.copy(ROOT / name, self.work)
         self.log.touch()
-        self.environment = {"PATH": str(self.bin), "BIN": str(self.bin), "LISTED": LISTED.format(NO_MATCH)}
+        self.environment = {
+            "PATH": str(self.bin),
+            "BIN": str(self.bin),
+            "LISTED": LISTED.format(NO_MATCH),
+        }
         self.stand_in("python", PYTHON)
         self.stand_in("nvidia-smi", "exit 1")
         self.stand_in("uname", "echo Linux")
@@ -46,8 +51,14 @@ class Machine:
         return path
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        command = [str(self.bin / "bash"), "-c", f"set -uo pipefail; source {ROOT}/scripts/environment.sh; {script}"]
-        return subprocess.run(command, cwd=self.work, env=self.environment, text=True, capture_output=True, timeout=60)
+        command = [
+            str(self.bin / "bash"),
+            "-c",
+            f"set -uo pipefail; source {ROOT}/scripts/environment.sh; {script}",
+        ]
+        return subprocess.run(
+            command, cwd=self.work, env=self.environment, text=True, capture_output=True, timeout=60
+        )
 
     def choose(self) -> tuple[str, str, list[str]]:
         """The source, what stderr says, and the calls that installing from there makes."""
@@ -75,7 +86,11 @@ def test_a_cuda_machine_gets_what_pip_takes_and_nothing_else_is_asked(machine: M
     machine.stand_in("nvidia-smi", "exit 0")
     machine.environment["TORCH_CPU_INDEX"] = "https://cpu.example/simple"
     done = machine.run("torch_source python")
-    assert (done.stdout.strip(), done.stderr, machine.log.read_text()) == ("pip", "", "nvidia-smi \n")
+    assert (done.stdout.strip(), done.stderr, machine.log.read_text()) == (
+        "pip",
+        "",
+        "nvidia-smi \n",
+    )
     assert machine.choose() == ("pip", "", BY_PIP)
 
 
@@ -89,7 +104,10 @@ def test_the_index_that_was_named_is_taken_without_asking_others(machine: Machin
     machine.stand_in("uv", "exit 0")
     source, said, calls = machine.choose()
     assert (source, said) == ("index", "")
-    assert calls == ["python -m pip install --no-deps --progress-bar off --index-url https://cpu.example/simple torch==2.13.0"]
+    assert calls == [
+        "python -m pip install --no-deps --progress-bar off --index-url "
+        "https://cpu.example/simple torch==2.13.0"
+    ]
 
 
 def test_a_cpu_build_where_pip_looks_is_left_to_pip(machine: Machine) -> None:
@@ -117,7 +135,9 @@ def test_uv_is_installed_where_it_is_missing(machine: Machine) -> None:
     machine.stand_in("uv-to-install", "exit 0")
     source, said, calls = machine.choose()
     assert (source, said) == ("uv", "")
-    assert calls == ["uv-to-install pip install --python python --torch-backend cpu --no-deps torch==2.13.0"]
+    assert calls == [
+        "uv-to-install pip install --python python --torch-backend cpu --no-deps torch==2.13.0"
+    ]
 
 
 def test_where_uv_does_not_reach_one_line_comes_before_gigabytes(machine: Machine) -> None:
@@ -133,14 +153,20 @@ def test_without_uv_one_line_comes_before_gigabytes(machine: Machine) -> None:
 
 def test_a_network_that_swallows_packets_costs_no_more_than_its_limit(machine: Machine) -> None:
     machine.stand_in("uv", "exit 0")
-    machine.stand_in("timeout", 'echo "limit $1 retries $UV_HTTP_RETRIES" >>"$BIN/limits"; exit 124')
+    machine.stand_in(
+        "timeout", 'echo "limit $1 retries $UV_HTTP_RETRIES" >>"$BIN/limits"; exit 124'
+    )
     source, said, _ = machine.choose()
     assert source == "pip" and is_warning(said)
     assert (machine.bin / "limits").read_text() == "limit 20 retries 0\n"
 
 
-@pytest.mark.parametrize(("installed", "fetched"), [("2.13.0", False), ("2.12.0", True), ("none", True)])
-def test_the_line_comes_before_torch_is_installed_and_only_then(machine: Machine, installed: str, fetched: bool) -> None:
+@pytest.mark.parametrize(
+    ("installed", "fetched"), [("2.13.0", False), ("2.12.0", True), ("none", True)]
+)
+def test_the_line_comes_before_torch_is_installed_and_only_then(
+    machine: Machine, installed: str, fetched: bool
+) -> None:
     machine.environment["INSTALLED_TORCH"] = installed
     (machine.work / ".venv" / "bin" / "python").symlink_to(machine.bin / "python")
     (machine.work / ".venv" / "bin" / "activate").touch()

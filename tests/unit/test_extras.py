@@ -1,4 +1,5 @@
-"""What a command says where its extra is missing, and that no import of an extra's package is left out of the table."""
+"""What a command says where its extra is missing, and that no import of an extra's package is left
+out of the table."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from draftsmith.serve.bench.config import BenchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("src/draftsmith", "kernels", "drafters", "train", "serve", "distill")
-# The core requirements, what torch and transformers bring, and triton, which is imported behind a check.
+# The core requirements, what torch and transformers bring, and triton, which is imported behind a
+# check.
 CORE = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"} | {
     "tokenizers", "jinja2", "typing_extensions", "triton",
 }  # fmt: skip
@@ -54,13 +56,18 @@ def test_a_command_without_its_extra_ends_in_one_sentence_before_anything_loads(
 ) -> None:
     extra = cli.COMMANDS[name].extra
     assert extra is not None
-    monkeypatch.setitem(cli.COMMANDS, name, cli.COMMANDS[name]._replace(run="draftsmith.no_such_module:run"))
+    monkeypatch.setitem(
+        cli.COMMANDS, name, cli.COMMANDS[name]._replace(run="draftsmith.no_such_module:run")
+    )
     for package in NEEDED[extra]:
         with monkeypatch.context() as patch:
             without(patch, package)
             assert cli.main([name, *COMMANDS[name]]) == 2
         said = capsys.readouterr().err
-        assert said == f"draftsmith: error: {name} needs {package}, which is not installed; pip install 'draftsmith[{extra}]'\n"
+        assert said == (
+            f"draftsmith: error: {name} needs {package}, which is not installed; pip install "
+            f"'draftsmith[{extra}]'\n"
+        )
 
 
 @pytest.mark.parametrize("extra", NEEDED)
@@ -68,22 +75,37 @@ def test_nothing_is_refused_where_all_is_installed_or_the_other_extra_is_missing
     extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = {"serve": "train", "train": "serve"}[extra]
-    without(monkeypatch, *(set(NEEDED[other]) - set(NEEDED[extra])), *OPTIONAL["train"], *OPTIONAL["grammar"])
+    without(
+        monkeypatch,
+        *(set(NEEDED[other]) - set(NEEDED[extra])),
+        *OPTIONAL["train"],
+        *OPTIONAL["grammar"],
+    )
     check_extra("command", extra)
     check_extra("command", None)
 
 
-def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = BenchConfig(url="http://127.0.0.1:9", png="speed.png")
     check(config)
     without(monkeypatch, "matplotlib")
     check(replace(config, png=None))
-    with pytest.raises(UserError, match=r"^bench --png needs matplotlib, .*; pip install 'draftsmith\[train\]'$"):
+    with pytest.raises(
+        UserError, match=r"^bench --png needs matplotlib, .*; pip install 'draftsmith\[train\]'$"
+    ):
         check(config)
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("datasets", "train"), ("peft.tuners.lora", "train"), ("llguidance", "grammar"), ("httpx", "serve")]
+    ("module", "extra"),
+    [
+        ("datasets", "train"),
+        ("peft.tuners.lora", "train"),
+        ("llguidance", "grammar"),
+        ("httpx", "serve"),
+    ],
 )
 def test_a_package_missed_on_the_way_is_one_sentence_too(
     module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -99,12 +121,15 @@ def test_a_package_missed_on_the_way_is_one_sentence_too(
     assert cli.main(["doctor", "--target", "t"]) == 2
     package = module.split(".")[0]
     assert capsys.readouterr().err == (
-        f"draftsmith: error: doctor needs {package}, which is not installed; pip install 'draftsmith[{extra}]'\n"
+        f"draftsmith: error: doctor needs {package}, which is not installed; pip install "
+        f"'draftsmith[{extra}]'\n"
     )
 
 
 def test_a_module_of_ours_that_is_missing_is_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "doctor", cli.COMMANDS["doctor"]._replace(run="draftsmith.no_such_module:run"))
+    monkeypatch.setitem(
+        cli.COMMANDS, "doctor", cli.COMMANDS["doctor"]._replace(run="draftsmith.no_such_module:run")
+    )
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         cli.main(["doctor", "--target", "t"])
 
@@ -128,27 +153,39 @@ def unknown_packages(source: str) -> set[str]:
 def test_every_import_is_of_the_core_or_of_a_known_extra() -> None:
     paths = [path for folder in CODE for path in (ROOT / folder).glob("**/*.py")]
     assert len(paths) > 100
-    assert {str(path): wrong for path in paths if (wrong := unknown_packages(path.read_text()))} == {}
-    assert unknown_packages("def f():\n    from pandas.api import types\n    import yaml") == {"pandas"}
+    assert {
+        str(path): wrong for path in paths if (wrong := unknown_packages(path.read_text()))
+    } == {}
+    assert unknown_packages("def f():\n    from pandas.api import types\n    import yaml") == {
+        "pandas"
+    }
 
 
 def test_the_table_is_what_pyproject_declares() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     for extra in {*NEEDED, *OPTIONAL}:
-        declared = set(re.findall(r'"([A-Za-z0-9-]+)[>=]', re.findall(rf"(?ms)^{extra} = \[(.*?)\]$", text)[0]))
-        known = {name.replace("_", "-") for name in (*NEEDED.get(extra, ()), *OPTIONAL.get(extra, ()))}
+        declared = set(
+            re.findall(r'"([A-Za-z0-9-]+)[>=]', re.findall(rf"(?ms)^{extra} = \[(.*?)\]$", text)[0])
+        )
+        known = {
+            name.replace("_", "-") for name in (*NEEDED.get(extra, ()), *OPTIONAL.get(extra, ()))
+        }
         # starlette and pydantic come with fastapi; httptools and uvloop are uvicorn's to find.
         assert known - {"starlette", "pydantic"} == declared - {"httptools", "uvloop"}
 
 
 def test_serving_imports_neither_trainers_nor_plots() -> None:
     script = (
-        "import sys\nfor name in ('accelerate', 'datasets', 'peft', 'deepspeed', 'matplotlib'): sys.modules[name] = None\n"
-        "import draftsmith.serve_command, draftsmith.serve.command, draftsmith.distill.buffer.buffer\n"
+        "import sys\nfor name in ('accelerate', 'datasets', 'peft', 'deepspeed', 'matplotlib'): "
+        "sys.modules[name] = None\n"
+        "import draftsmith.serve_command, draftsmith.serve.command, "
+        "draftsmith.distill.buffer.buffer\n"
         "import draftsmith.distill.buffer.record_table\n"
         "from draftsmith import Engine\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
 
 

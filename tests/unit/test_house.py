@@ -1,4 +1,5 @@
-"""The rules of docs/architecture.md that a reader relies on: layers, packaging, torch-free start."""
+"""The rules of docs/architecture.md that a reader relies on: layers, packaging,
+torch-free start."""
 
 from __future__ import annotations
 
@@ -23,18 +24,36 @@ BELOW = {
     "distill": {"kernels", "drafters", "train", "serve"},
 }
 CODE_FOLDERS = tuple(BELOW)
-# The command line knows everything and is known by nothing: the table, and the commands that plug folders together. So do the
-# names that the package itself gives, which are loaded when they are asked for.
+# The command line knows everything and is known by nothing: the table, and the commands that plug
+# folders together. So do the names that the package itself gives, which are loaded when they are
+# asked for.
 ABOVE = ("__init__", "cli", "serve_command")
 TORCH_FREE = (
     "drafters/options.py",
     "serve/requests/request.py",
     "serve/engine/scheduler.py",
     "serve/control/auto.py",
-    *(str(path.relative_to(ROOT)) for folder in CODE_FOLDERS for path in sorted((ROOT / folder).rglob("*config.py"))),
-    *(str(path.relative_to(ROOT / "src" / "draftsmith")) for path in sorted((ROOT / "src" / "draftsmith").glob("*.py"))),
+    *(
+        str(path.relative_to(ROOT))
+        for folder in CODE_FOLDERS
+        for path in sorted((ROOT / folder).rglob("*config.py"))
+    ),
+    *(
+        str(path.relative_to(ROOT / "src" / "draftsmith"))
+        for path in sorted((ROOT / "src" / "draftsmith").glob("*.py"))
+    ),
 )
-HEAVY = ("torch", "transformers", "datasets", "deepspeed", "peft", "triton", "pyarrow", "fastapi", "matplotlib")
+HEAVY = (
+    "torch",
+    "transformers",
+    "datasets",
+    "deepspeed",
+    "peft",
+    "triton",
+    "pyarrow",
+    "fastapi",
+    "matplotlib",
+)
 
 
 def sources(folder: str) -> list[Path]:
@@ -54,12 +73,17 @@ def imported_modules(source: str) -> list[str]:
 
 
 def upward_imports(folder: str, source: str) -> list[str]:
-    """Imports of a draftsmith code folder that `folder` may not know, and of the command line above it."""
+    """Imports of a draftsmith code folder that `folder` may not know, and of the command line above
+    it."""
     known = BELOW[folder] | {folder}
     wrong = []
     for name in imported_modules(source):
         parts = name.split(".")
-        if parts[0] == "draftsmith" and len(parts) > 1 and (parts[1] in ABOVE or (parts[1] in BELOW and parts[1] not in known)):
+        if (
+            parts[0] == "draftsmith"
+            and len(parts) > 1
+            and (parts[1] in ABOVE or (parts[1] in BELOW and parts[1] not in known))
+        ):
             wrong.append(name)
     return wrong
 
@@ -71,7 +95,9 @@ def bare_imports(source: str) -> list[str]:
 @pytest.mark.parametrize("folder", CODE_FOLDERS)
 def test_imports_run_downward(folder: str) -> None:
     wrong = {
-        str(path.relative_to(ROOT)): found for path in sources(folder) if (found := upward_imports(folder, path.read_text()))
+        str(path.relative_to(ROOT)): found
+        for path in sources(folder)
+        if (found := upward_imports(folder, path.read_text()))
     }
     assert not wrong
 
@@ -80,19 +106,27 @@ def test_base_modules_import_no_code_folder() -> None:
     for path in sorted((ROOT / "src" / "draftsmith").glob("*.py")):
         if path.stem in ABOVE:
             continue
-        names = [name for name in imported_modules(path.read_text()) if name.startswith("draftsmith.")]
+        names = [
+            name for name in imported_modules(path.read_text()) if name.startswith("draftsmith.")
+        ]
         assert not [name for name in names if name.split(".")[1] in (*BELOW, *ABOVE)], path.name
 
 
 def test_no_bare_imports_of_our_folders() -> None:
-    paths = [path for folder in (*CODE_FOLDERS, "tests", "scripts", "src/draftsmith") for path in sources(folder)]
+    paths = [
+        path
+        for folder in (*CODE_FOLDERS, "tests", "scripts", "src/draftsmith")
+        for path in sources(folder)
+    ]
     assert len(paths) > 10
     wrong = {str(path): found for path in paths if (found := bare_imports(path.read_text()))}
     assert not wrong
 
 
 def test_the_import_walk_sees_violations() -> None:
-    assert upward_imports("kernels", "def f():\n    from draftsmith.drafters.target.target import Target")
+    assert upward_imports(
+        "kernels", "def f():\n    from draftsmith.drafters.target.target import Target"
+    )
     assert upward_imports("train", "from draftsmith.serve import record")
     assert upward_imports("serve", "from draftsmith import cli")
     assert upward_imports("distill", "import draftsmith.cli")
@@ -109,8 +143,11 @@ def test_code_folders_are_namespace_folders_behind_relative_links() -> None:
 
 
 def python(code: str, cwd: Path = ROOT) -> str:
-    """Output of `python -c code` run in the repository root, where a folder could shadow a package."""
-    finished = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    """Output of `python -c code` run in the repository root, where a folder could
+    shadow a package."""
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -133,7 +170,11 @@ print(bool(is_kernels_available()) <= installed)
 
 
 def test_torch_free_modules_load_nothing_heavy() -> None:
-    modules = ["draftsmith." + path.removesuffix(".py").replace("/", ".") for path in TORCH_FREE if "__init__" not in path]
+    modules = [
+        "draftsmith." + path.removesuffix(".py").replace("/", ".")
+        for path in TORCH_FREE
+        if "__init__" not in path
+    ]
     assert len(modules) >= 8
     code = f"""
 import importlib, sys
@@ -162,26 +203,42 @@ sys.exit(f"imports {{heavy}}" if heavy else status)
         begun_s = time.monotonic()
         assert "usage: draftsmith" in python(code)
         seconds[" ".join(arguments)] = time.monotonic() - begun_s
-    # One command takes about 0.15 s; the median tells a heavy import from a machine that was busy for a moment.
+    # One command takes about 0.15 s; the median tells a heavy import from a machine that was busy
+    # for a moment.
     assert sorted(seconds.values())[len(seconds) // 2] < 1.0, seconds
 
 
 def test_console_script_is_quiet_when_its_reader_leaves() -> None:
     script = Path(sys.executable).with_name("draftsmith")
-    finished = subprocess.run(["bash", "-c", f"'{script}' serve --help | head -n 0"], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(
+        ["bash", "-c", f"'{script}' serve --help | head -n 0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert finished.stderr == ""
 
 
 def test_no_tracked_file_names_a_machine_path() -> None:
-    finished = subprocess.run(["git", "grep", "-nIF", f"{ROOT.parent}/"], cwd=ROOT, capture_output=True, text=True)
+    finished = subprocess.run(
+        ["git", "grep", "-nIF", f"{ROOT.parent}/"], cwd=ROOT, capture_output=True, text=True
+    )
     assert finished.stdout == ""
 
 
 def test_every_direct_dependency_is_pinned() -> None:
     # tomllib is younger than Python 3.10; quoted requirements are all that is wanted of the file.
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    named = {match[1].lower() for line in lines if (match := re.match(r'^    "([A-Za-z0-9-]+)[<>=]', line))}
-    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[:40]}
+    named = {
+        match[1].lower()
+        for line in lines
+        if (match := re.match(r'^    "([A-Za-z0-9-]+)[<>=]', line))
+    }
+    pinned = {
+        line.split("==")[0]
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line[:40]
+    }
     assert {"torch", "transformers", "pytest"} <= named
     assert named <= pinned
 
@@ -193,5 +250,7 @@ def test_scripts_explain_themselves_without_an_environment(script: str) -> None:
 
 
 def test_continuous_integration_runs_the_same_command() -> None:
-    finished = subprocess.run([ROOT / ".ci" / "run", "--help"], capture_output=True, text=True, timeout=30)
+    finished = subprocess.run(
+        [ROOT / ".ci" / "run", "--help"], capture_output=True, text=True, timeout=30
+    )
     assert finished.returncode == 0 and "scripts/test --all" in finished.stdout

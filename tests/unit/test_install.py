@@ -1,4 +1,5 @@
-"""The requirements resolve as on any machine: from the registry alone, with no local file, no cache and an empty home."""
+"""The requirements resolve as on any machine: from the registry alone, with no local file, no cache
+and an empty home."""
 
 from __future__ import annotations
 
@@ -15,56 +16,112 @@ import pytest
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 # How the registry is reached; everything else of pip's and uv's settings is left out.
-KEPT = ("pip_cert", "pip_default_timeout", "ssl_cert_file", "ssl_cert_dir", "requests_ca_bundle", "curl_ca_bundle")
+KEPT = (
+    "pip_cert",
+    "pip_default_timeout",
+    "ssl_cert_file",
+    "ssl_cert_dir",
+    "requests_ca_bundle",
+    "curl_ca_bundle",
+)
 PROJECT = (ROOT / "pyproject.toml").read_text()
 PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def reaching(environment: dict[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in environment.items() if name.lower() in KEPT or name.lower().endswith("_proxy")}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name.lower() in KEPT or name.lower().endswith("_proxy")
+    }
     index = environment.get("PIP_INDEX_URL", "")
-    return kept | ({"PIP_INDEX_URL": index, "UV_DEFAULT_INDEX": index} if index.startswith("https://") else {})
+    return kept | (
+        {"PIP_INDEX_URL": index, "UV_DEFAULT_INDEX": index} if index.startswith("https://") else {}
+    )
 
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[..., None]) -> Run:
-    """Runs `python -m ...` with nothing of this machine, by the newest pip and uv, which read metadata without whole wheels."""
+    """Runs `python -m ...` with nothing of this machine, by the newest pip and uv, which read
+    metadata without whole wheels."""
     home = tmp_path_factory.mktemp("home")
     tools = home / "tools"
     environment = reaching(dict(os.environ)) | {
-        "PATH": "/usr/bin:/bin", "HOME": str(home), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": str(tools), "PYTHONDONTWRITEBYTECODE": "1",
+        "PATH": "/usr/bin:/bin", "HOME": str(home), "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_CACHE_DIR": (
+            "1"
+        ),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": str(tools), "PYTHONDONTWRITEBYTECODE": (
+            "1"
+        ),
         "UV_NO_CONFIG": "1", "UV_NO_CACHE": "1",
     }  # fmt: skip
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=580)
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=580
+        )
 
     install_tools(tools, environment, "pip", "uv")
     return run
 
 
-@pytest.mark.parametrize("index, outcome", [("http://127.0.0.1:9/simple", "skip"), ("file:///nowhere/simple", "fail")])
+@pytest.mark.parametrize(
+    "index, outcome", [("http://127.0.0.1:9/simple", "skip"), ("file:///nowhere/simple", "fail")]
+)
 def test_only_a_registry_that_is_not_reached_skips_a_test(
     index: str, outcome: str, install_tools: Callable[..., None], tmp_path: Path
 ) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    environment = kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "NO_PROXY": "127.0.0.1"}
-    with pytest.raises(getattr(pytest, outcome).Exception, match="no registry answers" if outcome == "skip" else "uv"):
+    environment = kept | {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": index,
+        "NO_PROXY": "127.0.0.1",
+    }
+    with pytest.raises(
+        getattr(pytest, outcome).Exception,
+        match="no registry answers" if outcome == "skip" else "uv",
+    ):
         install_tools(tmp_path / "tools", environment, "uv")
 
 
 def resolve_by_pip(run: Run, constraints: Path, *wanted: str) -> subprocess.CompletedProcess[str]:
     # Ranges of each wheel instead of the whole, from a registry that serves no metadata beside it.
-    options = ("--use-feature=fast-deps", "--dry-run", "--ignore-installed", "--progress-bar", "off")
+    options = (
+        "--use-feature=fast-deps",
+        "--dry-run",
+        "--ignore-installed",
+        "--progress-bar",
+        "off",
+    )
     return run("pip", "install", *options, "-c", str(constraints), *wanted)
 
 
-def resolve_by_uv(run: Run, constraints: Path, python: str, *options: str) -> subprocess.CompletedProcess[str]:
-    wanted = ("pyproject.toml", "--extra", "dev", "--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
-    return run("uv", "pip", "compile", "--no-header", "--no-annotate", *wanted, "-c", str(constraints), *options)
+def resolve_by_uv(
+    run: Run, constraints: Path, python: str, *options: str
+) -> subprocess.CompletedProcess[str]:
+    wanted = (
+        "pyproject.toml",
+        "--extra",
+        "dev",
+        "--python-version",
+        python,
+        "--python-platform",
+        "x86_64-manylinux_2_28",
+    )
+    return run(
+        "uv",
+        "pip",
+        "compile",
+        "--no-header",
+        "--no-annotate",
+        *wanted,
+        "-c",
+        str(constraints),
+        *options,
+    )
 
 
 @pytest.fixture
@@ -81,7 +138,9 @@ def test_pip_resolves_the_whole_project(stranger: Run) -> None:
     done = resolve_by_pip(stranger, ROOT / "constraints.txt", "-e", ".[dev]")
     assert done.returncode == 0, done.stderr[-2000:]
     would = done.stdout.strip().splitlines()[-1]
-    assert would.startswith("Would install ") and " torch-2.13.0 " in would and " draftsmith-" in would
+    assert (
+        would.startswith("Would install ") and " torch-2.13.0 " in would and " draftsmith-" in would
+    )
 
 
 def test_pip_refuses_a_triton_that_torch_does_not_take(stranger: Run, wrong: Path) -> None:
@@ -102,7 +161,8 @@ def test_uv_refuses_a_triton_that_torch_does_not_take(stranger: Run, wrong: Path
 
 
 def test_the_oldest_versions_resolve_to_themselves(stranger: Run) -> None:
-    """The lowest version that each bound of pyproject.toml allows is the one that constraints-oldest.txt names."""
+    """The lowest version that each bound of pyproject.toml allows is the one that
+    constraints-oldest.txt names."""
     done = resolve_by_uv(stranger, Path(os.devnull), PYTHONS[0], "--resolution", "lowest-direct")
     assert done.returncode == 0, done.stderr[-2000:]
     oldest = (ROOT / "constraints-oldest.txt").read_text()

@@ -1,4 +1,5 @@
-"""A checkout whose symbolic links became text files, as git makes them where `core.symlinks` is false."""
+"""A checkout whose symbolic links became text files, as git makes them where `core.symlinks` is
+false."""
 
 from __future__ import annotations
 
@@ -23,17 +24,30 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (package / path.name).write_text(str(path.readlink()))
         elif path.is_file():
             shutil.copy(path, package)
-    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__", "quickstart_target"))
+    shutil.copytree(
+        ROOT / "scripts",
+        folder / "scripts",
+        ignore=shutil.ignore_patterns("__pycache__", "quickstart_target"),
+    )
     return folder
 
 
 def run(checkout: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(checkout / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=checkout, env=environment, text=True, capture_output=True, timeout=60)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(checkout / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.run(
+        command, cwd=checkout, env=environment, text=True, capture_output=True, timeout=60
+    )
 
 
 def test_the_command_says_it_in_one_sentence(checkout: Path) -> None:
-    for command in (["-m", "draftsmith.cli", "doctor"], ["-c", "import sys; sys.argv[0] = '/bin/draftsmith'; import draftsmith"]):
+    for command in (
+        ["-m", "draftsmith.cli", "doctor"],
+        ["-c", "import sys; sys.argv[0] = '/bin/draftsmith'; import draftsmith"],
+    ):
         done = run(checkout, sys.executable, *command)
         assert done.returncode == 1
         assert done.stderr.startswith("draftsmith: error: ") and done.stderr.count("\n") == 1
@@ -43,7 +57,10 @@ def test_the_command_says_it_in_one_sentence(checkout: Path) -> None:
 def test_an_import_says_it(checkout: Path) -> None:
     done = run(checkout, sys.executable, "-c", "import draftsmith")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ImportError: ") and "symbolic link" in done.stderr.splitlines()[-1]
+    assert (
+        done.stderr.splitlines()[-1].startswith("ImportError: ")
+        and "symbolic link" in done.stderr.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("script", ["test", "quickstart"])
@@ -55,5 +72,11 @@ def test_the_scripts_say_it_before_they_install_anything(script: str, checkout: 
 
 def test_links_that_are_links_are_no_trouble(checkout: Path) -> None:
     assert (
-        run(checkout, sys.executable, "-c", f"import sys; sys.path[0] = {str(ROOT / 'src')!r}; import draftsmith").returncode == 0
+        run(
+            checkout,
+            sys.executable,
+            "-c",
+            f"import sys; sys.path[0] = {str(ROOT / 'src')!r}; import draftsmith",
+        ).returncode
+        == 0
     )

@@ -1,4 +1,5 @@
-"""No call loads a model, tokenizer or configuration but through `drafters/target/load.py`, which says whether code may run."""
+"""No call loads a model, tokenizer or configuration but through `drafters/target/load.py`, which
+says whether code may run."""
 
 from __future__ import annotations
 
@@ -13,23 +14,32 @@ LOADERS = ("from_pretrained", "from_config")
 
 def sources(*folders: str) -> list[Path]:
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return sorted({path for path in paths if not path.is_symlink() and "__pycache__" not in path.parts})
+    return sorted(
+        {path for path in paths if not path.is_symlink() and "__pycache__" not in path.parts}
+    )
 
 
 def asks(source: str) -> list[str]:
-    """Calls that leave it to transformers, and so to a question on the terminal, whether a folder's code is run."""
+    """Calls that leave it to transformers, and so to a question on the terminal, whether a folder's
+    code is run."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    loading = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in LOADERS]
+    loading = [
+        call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in LOADERS
+    ]
     return [ast.unparse(call.func) for call in loading if trust_of(call) is None]
 
 
 def trust_of(call: ast.Call) -> ast.expr | None:
     given = (word.value for word in call.keywords if word.arg == "trust_remote_code")
-    return next((value for value in given if not (isinstance(value, ast.Constant) and value.value is None)), None)
+    return next(
+        (value for value in given if not (isinstance(value, ast.Constant) and value.value is None)),
+        None,
+    )
 
 
 def autos(source: str) -> list[str]:
-    """What choose a class by a folder's files: transformers' Auto classes and pipelines, and torch's hub."""
+    """What choose a class by a folder's files: transformers' Auto classes and pipelines, and
+    torch's hub."""
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
@@ -47,16 +57,24 @@ def test_every_call_says_whether_code_of_a_folder_may_run() -> None:
 
 
 def test_classes_are_chosen_by_a_folder_in_one_place() -> None:
-    assert set(autos(THE_PLACE.read_text())) >= {"AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"}
+    assert set(autos(THE_PLACE.read_text())) >= {
+        "AutoConfig",
+        "AutoModelForCausalLM",
+        "AutoTokenizer",
+    }
     paths = [path for path in sources(*CODE) if path != THE_PLACE]
     assert not {str(path): found for path in paths if (found := autos(path.read_text()))}
 
 
 def test_what_scripts_load_never_runs_code_of_a_folder() -> None:
     for path in sources("scripts"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
         given = [trust for call in calls if (trust := trust_of(call)) is not None]
-        assert all(isinstance(trust, ast.Constant) and trust.value is False for trust in given), path.name
+        assert all(isinstance(trust, ast.Constant) and trust.value is False for trust in given), (
+            path.name
+        )
 
 
 def test_the_search_finds_calls() -> None:

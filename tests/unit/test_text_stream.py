@@ -19,7 +19,9 @@ def byte_level() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["for x in range(10): print(x)", "the stop word is END here"] * 4, trainer)
+    tokenizer.train_from_iterator(
+        ["for x in range(10): print(x)", "the stop word is END here"] * 4, trainer
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
@@ -40,10 +42,18 @@ def chunks(tokens: list[int], sizes: list[int]) -> list[list[int]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.text(max_size=80), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), context=st.text(max_size=9))
-def test_pieces_join_to_the_whole_text_and_hold_no_broken_character(text: str, sizes: list[int], context: str) -> None:
+@given(
+    text=st.text(max_size=80),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    context=st.text(max_size=9),
+)
+def test_pieces_join_to_the_whole_text_and_hold_no_broken_character(
+    text: str, sizes: list[int], context: str
+) -> None:
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    stream = TextStream(TOKENIZER, context=TOKENIZER(context, add_special_tokens=False)["input_ids"])
+    stream = TextStream(
+        TOKENIZER, context=TOKENIZER(context, add_special_tokens=False)["input_ids"]
+    )
     pieces = [stream.push(piece).text for piece in chunks(tokens, sizes)]
     pieces.append(stream.finish())
     assert "".join(pieces) == text == decode(tokens)
@@ -51,8 +61,13 @@ def test_pieces_join_to_the_whole_text_and_hold_no_broken_character(text: str, s
 
 
 @settings(max_examples=100, deadline=None)
-@given(tokens=st.lists(st.integers(1, 299), max_size=120), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_any_tokens_even_broken_bytes_join_to_their_decoding(tokens: list[int], sizes: list[int]) -> None:
+@given(
+    tokens=st.lists(st.integers(1, 299), max_size=120),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+)
+def test_any_tokens_even_broken_bytes_join_to_their_decoding(
+    tokens: list[int], sizes: list[int]
+) -> None:
     stream = TextStream(TOKENIZER)
     text = "".join(stream.push(piece).text for piece in chunks(tokens, sizes)) + stream.finish()
     assert text == decode(tokens)
@@ -61,10 +76,14 @@ def test_any_tokens_even_broken_bytes_join_to_their_decoding(tokens: list[int], 
 @settings(max_examples=150, deadline=None)
 @given(
     text=st.text(alphabet="aEND é", max_size=40),
-    stop=st.lists(st.sampled_from(["END", "ND", "EE", " é", "DaE"]), min_size=1, max_size=3, unique=True),
+    stop=st.lists(
+        st.sampled_from(["END", "ND", "EE", " é", "DaE"]), min_size=1, max_size=3, unique=True
+    ),
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
 )
-def test_text_ends_before_the_first_stop_string(text: str, stop: list[str], sizes: list[int]) -> None:
+def test_text_ends_before_the_first_stop_string(
+    text: str, stop: list[str], sizes: list[int]
+) -> None:
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     stream = TextStream(TOKENIZER, stop=stop)
     out, counted, stopped = "", 0, False
@@ -74,7 +93,9 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str], size
         if stopped:
             break
     # The first prefix of tokens whose text holds a stop string is where generation has to end.
-    ends = next((n for n in range(1, len(tokens) + 1) if any(s in decode(tokens[:n]) for s in stop)), None)
+    ends = next(
+        (n for n in range(1, len(tokens) + 1) if any(s in decode(tokens[:n]) for s in stop)), None
+    )
     assert stopped == (ends is not None)
     if ends is None:
         assert out + stream.finish() == text
@@ -102,7 +123,10 @@ def test_special_tokens_give_no_text() -> None:
 @pytest.mark.parametrize("text", ["日本語", "👩‍👩‍👧‍👦 family", "naïve café"])
 def test_characters_of_several_tokens_come_whole(text: str) -> None:
     stream = TextStream(TOKENIZER)
-    pieces = [stream.push([token]).text for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]]
+    pieces = [
+        stream.push([token]).text
+        for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    ]
     assert "".join(pieces) + stream.finish() == text
     assert all("\ufffd" not in piece for piece in pieces)
 
@@ -113,7 +137,9 @@ def test_characters_of_several_tokens_come_whole(text: str) -> None:
     st.integers(0, 9),
     st.sampled_from([("ab",), ("b", "xaby"), ("ba", "aa")]),
 )
-def test_a_stop_string_ends_the_text_only_behind_the_least_tokens(sizes: list[int], least: int, stops: tuple[str, ...]) -> None:
+def test_a_stop_string_ends_the_text_only_behind_the_least_tokens(
+    sizes: list[int], least: int, stops: tuple[str, ...]
+) -> None:
     text = "xabyaabxaby"
     tokens = TOKENIZER.convert_tokens_to_ids(list(text))
     stream = TextStream(TOKENIZER, stop=stops, min_tokens=least)
@@ -124,7 +150,11 @@ def test_a_stop_string_ends_the_text_only_behind_the_least_tokens(sizes: list[in
         if stopped:
             break
     # One letter a token: the first place where a stop string ends and is long enough.
-    ends = [end for end in range(least + 1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    ends = [
+        end
+        for end in range(least + 1, len(text) + 1)
+        if any(text[:end].endswith(stop) for stop in stops)
+    ]
     if not ends:
         assert not stopped and told + stream.finish() == text
         return

@@ -22,8 +22,10 @@ class TokenBatch(NamedTuple):
     input_ids: torch.Tensor  # [B, L] int64
     attention_mask: torch.Tensor  # [B, L] int64, 1 for real tokens
     loss_mask: torch.Tensor  # [B, L] bool
-    segments: torch.Tensor | None  # [B, L] int64, see drafters/target/segments.py; None when every row is one text
-    places: torch.Tensor  # [B, L] int64, number of the token among all of the folder's; -1 where it is in none
+    # [B, L] int64, see drafters/target/segments.py; None when every row is one text
+    segments: torch.Tensor | None
+    # [B, L] int64, number of the token among all of the folder's; -1 where it is in none
+    places: torch.Tensor
 
 
 def collate(sequences: Sequence[TokenSequence]) -> TokenBatch:
@@ -33,7 +35,10 @@ def collate(sequences: Sequence[TokenSequence]) -> TokenBatch:
 def pack(rows: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
     """The sequences of each row one after another."""
     shape = len(rows), max(sum(len(sequence.input_ids) for sequence in row) for row in rows)
-    input_ids, attention_mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    input_ids, attention_mask = (
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.int64),
+    )
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     segments, places = torch.full(shape, -1), torch.full(shape, -1)
     for index, row in enumerate(rows):
@@ -46,7 +51,9 @@ def pack(rows: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
             loss_mask[index, begin + 1 : end] = sequence.loss_mask[1:]
             segments[index, begin:end] = number
             if sequence.place >= 0:
-                places[index, begin:end] = torch.arange(sequence.place, sequence.place + end - begin)
+                places[index, begin:end] = torch.arange(
+                    sequence.place, sequence.place + end - begin
+                )
             begin = end
     is_packed = any(len(row) > 1 for row in rows)
     return TokenBatch(input_ids, attention_mask, loss_mask, segments if is_packed else None, places)
@@ -55,12 +62,14 @@ def pack(rows: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
 class BatchPlan(torch.utils.data.Sampler[Batch]):
     """Every batch of a run on one of `world_size` processes: a pure function of lengths and seed.
 
-    Epochs follow each other in one stream, of which each process takes every `world_size`-th batch, so the data position is
-    the number of batches taken and a resume skips exactly those. A batch holds `batch_size` rows: sequences of similar length,
-    one a row, or with `row_length` as many whole ones a row as fit in so many tokens.
+    Epochs follow each other in one stream, of which each process takes every `world_size`-th batch,
+    so the data position is the number of batches taken and a resume skips exactly those. A batch
+    holds `batch_size` rows: sequences of similar length, one a row, or with `row_length` as many
+    whole ones a row as fit in so many tokens.
     """
 
-    POOL = 32  # batches sorted together: enough to limit padding, few enough to keep the order random
+    # batches sorted together: enough to limit padding, few enough to keep the order random
+    POOL = 32
     FULL_ROWS = 64  # rows that are filled together, for the same reasons
 
     def __init__(
@@ -97,7 +106,11 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
         """Of all processes."""
         random = np.random.default_rng([self.seed, number])
         order = random.permutation(len(self.lengths))
-        batches = self._sorted(order) if self.row_length is None else self._packed(order, self.row_length, random)
+        batches = (
+            self._sorted(order)
+            if self.row_length is None
+            else self._packed(order, self.row_length, random)
+        )
         return [batches[at] for at in random.permutation(len(batches))]
 
     def _sorted(self, order: np.ndarray) -> list[Batch]:
@@ -105,19 +118,29 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
         for start in range(0, len(order), self.batch_size * self.POOL):
             pool = order[start : start + self.batch_size * self.POOL]
             pool = pool[np.argsort(self.lengths[pool], kind="stable")]
-            batches += [pool[at : at + self.batch_size, None].tolist() for at in range(0, len(pool), self.batch_size)]
+            batches += [
+                pool[at : at + self.batch_size, None].tolist()
+                for at in range(0, len(pool), self.batch_size)
+            ]
         return batches
 
-    def _packed(self, order: np.ndarray, row_length: int, random: np.random.Generator) -> list[Batch]:
+    def _packed(
+        self, order: np.ndarray, row_length: int, random: np.random.Generator
+    ) -> list[Batch]:
         pools = self.lengths[order].cumsum() // (row_length * self.FULL_ROWS)
         edges = np.searchsorted(pools, np.arange(pools[-1] + 2))
-        rows = [row for begin, end in itertools.pairwise(edges) for row in fill(order[begin:end], self.lengths, row_length)]
+        rows = [
+            row
+            for begin, end in itertools.pairwise(edges)
+            for row in fill(order[begin:end], self.lengths, row_length)
+        ]
         rows = [rows[at] for at in random.permutation(len(rows))]
         return [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
 
 
 def fill(pool: np.ndarray, lengths: np.ndarray, row_length: int) -> Batch:
-    """Rows of at most `row_length` tokens that hold each sequence of the pool: longest first, into the first row with room."""
+    """Rows of at most `row_length` tokens that hold each sequence of the pool: longest first, into
+    the first row with room."""
     rows: Batch = []
     room = np.zeros(len(pool), dtype=np.int64)
     for at in pool[np.argsort(-lengths[pool], kind="stable")].tolist():
@@ -131,9 +154,19 @@ def fill(pool: np.ndarray, lengths: np.ndarray, row_length: int) -> Batch:
     return rows
 
 
-def batches_per_epoch(lengths: Sequence[int], *, batch_size: int, seed: int, row_length: int | None = None) -> int:
+def batches_per_epoch(
+    lengths: Sequence[int], *, batch_size: int, seed: int, row_length: int | None = None
+) -> int:
     """Of the first epoch; packed ones differ a little."""
-    plan = BatchPlan(lengths, batch_size=batch_size, seed=seed, num_batches=0, rank=0, world_size=1, row_length=row_length)
+    plan = BatchPlan(
+        lengths,
+        batch_size=batch_size,
+        seed=seed,
+        num_batches=0,
+        rank=0,
+        world_size=1,
+        row_length=row_length,
+    )
     return len(plan.epoch(0))
 
 
@@ -143,8 +176,11 @@ class WeightedText:
 
     input_ids: torch.Tensor  # [B, L] int64
     attention_mask: torch.Tensor  # [B, L] 1 for real tokens
-    weights: torch.Tensor  # [B, L] float32, how much the draft of the token at j counts; 0 is not trained
-    segments: torch.Tensor | None = None  # [B, L] int64, several texts a row: see drafters/target/segments.py
+    # [B, L] float32, how much the draft of the token at j counts; 0 is not trained
+    weights: torch.Tensor
+    # [B, L] int64, several texts a row: see drafters/target/segments.py
+    segments: torch.Tensor | None = None
     places: torch.Tensor | None = (
-        None  # [B, L] int64, number of each token among all of a data folder; -1, or None: it is in none
+        # [B, L] int64, number of each token among all of a data folder; -1, or None: it is in none
+        None
     )

@@ -1,4 +1,5 @@
-"""The dataset folder of docs/architecture.md ("Data on disk") as sequences to train on and to evaluate with."""
+"""The dataset folder of docs/architecture.md ("Data on disk") as sequences to train on and to
+evaluate with."""
 
 from __future__ import annotations
 
@@ -22,16 +23,19 @@ REQUIRED = ("input_ids", "loss_mask")
 
 
 class TokenSequence(NamedTuple):
-    """One document, prompt and answer, or a piece of one. `name` groups the sequences that a bootstrap draws together."""
+    """One document, prompt and answer, or a piece of one. `name` groups the sequences that a
+    bootstrap draws together."""
 
     name: str
     input_ids: torch.Tensor  # [L] int64
     loss_mask: torch.Tensor  # [L] bool, True where the target wrote the token and it counts here
-    place: int = -1  # number of its first token among all of the folder's; -1 for a text that is in none
+    # number of its first token among all of the folder's; -1 for a text that is in none
+    place: int = -1
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Some pieces of a data folder, read when they are wanted: what is held is a few numbers a piece."""
+    """Some pieces of a data folder, read when they are wanted: what is held is a few numbers a
+    piece."""
 
     def __init__(self, rows: Any, indices: np.ndarray, pieces: Pieces):
         self.rows = rows.with_format("numpy", columns=list(REQUIRED))
@@ -63,7 +67,8 @@ class Sequences(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything read from a data folder. `long` texts have more tokens than the limit, `empty` pieces nothing to learn from."""
+    """Everything read from a data folder. `long` texts have more tokens than the limit, `empty`
+    pieces nothing to learn from."""
 
     train: Sequences
     held_out: Sequences
@@ -72,7 +77,8 @@ class Corpus:
     empty: int
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
-        """[V] how often the target wrote each token in the training part, cut or not: what a draft vocabulary is chosen by."""
+        """[V] how often the target wrote each token in the training part, cut or not: what a draft
+        vocabulary is chosen by."""
         wanted = np.zeros(len(self.train.rows), dtype=bool)
         wanted[self.train.pieces.row[self.train.indices]] = True
         counts = np.zeros(vocab_size, dtype=np.int64)
@@ -80,27 +86,42 @@ class Corpus:
         for table in self.train.rows.with_format("arrow").iter(batch_size=1000):
             ids, mask = Lists(table["input_ids"]), Lists(table["loss_mask"])
             of_wanted = np.repeat(wanted[begin : begin + len(ids.lengths)], ids.lengths)
-            counts += np.bincount(ids.values[of_wanted & mask.values.astype(bool)], minlength=vocab_size)
+            counts += np.bincount(
+                ids.values[of_wanted & mask.values.astype(bool)], minlength=vocab_size
+            )
             begin += len(ids.lengths)
         return torch.from_numpy(counts)
 
 
 def read_corpus(
-    folder: str | Path, *, max_length: int, vocab_size: int, held_out_share: float, split_long: bool = False
+    folder: str | Path,
+    *,
+    max_length: int,
+    vocab_size: int,
+    held_out_share: float,
+    split_long: bool = False,
 ) -> Corpus:
-    """Opens and checks the folder. `vocab_size` is the target's; ids beyond it mean another tokenizer."""
+    """Opens and checks the folder. `vocab_size` is the target's; ids beyond it mean another
+    tokenizer."""
     folder = Path(folder)
-    provenance = read_json(folder / "provenance.json", "data provenance") if (folder / "provenance.json").is_file() else {}
+    provenance = (
+        read_json(folder / "provenance.json", "data provenance")
+        if (folder / "provenance.json").is_file()
+        else {}
+    )
     rows = open_rows(folder)
     pieces = Pieces(rows, max_length, split=split_long)
     useful = (pieces.trained > 0).nonzero()[0]
     if not len(useful):
         raise UserError(
-            f"data {str(folder)!r} holds no token to learn from in the first {max_length} tokens of its {len(rows)} rows; raise "
+            f"data {str(folder)!r} holds no token to learn from in the first {max_length} tokens "
+            f"of its {len(rows)} rows; raise "
             "max_length or generate answers for more prompts"
         )
     _check_ids(pieces, vocab_size, folder)
-    chosen = held_out([pieces.names[at] for at in useful], [pieces.splits[at] for at in useful], held_out_share)
+    chosen = held_out(
+        [pieces.names[at] for at in useful], [pieces.splits[at] for at in useful], held_out_share
+    )
     return Corpus(
         train=Sequences(rows, useful[~chosen], pieces),
         held_out=Sequences(rows, useful[chosen], pieces),
@@ -111,24 +132,28 @@ def read_corpus(
 
 
 def held_out(names: Sequence[str], splits: Sequence[str | None], share: float) -> np.ndarray:
-    """[N] bool: the split written by `generate` where there is one, else a hash of the names. Share 1 holds all out."""
+    """[N] bool: the split written by `generate` where there is one, else a hash of the names. Share
+    1 holds all out."""
     if share >= 1.0 or share <= 0.0:
         return np.full(len(names), share >= 1.0)
     if "held-out" in splits:
         chosen = np.array([split == "held-out" for split in splits])
     else:
         hashes = np.array([_hash(name) for name in names])
-        # A small set may have nobody below the share; the lowest hash is as arbitrary and as stable.
+        # A small set may have nobody below the share; the lowest hash is as arbitrary and as
+        # stable.
         chosen = hashes <= max(share, hashes.min())
     # A single document cannot be both; training on it is the lesser evil.
     return chosen if not chosen.all() else np.zeros(len(names), dtype=bool)
 
 
 def check_tokenizer(provenance: dict[str, Any], target: Target, folder: str | Path) -> None:
-    """The tokens must mean the same to the target that is trained for and to the one that wrote them."""
+    """The tokens must mean the same to the target that is trained for and to the one that wrote
+    them."""
     if difference := tokenizer_difference(provenance, target.tokenizer()):
         raise UserError(
-            f"data {str(folder)!r} was written with the tokenizer of {provenance.get('target')!r}, not with that of target "
+            f"data {str(folder)!r} was written with the tokenizer of "
+            f"{provenance.get('target')!r}, not with that of target "
             f"{target.name!r} ({difference}); generate it again"
         )
 
@@ -136,7 +161,9 @@ def check_tokenizer(provenance: dict[str, Any], target: Target, folder: str | Pa
 def open_rows(folder: Path) -> Any:
     """The folder's rows as a `datasets.Dataset` of the columns that training reads."""
     rows = load_rows(folder)
-    return rows.select_columns([name for name in (*REQUIRED, "name", "split") if name in rows.column_names])
+    return rows.select_columns(
+        [name for name in (*REQUIRED, "name", "split") if name in rows.column_names]
+    )
 
 
 def load_rows(folder: Path) -> Any:
@@ -144,18 +171,27 @@ def load_rows(folder: Path) -> Any:
     import datasets
 
     if not folder.is_dir():
-        raise UserError(f"data {str(folder)!r} is not a folder; give one written by `draftsmith generate`")
+        raise UserError(
+            f"data {str(folder)!r} is not a folder; give one written by `draftsmith generate`"
+        )
     shards = sorted(str(path) for path in folder.glob("part-*.parquet"))
     if not shards:
-        raise UserError(f"data {str(folder)!r} holds no part-*.parquet file; give a folder written by `draftsmith generate`")
+        raise UserError(
+            f"data {str(folder)!r} holds no part-*.parquet file; give a folder written by "
+            "`draftsmith generate`"
+        )
     datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset("parquet", data_files=shards, split="train")
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        raise UserError(f"data {str(folder)!r} cannot be read as Parquet ({error}); generate it again") from error
+        raise UserError(
+            f"data {str(folder)!r} cannot be read as Parquet ({error}); generate it again"
+        ) from error
     missing = [name for name in REQUIRED if name not in rows.column_names]
     if missing:
-        raise UserError(f"data {str(folder)!r} has no column {missing[0]!r}; it needs {' and '.join(REQUIRED)}")
+        raise UserError(
+            f"data {str(folder)!r} has no column {missing[0]!r}; it needs {' and '.join(REQUIRED)}"
+        )
     return rows
 
 
@@ -163,11 +199,15 @@ def _check_ids(pieces: Pieces, vocab_size: int, folder: Path) -> None:
     if pieces.highest >= vocab_size or pieces.lowest < 0:
         wrong = pieces.highest if pieces.highest >= vocab_size else pieces.lowest
         raise UserError(
-            f"data {str(folder)!r} holds token id {wrong}, outside the target's vocabulary of {vocab_size}; "
+            f"data {str(folder)!r} holds token id {wrong}, outside the target's vocabulary of "
+            f"{vocab_size}; "
             "generate it with this target"
         )
 
 
 def _hash(name: str) -> float:
-    """In [0, 1), the same on every machine. Salted: `generate --split` has chosen by the bare name's hash already."""
-    return int(hashlib.sha256(f"held out of training: {name}".encode()).hexdigest()[:12], 16) / 16**12
+    """In [0, 1), the same on every machine. Salted: `generate --split` has chosen by the bare
+    name's hash already."""
+    return (
+        int(hashlib.sha256(f"held out of training: {name}".encode()).hexdigest()[:12], 16) / 16**12
+    )

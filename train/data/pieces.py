@@ -1,4 +1,5 @@
-"""The texts of a data folder as pieces to train on: what must be known of all of them before any is read."""
+"""The texts of a data folder as pieces to train on: what must be known of all of them before any is
+read."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ class Lists:
 
 
 class Pieces:
-    """Gathered from the columns as they lie on disk. A text of more than `max_length` tokens is one piece, cut, or with `split`
-    several, each of which trains the tokens that the ones before it did not. Arrays have an entry a piece."""
+    """Gathered from the columns as they lie on disk. A text of more than `max_length` tokens is one
+    piece, cut, or with `split` several, each of which trains the tokens that the ones before it did
+    not. Arrays have an entry a piece."""
 
     def __init__(self, rows: Any, max_length: int, *, split: bool = False):
         self.max_length, self.split = max_length, split
@@ -41,9 +43,12 @@ class Pieces:
         for table in rows.with_format("arrow").iter(batch_size=1000):
             found.append(self._of(table, first_row))
             first_row += len(table)
-        self.row, self.begin, self.length, self.fresh, self.trained, self.place = np.concatenate(found).T
-        # row: of the folder. begin: its first token's place in the text. fresh: tokens of it that only give context.
-        # trained: tokens that count. place: of its first token among all tokens of the folder.
+        self.row, self.begin, self.length, self.fresh, self.trained, self.place = np.concatenate(
+            found
+        ).T
+        # row: of the folder. begin: its first token's place in the text. fresh: tokens of it that
+        # only give context. trained: tokens that count. place: of its first token among all tokens
+        # of the folder.
 
     def _of(self, table: pa.Table, first_row: int) -> np.ndarray:
         ids, mask = Lists(table["input_ids"]), Lists(table["loss_mask"])
@@ -54,14 +59,25 @@ class Pieces:
         self.num_long += int((ids.lengths > self.max_length).sum())
         before = np.concatenate([[0], mask.values.astype(bool).cumsum()])
         known = table["name"].to_pylist() if "name" in table.column_names else [None] * len(table)
-        splits = table["split"].to_pylist() if "split" in table.column_names else [None] * len(table)
+        splits = (
+            table["split"].to_pylist() if "split" in table.column_names else [None] * len(table)
+        )
         found = []
         for at, size in enumerate(ids.lengths.tolist()):
             start = int(ids.starts[at])
             for begin, end, fresh in self._cuts(size):
                 # The first token of a text has nothing to be predicted from.
                 counted = before[start + end] - before[start + min(begin + max(fresh, 1), end)]
-                found.append((first_row + at, begin, end - begin, fresh, counted, self.num_tokens + start + begin))
+                found.append(
+                    (
+                        first_row + at,
+                        begin,
+                        end - begin,
+                        fresh,
+                        counted,
+                        self.num_tokens + start + begin,
+                    )
+                )
                 self.names.append(known[at] or _prompt_name(ids.row(at), mask.row(at)))
                 self.splits.append(splits[at])
         self.num_tokens += len(ids.values)
@@ -73,13 +89,18 @@ class Pieces:
             return [(0, min(size, self.max_length), 0)]
         context = min(max(self.max_length // CONTEXT_SHARE, 1), self.max_length - 1)
         begins = range(0, size - context, self.max_length - context)
-        return [(begin, min(begin + self.max_length, size), context if begin else 0) for begin in begins]
+        return [
+            (begin, min(begin + self.max_length, size), context if begin else 0) for begin in begins
+        ]
 
 
 def _check_same_lengths(ids: np.ndarray, mask: np.ndarray, first_row: int) -> None:
     if (ids != mask).any():
         at = int((ids != mask).argmax())
-        raise UserError(f"row {first_row + at} of the data has {ids[at]} input_ids but {mask[at]} loss_mask; generate it again")
+        raise UserError(
+            f"row {first_row + at} of the data has {ids[at]} input_ids but {mask[at]} loss_mask; "
+            "generate it again"
+        )
 
 
 def _prompt_name(ids: np.ndarray, mask: np.ndarray) -> str:

@@ -1,7 +1,9 @@
-"""What rounds of draft and target did at each position of a text, as rows to train on. Shared by on-policy and online training.
+"""What rounds of draft and target did at each position of a text, as rows to train on. Shared by
+on-policy and online training.
 
-Along the text the draft is judged wherever it was offered: where it stood, and where it fell first. The rest of a rejected draft
-is no part of the text; it is a row of its own, the branch, whose laws are known because the target reads any text.
+Along the text the draft is judged wherever it was offered: where it stood, and where it fell first.
+The rest of a rejected draft is no part of the text; it is a row of its own, the branch, whose
+distributions are known because the target reads any text.
 """
 
 from __future__ import annotations
@@ -38,13 +40,18 @@ class RoleWeights:
     def of(self, roles: np.ndarray) -> np.ndarray:
         """[n] roles of a text -> [n] float32."""
         table = np.zeros(len(Role), dtype=np.float32)
-        table[Role.ACCEPTED], table[Role.FIRST_REJECTED], table[Role.BONUS] = self.accepted, self.first_rejected, self.bonus
+        table[Role.ACCEPTED], table[Role.FIRST_REJECTED], table[Role.BONUS] = (
+            self.accepted,
+            self.first_rejected,
+            self.bonus,
+        )
         return table[roles]
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The rest of a rejected draft: what the target would say there is known, though the text went another way."""
+    """The rest of a rejected draft: what the target would say there is known, though the text went
+    another way."""
 
     tokens: list[int]  # the text up to the rejected token, then the drafted ones
     begin: int  # first position behind the rejected token
@@ -67,7 +74,8 @@ def roles_of(num_drafted: int, accepted: int, committed: int) -> list[Role]:
 
 
 def branch_of(before: Sequence[int], drafted: Sequence[int], accepted: int) -> Branch | None:
-    """`before` is all text before the round; None where nothing was drafted behind the first rejected token."""
+    """`before` is all text before the round; None where nothing was drafted behind the first
+    rejected token."""
     if accepted + 1 >= len(drafted):
         return None
     return Branch([*before, *drafted], len(before) + accepted + 1)
@@ -92,4 +100,6 @@ def padded_rows(rows: Sequence[Row], device: torch.device) -> WeightedText:
         ids[index, :size] = torch.tensor(row.tokens)
         mask[index, :size] = 1
         weights[index, :size] = torch.from_numpy(row.weights)
-    return WeightedText(input_ids=ids.to(device), attention_mask=mask.to(device), weights=weights.to(device))
+    return WeightedText(
+        input_ids=ids.to(device), attention_mask=mask.to(device), weights=weights.to(device)
+    )

@@ -1,10 +1,14 @@
-"""Hidden states of the target, stored beside the shards of a data folder: one safetensors file a shard, every text checksummed.
+"""Hidden states of the target, stored beside the shards of a data folder: one safetensors file a
+shard, every text checksummed.
 
     part-00003.parquet -> taps-00003.safetensors
     ends   [rows] int64                   tokens of the shard up to the end of each text
-    crc    [rows] int64                   CRC-32 of the bytes of each text, final then taps then scales
-    final  [T, H] bfloat16                what the target's head multiplies: its laws, as exactly as bfloat16 has them
-    taps   [T, n, H] bfloat16, or float8_e4m3 with scales [T, n] float32: the states of the raw layer ids in the metadata
+    crc    [rows] int64                   CRC-32 of the bytes of each text, final then taps then
+    scales
+    final  [T, H] bfloat16                what the target's head multiplies: its distributions, as
+    exactly as bfloat16 has them
+    taps   [T, n, H] bfloat16, or float8_e4m3 with scales [T, n] float32: the states of the raw
+    layer ids in the metadata
 
 T tokens of the shard, H the target's width.
 """
@@ -30,7 +34,12 @@ from draftsmith.files import atomic_path
 SCHEMA = "1"
 PRECISIONS = ("bf16", "fp8")
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-NAMES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.int64: "I64"}
+NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float32: "F32",
+    torch.int64: "I64",
+}
 
 
 @dataclass(frozen=True)
@@ -42,13 +51,19 @@ class TapLayout:
     @property
     def bytes_a_token(self) -> int:
         width = len(self.taps) * self.hidden_size
-        return 2 * self.hidden_size + (2 * width if self.precision == "bf16" else width + 4 * len(self.taps))
+        return 2 * self.hidden_size + (
+            2 * width if self.precision == "bf16" else width + 4 * len(self.taps)
+        )
 
     def tensors(self, tokens: int, rows: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """In the order of the file: wide numbers first, so that each stands at a multiple of its size."""
+        """In the order of the file: wide numbers first, so that each stands at a multiple of its
+        size."""
         shape = (tokens, len(self.taps), self.hidden_size)
         is_fp8 = self.precision == "fp8"
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"ends": (torch.int64, (rows,)), "crc": (torch.int64, (rows,))}
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "ends": (torch.int64, (rows,)),
+            "crc": (torch.int64, (rows,)),
+        }
         if is_fp8:
             found["scales"] = (torch.float32, shape[:2])
         found["final"] = (torch.bfloat16, (tokens, self.hidden_size))
@@ -62,14 +77,20 @@ def tap_file(part: Path) -> Path:
 class TapWriter:
     """Fills the file of one shard, text by text in any order; what is in memory is one text."""
 
-    def __init__(self, path: Path, layout: TapLayout, lengths: Sequence[int], metadata: dict[str, str]):
+    def __init__(
+        self, path: Path, layout: TapLayout, lengths: Sequence[int], metadata: dict[str, str]
+    ):
         self.layout = layout
         self.ends = np.cumsum(lengths, dtype=np.int64)
         places: dict[str, dict] = {}
         offset = 0
         for name, (dtype, shape) in layout.tensors(int(self.ends[-1]), len(lengths)).items():
             end = offset + math.prod(shape) * dtype.itemsize
-            places[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            places[name] = {
+                "dtype": NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [offset, end],
+            }
             offset = end
         header = json.dumps({"__metadata__": metadata, **places}).encode()
         header += b" " * (-len(header) % 8)
@@ -77,7 +98,9 @@ class TapWriter:
             handle.write(struct.pack("<Q", len(header)) + header)
             handle.truncate(8 + len(header) + offset)
         memory = np.memmap(path, np.uint8, "r+", offset=8 + len(header))
-        self._parts = {name: memory[slice(*place["data_offsets"])] for name, place in places.items()}
+        self._parts = {
+            name: memory[slice(*place["data_offsets"])] for name, place in places.items()
+        }
         self._store("ends", 0, torch.from_numpy(self.ends))
 
     def put(self, row: int, taps: torch.Tensor, final: torch.Tensor) -> None:
@@ -88,8 +111,13 @@ class TapWriter:
         if self.layout.precision == "bf16":
             crc = self._store("taps", begin, states.to(torch.bfloat16), crc)
         else:
-            scales = states.abs().amax(dim=-1).float().clamp(min=torch.finfo(torch.float32).tiny) / LARGEST_FP8
-            crc = self._store("taps", begin, (states / scales[..., None]).to(torch.float8_e4m3fn), crc)
+            scales = (
+                states.abs().amax(dim=-1).float().clamp(min=torch.finfo(torch.float32).tiny)
+                / LARGEST_FP8
+            )
+            crc = self._store(
+                "taps", begin, (states / scales[..., None]).to(torch.float8_e4m3fn), crc
+            )
             crc = self._store("scales", begin, scales, crc)
         self._store("crc", row, torch.tensor([crc]))
 
@@ -106,7 +134,9 @@ class TapWriter:
 
 
 @contextmanager
-def writing(part: Path, layout: TapLayout, lengths: Sequence[int], *, revision: str) -> Iterator[TapWriter]:
+def writing(
+    part: Path, layout: TapLayout, lengths: Sequence[int], *, revision: str
+) -> Iterator[TapWriter]:
     """The file appears whole at the end."""
     metadata = {
         "schema": SCHEMA,
@@ -133,7 +163,10 @@ class StatesOf:
         try:
             self._file = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
-            raise UserError(f"stored taps {str(path)!r} cannot be read ({error}); delete the file and store it again") from error
+            raise UserError(
+                f"stored taps {str(path)!r} cannot be read ({error}); delete the file and store "
+                "it again"
+            ) from error
         self.metadata: dict[str, str] = self._file.metadata() or {}
         self.taps = tuple(json.loads(self.metadata.get("taps", "[]")))
         self.precision = self.metadata.get("precision", "")
@@ -145,18 +178,25 @@ class StatesOf:
 
     def is_of(self, part: Path, *, revision: str) -> bool:
         """Whether these are the states of that target over that shard."""
-        wanted = {"schema": SCHEMA, "target_revision": revision, "part_bytes": str(part.stat().st_size)}
+        wanted = {
+            "schema": SCHEMA,
+            "target_revision": revision,
+            "part_bytes": str(part.stat().st_size),
+        }
         return wanted.items() <= self.metadata.items()
 
     def read(self, row: int, begin: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`length` tokens of a text from its `begin` on -> (taps [length, n, H], final [length, H]), both float32."""
+        """`length` tokens of a text from its `begin` on -> (taps [length, n, H], final [length,
+        H]), both float32."""
         first, end = int(self.ends[row - 1]) if row else 0, int(self.ends[row])
         if row not in self._intact:
             self._check(row, first, end)
         wanted = slice(first + begin, first + begin + length)
         parts = {name: self._file.get_slice(name)[wanted] for name in self._names}
         taps = parts["taps"].float()
-        return taps if "scales" not in parts else taps * parts["scales"][..., None], parts["final"].float()
+        return taps if "scales" not in parts else taps * parts["scales"][..., None], parts[
+            "final"
+        ].float()
 
     def _check(self, row: int, first: int, end: int) -> None:
         crc = 0
@@ -164,28 +204,32 @@ class StatesOf:
             crc = zlib.crc32(bytes_of(self._file.get_slice(name)[first:end]), crc)
         if crc != int(self._crc[row]):
             raise UserError(
-                f"stored taps {str(self.path)!r} are damaged at text {row}; delete the file and run draftsmith generate "
+                f"stored taps {str(self.path)!r} are damaged at text {row}; delete the file and "
+                "run draftsmith generate "
                 "--store-taps again"
             )
         self._intact.add(row)
 
 
 class StoredTaps:
-    """Of a whole data folder. A token is found by its place, its number among all tokens of the folder."""
+    """Of a whole data folder. A token is found by its place, its number among all tokens of the
+    folder."""
 
     def __init__(self, folder: Path, *, revision: str):
         parts = sorted(folder.glob("part-*.parquet"))
         missing = [part for part in parts if not tap_file(part).is_file()]
         if missing:
             raise UserError(
-                f"data {str(folder)!r} has no {tap_file(missing[0]).name}; finish draftsmith generate --store-taps, or train "
+                f"data {str(folder)!r} has no {tap_file(missing[0]).name}; finish draftsmith "
+                "generate --store-taps, or train "
                 "with --teacher live"
             )
         self.files = [StatesOf(tap_file(part)) for part in parts]
         for file, part in zip(self.files, parts, strict=True):
             if not file.is_of(part, revision=revision):
                 raise UserError(
-                    f"stored taps {str(file.path)!r} are of another {part.name} or of other weights than this target's; delete "
+                    f"stored taps {str(file.path)!r} are of another {part.name} or of other "
+                    "weights than this target's; delete "
                     "them and run draftsmith generate --store-taps again"
                 )
         self.taps = self.files[0].taps

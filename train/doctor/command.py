@@ -1,4 +1,5 @@
-"""`draftsmith doctor`: what would go wrong with this target, draft and data, or what does with the server at this URL."""
+"""`draftsmith doctor`: what would go wrong with this target, draft and data, or what does with the
+server at this URL."""
 
 from __future__ import annotations
 
@@ -78,14 +79,18 @@ def check_options(config: DoctorConfig) -> None:
     if config.target is None and config.url is None:
         raise UserError("option 'target' is required; give --target, or --url of a running server")
     if config.url is not None and (config.target, config.draft, config.data) != (None, None, None):
-        raise UserError("url is given together with a target, draft or data; ask about them one at a time")
+        raise UserError(
+            "url is given together with a target, draft or data; ask about them one at a time"
+        )
     check_draft_options(config)
     if config.url is None and (config.seconds != 0 or config.api_key is not None):
         raise UserError("seconds and api_key are about a running server; give --url too")
     if not 0 <= config.seconds <= MOST_SECONDS:
         raise UserError(f"seconds is {config.seconds:g}; it must be from 0 to {MOST_SECONDS:g}")
     if config.rows < 1 or config.max_length < 2 or config.sequences < 1 or config.show < 0:
-        raise UserError("--rows and --sequences must be at least 1, --max-length 2 and --show 0; raise them")
+        raise UserError(
+            "--rows and --sequences must be at least 1, --max-length 2 and --show 0; raise them"
+        )
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:

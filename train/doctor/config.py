@@ -10,13 +10,23 @@ from draftsmith.drafters.config import Pair
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Pair):
-    target: str | None = option(None, "folder or Hub id of the target [default: the one that the data names]")
+    target: str | None = option(
+        None, "folder or Hub id of the target [default: the one that the data names]"
+    )
     data: str | None = option(None, "generated dataset to check against both")
     rows: int = option(256, "rows of the data to read, spread over all of it")
-    show: int = option(2, "rows of the data to print whole, trained tokens in colour, or in [[ ]] where there is none")
+    show: int = option(
+        2,
+        "rows of the data to print whole, trained tokens in colour, or in [[ ]] where there is "
+        "none",
+    )
     max_length: int = option(2048, "training length in tokens beyond which a row is cut")
     sequences: int = option(8, "concurrent sequences that the memory estimate assumes")
-    url: str | None = option(None, "instead of a target: a running draftsmith server, for example http://127.0.0.1:8000")
-    seconds: float = option(0.0, "watch the server for so long; 0: judge all it has done since it started")
+    url: str | None = option(
+        None, "instead of a target: a running draftsmith server, for example http://127.0.0.1:8000"
+    )
+    seconds: float = option(
+        0.0, "watch the server for so long; 0: judge all it has done since it started"
+    )
     api_key: str | None = option(None, "bearer token for that server")
     json: bool = option(False, "print the findings as JSON")

@@ -26,9 +26,14 @@ class ChatTokenizer(Protocol):
 
 def check_known(rows: list[Row], num_known: int, vocab_size: int) -> Finding:
     """Heads are often padded beyond the tokenizer; what is there was never trained."""
-    wrong = sorted({token for row in rows for token in row.input_ids if num_known <= token < vocab_size})
+    wrong = sorted(
+        {token for row in rows for token in row.input_ids if num_known <= token < vocab_size}
+    )
     if wrong:
-        what = f"token id {wrong[0]} is beyond the tokenizer's {num_known} tokens, in the padding of the head ({vocab_size})"
+        what = (
+            f"token id {wrong[0]} is beyond the tokenizer's {num_known} tokens, in the padding of "
+            f"the head ({vocab_size})"
+        )
         return warn("data.padding", what, "generate the data with this target's tokenizer")
     return ok("data.padding", f"all within the tokenizer's {num_known} tokens")
 
@@ -36,13 +41,24 @@ def check_known(rows: list[Row], num_known: int, vocab_size: int) -> Finding:
 def check_unused(rows: list[Row], mask_token: int) -> Finding:
     found = sum(mask_token in row.input_ids for row in rows)
     if found:
-        what = f"{found} of {len(rows)} rows hold token {mask_token}, which stands for unknown tokens in block drafts"
-        return warn("data.mask-token", what, "give dflash, dspark and p-eagle a mask_token that no text holds")
-    return ok("data.mask-token", f"no row holds token {mask_token}, which block drafts use for unknown ones")
+        what = (
+            f"{found} of {len(rows)} rows hold token {mask_token}, which stands for unknown "
+            "tokens in block drafts"
+        )
+        return warn(
+            "data.mask-token",
+            what,
+            "give dflash, dspark and p-eagle a mask_token that no text holds",
+        )
+    return ok(
+        "data.mask-token",
+        f"no row holds token {mask_token}, which block drafts use for unknown ones",
+    )
 
 
 def check_after_end(rows: list[Row], ends: Collection[int]) -> Finding:
-    """Nothing is served behind an end of text, so a mask that goes on there was not made by what the target wrote."""
+    """Nothing is served behind an end of text, so a mask that goes on there was not made by what
+    the target wrote."""
     wrong = sum(
         any(
             row.loss_mask[at] and row.loss_mask[at - 1] and row.input_ids[at - 1] in ends
@@ -51,13 +67,21 @@ def check_after_end(rows: list[Row], ends: Collection[int]) -> Finding:
         for row in rows
     )
     if wrong:
-        what = f"{wrong} of {len(rows)} rows train on tokens behind the end of an answer, which the target never writes"
-        return warn("data.mask-end", what, "end masks with the end-of-text token, as draftsmith generate --keep-answers does")
+        what = (
+            f"{wrong} of {len(rows)} rows train on tokens behind the end of an answer, which the "
+            "target never writes"
+        )
+        return warn(
+            "data.mask-end",
+            what,
+            "end masks with the end-of-text token, as draftsmith generate --keep-answers does",
+        )
     return ok("data.mask-end", "no mask goes on behind the end of an answer")
 
 
 def check_template(rows: list[Row], tokenizer: ChatTokenizer) -> list[Finding]:
-    """A chat model is served templated text; text without a token of the template is another kind."""
+    """A chat model is served templated text; text without a token of the template is
+    another kind."""
     if not tokenizer.chat_template:
         return []
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -68,27 +92,53 @@ def check_template(rows: list[Row], tokenizer: ChatTokenizer) -> list[Finding]:
     without = sum(not special & set(row.input_ids) for row in rows)
     if without == len(rows):
         what = "no row holds a special token of the target's chat template"
-        return [warn("data.chat", what, "if chats will be served, generate with --chat always or from `messages`")]
+        return [
+            warn(
+                "data.chat",
+                what,
+                "if chats will be served, generate with --chat always or from `messages`",
+            )
+        ]
     if without:
-        what = f"{without} of {len(rows)} rows hold no special token of the target's chat template, the others do"
+        what = (
+            f"{without} of {len(rows)} rows hold no special token of the target's chat template, "
+            "the others do"
+        )
         return [warn("data.chat", what, "check that plain text among chats is meant")]
     return [ok("data.chat", "every row holds special tokens of the target's chat template")]
 
 
 def check_vocabulary(rows: list[Row]) -> Finding:
-    """How many tokens a draft vocabulary needs: counted on every other row, measured on the rest."""
+    """How many tokens a draft vocabulary needs: counted on every other row, measured on
+    the rest."""
     counted, measured = Counter[int](), Counter[int]()
     for at, row in enumerate(rows):
-        (measured if at % 2 else counted).update(token for token, bit in zip(row.input_ids, row.loss_mask) if bit)
+        (measured if at % 2 else counted).update(
+            token for token, bit in zip(row.input_ids, row.loss_mask) if bit
+        )
     total = measured.total()
     if min(total, counted.total()) < FEW_TOKENS:
-        return ok("data.vocabulary", f"too few answers here to say how many tokens a draft needs ({total + counted.total()})")
+        return ok(
+            "data.vocabulary",
+            "too few answers here to say how many tokens a draft needs "
+            f"({total + counted.total()})",
+        )
     covered = 0
     for size, (token, _) in enumerate(counted.most_common(), start=1):
         covered += measured[token]
         if covered >= WANTED_COVER * total:
             share = covered / total
             hold = f"the {size} most frequent tokens are {share:.1%} of unseen answers"
-            return ok("data.vocabulary", f"{hold}: as a draft vocabulary they allow an alpha of {share:.3f} at most")
-    what = f"all {len(counted)} tokens of half of the rows are {covered / total:.1%} of the other half's answers"
-    return warn("data.vocabulary", what, "keep the whole vocabulary, or count a draft_vocab_size on more text than this")
+            return ok(
+                "data.vocabulary",
+                f"{hold}: as a draft vocabulary they allow an alpha of {share:.3f} at most",
+            )
+    what = (
+        f"all {len(counted)} tokens of half of the rows are {covered / total:.1%} of the other "
+        "half's answers"
+    )
+    return warn(
+        "data.vocabulary",
+        what,
+        "keep the whole vocabulary, or count a draft_vocab_size on more text than this",
+    )

@@ -1,4 +1,5 @@
-"""What the target's own law says about the data, and the draft's about the target's. B = 1, L tokens, V vocabulary."""
+"""What the target's own distribution says about the data, and the draft's about the target's. B =
+1, L tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -31,8 +32,11 @@ class Judged(NamedTuple):
 
 
 @torch.no_grad()
-def check_law(rows: list[Row], temperature: float | None, target: Target, draft: TrainedDrafter | None) -> list[Finding]:
-    """`temperature` is what the data's provenance says, None where it says nothing or filters were on."""
+def check_distribution(
+    rows: list[Row], temperature: float | None, target: Target, draft: TrainedDrafter | None
+) -> list[Finding]:
+    """`temperature` is what the data's provenance says, None where it says nothing or filters were
+    on."""
     judged = list(judge(rows[:MAX_ROWS], target, draft))
     if not judged:
         return []
@@ -51,12 +55,16 @@ def judge(rows: list[Row], target: Target, draft: TrainedDrafter | None) -> Iter
     length = min(MAX_LENGTH, target.max_positions)
     for row in rows:
         ids = torch.tensor([row.input_ids[:length]], device=target.device)
-        positions = torch.tensor(row.loss_mask[:length], device=target.device)[1:].nonzero()[:, 0] + 1
+        positions = (
+            torch.tensor(row.loss_mask[:length], device=target.device)[1:].nonzero()[:, 0] + 1
+        )
         if len(positions):
             yield judge_row(ids, positions, target, draft)
 
 
-def judge_row(ids: torch.Tensor, positions: torch.Tensor, target: Target, draft: TrainedDrafter | None) -> Judged:
+def judge_row(
+    ids: torch.Tensor, positions: torch.Tensor, target: Target, draft: TrainedDrafter | None
+) -> Judged:
     """`positions` [n] of the tokens that the target wrote."""
     taps, hidden = target.states(ids, torch.ones_like(ids), () if draft is None else draft.taps)
     logits = target.head(hidden[0, positions - 1]).float()
@@ -77,10 +85,23 @@ def judge_row(ids: torch.Tensor, positions: torch.Tensor, target: Target, draft:
 
 
 def first_alpha(
-    ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, taps: torch.Tensor | None, draft: TrainedDrafter
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    logits: torch.Tensor,
+    taps: torch.Tensor | None,
+    draft: TrainedDrafter,
 ) -> torch.Tensor:
-    """[m] acceptance at temperature 1 of the first drafted token, where the draft has seen enough to draft it."""
-    step = next(iter(draft.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=1))))
+    """[m] acceptance at temperature 1 of the first drafted token, where the draft has seen enough
+    to draft it."""
+    step = next(
+        iter(
+            draft.unroll(
+                UnrollBatch(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=1
+                )
+            )
+        )
+    )
     known = positions >= step.offset
     sources = positions[known] - step.offset
     q_logits = (step.hidden[0, sources] @ draft.head_weight().T).float()
@@ -92,31 +113,51 @@ def first_alpha(
 
 
 def check_own_text(judged: list[Judged], temperature: float | None) -> Finding:
-    """Text that another model wrote teaches a draft a law that it will not meet."""
+    """Text that another model wrote teaches a draft a distribution that it will not meet."""
     again = "generate the data with this target; a draft trained on foreign text accepts less"
     if temperature == 0.0:
         share = torch.cat([row.greedy for row in judged]).float().mean().item()
         what = f"{share:.1%} of the tokens are the target's greedy choice"
-        return ok("data.law", what) if share >= GREEDY_AGREEMENT else warn("data.law", what, again)
-    surprise, entropy = torch.cat([row.surprise for row in judged]), torch.cat([row.entropy for row in judged])
+        return (
+            ok("data.distribution", what)
+            if share >= GREEDY_AGREEMENT
+            else warn("data.distribution", what, again)
+        )
+    surprise, entropy = (
+        torch.cat([row.surprise for row in judged]),
+        torch.cat([row.entropy for row in judged]),
+    )
     gap = (surprise - entropy).double()
-    # Surprises of successive samples minus their conditional means are uncorrelated, so the plain standard error holds.
+    # Surprises of successive samples minus their conditional means are uncorrelated, so the plain
+    # standard error holds.
     sigmas = float(gap.mean() / (gap.std(correction=0) / len(gap) ** 0.5).clamp(min=1e-9))
-    what = f"{surprise.mean():.2f} nats a token where the target's own samples have {entropy.mean():.2f}"
+    what = (
+        f"{surprise.mean():.2f} nats a token where the target's own samples have "
+        f"{entropy.mean():.2f}"
+    )
     foreign = gap.mean() > FOREIGN_GAP and sigmas > FOREIGN_SIGMAS
-    return warn("data.law", what, again) if foreign else ok("data.law", what)
+    return warn("data.distribution", what, again) if foreign else ok("data.distribution", what)
 
 
 def check_outside(outside: torch.Tensor) -> Finding:
     mass = float(outside.mean())
-    what = f"{mass:.1%} of the target's mass is outside the draft's vocabulary, so alpha is at most {1 - mass:.3f} on this text"
+    what = (
+        f"{mass:.1%} of the target's mass is outside the draft's vocabulary, so alpha is at most "
+        f"{1 - mass:.3f} on this text"
+    )
     if mass > 0.1:
-        return warn("draft.outside", what, "train with a larger draft_vocab_size, or one counted on text like this")
+        return warn(
+            "draft.outside",
+            what,
+            "train with a larger draft_vocab_size, or one counted on text like this",
+        )
     return ok("draft.outside", what)
 
 
 def check_alpha(alpha: float) -> Finding:
     what = f"alpha_1 is {alpha:.3f} on this text at T=1"
     if alpha < USELESS_ALPHA:
-        return warn("draft.alpha", what, "train the draft on this target's answers, or serve without it")
+        return warn(
+            "draft.alpha", what, "train the draft on this target's answers, or serve without it"
+        )
     return ok("draft.alpha", what)

@@ -17,10 +17,15 @@ from draftsmith.train.doctor.finding import Finding, fail, ok, warn
 
 
 def check_draft(pair: Pair, draft: TrainedDrafter, target: Target) -> list[Finding]:
-    """Loading it has already shown that it is whole, finite, and made for this vocabulary and tokenizer, or for any."""
+    """Loading it has already shown that it is whole, finite, and made for this vocabulary and
+    tokenizer, or for any."""
     assert pair.draft is not None
     folder = locate(pair.draft, revision=pair.draft_revision)
-    spoken = "a tokenizer of its own" if pair.heterogeneous_vocab else "vocabulary and tokenizer of the target"
+    spoken = (
+        "a tokenizer of its own"
+        if pair.heterogeneous_vocab
+        else "vocabulary and tokenizer of the target"
+    )
     findings = [ok("draft.loads", f"{draft.family}, {spoken}"), check_taps(draft, target)]
     if pair.heterogeneous_vocab:
         mend = "measure it with draftsmith bench --heterogeneous-vocab before relying on it"
@@ -30,7 +35,12 @@ def check_draft(pair: Pair, draft: TrainedDrafter, target: Target) -> list[Findi
     else:
         mend = "measure it with draftsmith eval before relying on it"
         findings.append(warn("draft.record", f"no {RECORD}: not trained by draftsmith", mend))
-    return [*findings, check_positions(folder, target), check_vocabulary(draft, target), check_finite(draft, target)]
+    return [
+        *findings,
+        check_positions(folder, target),
+        check_vocabulary(draft, target),
+        check_finite(draft, target),
+    ]
 
 
 def check_taps(draft: TrainedDrafter, target: Target) -> Finding:
@@ -38,7 +48,11 @@ def check_taps(draft: TrainedDrafter, target: Target) -> Finding:
         return ok("draft.taps", "reads no hidden states")
     wrong = [tap for tap in draft.taps if tap != FINAL and not 0 <= tap <= target.num_layers]
     if wrong:
-        return fail("draft.taps", f"taps {wrong} do not exist in {target.num_layers} layers", "train a draft for this target")
+        return fail(
+            "draft.taps",
+            f"taps {wrong} do not exist in {target.num_layers} layers",
+            "train a draft for this target",
+        )
     if list(draft.taps) != sorted(set(draft.taps)):
         return warn(
             "draft.taps",
@@ -61,11 +75,20 @@ def check_record(record: dict[str, Any], target: Target) -> list[Finding]:
                 "expect a lower acceptance; train on answers of this target, or serve with --learn",
             )
         )
-    measured = [f"tau {e['tau']['value']:.2f} at T={e['temperature']:g}" for e in record.get("evaluation") or []]
+    measured = [
+        f"tau {e['tau']['value']:.2f} at T={e['temperature']:g}"
+        for e in record.get("evaluation") or []
+    ]
     if measured:
         findings.append(ok("draft.evaluation", ", ".join(measured)))
     else:
-        findings.append(warn("draft.evaluation", "its acceptance was never measured", "run draftsmith eval --store"))
+        findings.append(
+            warn(
+                "draft.evaluation",
+                "its acceptance was never measured",
+                "run draftsmith eval --store",
+            )
+        )
     return findings
 
 
@@ -75,7 +98,8 @@ def check_positions(folder: Path, target: Target) -> Finding:
         return warn(
             "draft.positions",
             f"made for {positions} positions, the target has {target.max_positions}",
-            "other engines cap the context at the draft's; raise max_position_embeddings if its RoPE allows it",
+            "other engines cap the context at the draft's; raise max_position_embeddings if its "
+            "RoPE allows it",
         )
     return ok("draft.positions", f"reaches the target's {target.max_positions} positions")
 
@@ -97,7 +121,9 @@ def check_vocabulary(draft: TrainedDrafter, target: Target) -> Finding:
 def check_finite(draft: TrainedDrafter, target: Target) -> Finding:
     """Draft logits of a few random tokens at two depths."""
     length = min(16, target.max_positions)
-    ids = torch.randint(target.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(target.device)
+    ids = torch.randint(
+        target.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
+    ).to(target.device)
     mask = torch.ones_like(ids)
     taps = target.states(ids, mask, draft.taps)[0] if draft.taps else None
     batch = UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=2)
@@ -105,5 +131,7 @@ def check_finite(draft: TrainedDrafter, target: Target) -> Finding:
     if all(torch.isfinite(step.hidden @ head).all() for step in draft.unroll(batch)):
         return ok("draft.finite", "drafts finite logits")
     return fail(
-        "draft.finite", "draft logits hold NaN or infinite values", "load it in float32, or go back to an earlier version"
+        "draft.finite",
+        "draft logits hold NaN or infinite values",
+        "load it in float32, or go back to an earlier version",
     )

@@ -15,19 +15,30 @@ GIB = 2**30
 
 
 class Pooled(Protocol):
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None: ...
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool | None: ...
 
 
 def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int) -> Finding:
     """Weights, and keys and values of `sequences` texts of full length."""
     weights = num_bytes(target.model) + (0 if draft is None else num_bytes(draft))
-    token = bytes_per_token(target, target) + (0 if draft is None else bytes_per_token(draft, target))
+    token = bytes_per_token(target, target) + (
+        0 if draft is None else bytes_per_token(draft, target)
+    )
     cache = token * target.max_positions * sequences
     what = (
-        f"weights {weights / GIB:.2f} GiB, keys and values {token / 1024:.1f} KiB a token, {cache / GIB:.2f} GiB for {sequences} "
+        f"weights {weights / GIB:.2f} GiB, keys and values {token / 1024:.1f} KiB a token, "
+        f"{cache / GIB:.2f} GiB for {sequences} "
         f"texts of {target.max_positions} tokens"
     )
-    return compare("memory.serving", what, weights + cache, target.device, "serve fewer or shorter sequences at once")
+    return compare(
+        "memory.serving",
+        what,
+        weights + cache,
+        target.device,
+        "serve fewer or shorter sequences at once",
+    )
 
 
 def check_training(target: Target, draft: torch.nn.Module, max_length: int) -> Finding:
@@ -35,10 +46,17 @@ def check_training(target: Target, draft: torch.nn.Module, max_length: int) -> F
     trained = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad)
     needed = num_bytes(target.model) + 16 * trained
     what = (
-        f"{trained / 1e6:.1f} M trained parameters; {needed / GIB:.2f} GiB for weights and optimizer, activations of rows up to "
+        f"{trained / 1e6:.1f} M trained parameters; {needed / GIB:.2f} GiB for weights and "
+        "optimizer, activations of rows up to "
         f"{max_length} tokens on top"
     )
-    return compare("memory.training", what, needed, target.device, "use --deepspeed recipes/zero3.json or a smaller draft")
+    return compare(
+        "memory.training",
+        what,
+        needed,
+        target.device,
+        "use --deepspeed recipes/zero3.json or a smaller draft",
+    )
 
 
 def compare(check: str, what: str, needed: int, device: torch.device, mend: str) -> Finding:
@@ -48,7 +66,9 @@ def compare(check: str, what: str, needed: int, device: torch.device, mend: str)
 
 
 def num_bytes(model: torch.nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
+    )
 
 
 def bytes_per_token(pooled: Pooled, target: Target) -> float:

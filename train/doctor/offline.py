@@ -11,7 +11,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.doctor.config import DoctorConfig
 from draftsmith.train.doctor.data import check_data, read_sample
-from draftsmith.train.doctor.distributions import check_law
+from draftsmith.train.doctor.distributions import check_distribution
 from draftsmith.train.doctor.draft import check_draft
 from draftsmith.train.doctor.finding import FAIL, Finding, refused
 from draftsmith.train.doctor.memory import check_serving, check_training
@@ -22,7 +22,11 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
     """Every check that still makes sense after the ones before it."""
     assert config.target is not None
     try:
-        target = Target.load(config.target, device=find_place("auto").device, trust_remote_code=config.trust_remote_code)
+        target = Target.load(
+            config.target,
+            device=find_place("auto").device,
+            trust_remote_code=config.trust_remote_code,
+        )
     except UserError as error:
         return [refused("target.loads", error)]
     findings = check_target(target)
@@ -41,19 +45,22 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
     return findings
 
 
-def check_examples(config: DoctorConfig, folder: str, target: Target, draft: TrainedDrafter | None) -> list[Finding]:
+def check_examples(
+    config: DoctorConfig, folder: str, target: Target, draft: TrainedDrafter | None
+) -> list[Finding]:
     try:
         sample = read_sample(folder, config.rows)
     except UserError as error:
         return [refused("data.reads", error)]
     findings = check_data(folder, sample, target, config.max_length)
     if not any(finding.status == FAIL for finding in findings):
-        findings += check_law(sample.rows, sampled_at(sample.provenance), target, draft)
+        findings += check_distribution(sample.rows, sampled_at(sample.provenance), target, draft)
     return findings
 
 
 def sampled_at(provenance: dict[str, Any]) -> float | None:
-    """The temperature, where the text was drawn from the whole law; a greedy choice no filter changes."""
+    """The temperature, where the text was drawn from the whole distribution; a greedy choice no
+    filter changes."""
     temperature = provenance.get("temperature")
     filtered = provenance.get("top_k", 0) != 0 or provenance.get("top_p", 1.0) != 1.0
     return None if filtered and temperature != 0 else temperature

@@ -1,4 +1,5 @@
-"""A running pair, seen from outside: what it says of itself over HTTP, and the findings that its metrics give."""
+"""A running pair, seen from outside: what it says of itself over HTTP, and the findings that its
+metrics give."""
 
 from __future__ import annotations
 
@@ -17,9 +18,12 @@ MUCH_SEEDED = 0.1  # of the tokens
 
 
 def check_server(url: str, *, seconds: float = 0.0, api_key: str | None = None) -> list[Finding]:
-    """All findings of the server at `url`, about the next `seconds` or, when that is 0, about all it has done."""
+    """All findings of the server at `url`, about the next `seconds` or, when that is 0, about all
+    it has done."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=30) as http:
+    with httpx.Client(
+        base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=30
+    ) as http:
         try:
             findings = [check_health(http), check_model(http)]
             scrape = read_metrics(http)
@@ -31,7 +35,11 @@ def check_server(url: str, *, seconds: float = 0.0, api_key: str | None = None) 
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             why = str(error) or type(error).__name__
             return [
-                fail("server.answers", f"{url} does not answer ({why})", "check the URL and that draftsmith serve is running")
+                fail(
+                    "server.answers",
+                    f"{url} does not answer ({why})",
+                    "check the URL and that draftsmith serve is running",
+                )
             ]
     return findings + check_metrics(scrape)
 
@@ -47,19 +55,30 @@ def check_health(http: httpx.Client) -> Finding:
 def check_model(http: httpx.Client) -> Finding:
     response = http.get("/v1/models")
     if response.status_code == 401:
-        return warn("server.model", "the server asks for an API key", "give --api-key; what follows needs none")
+        return warn(
+            "server.model",
+            "the server asks for an API key",
+            "give --api-key; what follows needs none",
+        )
     told = http.get("/version").json()
-    models = [f"{entry['id']} (up to {entry.get('max_model_len', '?')} tokens)" for entry in response.json()["data"]]
+    models = [
+        f"{entry['id']} (up to {entry.get('max_model_len', '?')} tokens)"
+        for entry in response.json()["data"]
+    ]
     return ok("server.model", f"{', '.join(models)}, version {told['version']}")
 
 
 def read_metrics(http: httpx.Client) -> Scrape:
     response = http.get("/metrics")
     if response.status_code != 200:
-        raise UserError(f"/metrics answers {response.status_code}; give the URL of a draftsmith server")
+        raise UserError(
+            f"/metrics answers {response.status_code}; give the URL of a draftsmith server"
+        )
     scrape = parse(response.text)
     if not scrape.has(OURS):
-        raise UserError(f"/metrics has no {OURS}, so this is no draftsmith server; give the URL of one")
+        raise UserError(
+            f"/metrics has no {OURS}, so this is no draftsmith server; give the URL of one"
+        )
     return scrape
 
 
@@ -67,7 +86,10 @@ def check_metrics(scrape: Scrape) -> list[Finding]:
     tokens = scrape.total("vllm:generation_tokens_total")
     if tokens == 0:
         mend = "send requests, or run draftsmith bench --url with the same URL, and ask again"
-        return [warn("server.traffic", "no token was generated in this time", mend), *check_load(scrape)]
+        return [
+            warn("server.traffic", "no token was generated in this time", mend),
+            *check_load(scrape),
+        ]
     finished = scrape.total("vllm:request_success_total")
     seen = ok("server.traffic", f"{finished:.0f} requests ended, {tokens:.0f} tokens generated")
     return [seen, *check_drafting(scrape), check_seeded(scrape), *check_load(scrape)]
@@ -75,9 +97,14 @@ def check_metrics(scrape: Scrape) -> list[Finding]:
 
 def check_seeded(scrape: Scrape) -> Finding:
     """How much traffic can teach nothing; see `Request.repeatable` in serve."""
-    requests, tokens = (scrape.total(f"draftsmith_seeded_{of}_total") for of in ("requests", "tokens"))
+    requests, tokens = (
+        scrape.total(f"draftsmith_seeded_{of}_total") for of in ("requests", "tokens")
+    )
     share = tokens / scrape.total("vllm:generation_tokens_total")
-    what = f"{requests:.0f} requests, {share:.0%} of the tokens, were sampled with a seed: neither learned from nor measured"
+    what = (
+        f"{requests:.0f} requests, {share:.0%} of the tokens, were sampled with a seed: neither "
+        "learned from nor measured"
+    )
     if share < MUCH_SEEDED:
         return ok("learning.seeded", what)
     return warn("learning.seeded", what, "leave the seed out of requests that need not repeat")

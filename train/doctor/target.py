@@ -10,11 +10,22 @@ from draftsmith.train.doctor.finding import Finding, fail, ok, refused, warn
 
 
 def check_target(target: Target) -> list[Finding]:
-    """Loading it has already shown that it honours our attention and that its head is where we think it is."""
-    shape = f"{target.num_layers} layers of {target.hidden_size}, {target.vocab_size} ids, {target.max_positions} positions"
+    """Loading it has already shown that it honours our attention and that its head is where we
+    think it is."""
+    shape = (
+        f"{target.num_layers} layers of {target.hidden_size}, {target.vocab_size} ids, "
+        f"{target.max_positions} positions"
+    )
     return [
-        ok("target.loads", f"{type(target.model).__name__}, {shape}, {str(target.dtype).removeprefix('torch.')}"),
-        ok("target.attention", "keys and values can be kept in a paged pool; logits agree with the model's own forward"),
+        ok(
+            "target.loads",
+            f"{type(target.model).__name__}, {shape}, {str(target.dtype).removeprefix('torch.')}",
+        ),
+        ok(
+            "target.attention",
+            "keys and values can be kept in a paged pool; logits agree with the model's own "
+            "forward",
+        ),
         check_finite(target),
         *check_rope(target),
         *check_tokenizer(target),
@@ -32,7 +43,9 @@ def check_finite(target: Target) -> Finding:
     if torch.isfinite(logits).all():
         return ok("target.finite", f"logits between {logits.min():.3g} and {logits.max():.3g}")
     return fail(
-        "target.finite", "logits hold NaN or infinite values", "load the target in float32 or bfloat16, or fetch it again"
+        "target.finite",
+        "logits hold NaN or infinite values",
+        "load the target in float32 or bfloat16, or fetch it again",
     )
 
 
@@ -41,8 +54,13 @@ def check_rope(target: Target) -> list[Finding]:
     longest, limit = target.config.max_position_embeddings, target.rope_limit
     if limit is None or limit.positions >= longest:
         return []
-    what = f"served and trained for up to {limit.positions} of its {longest} positions: {limit.reason(target.name)}"
-    return [warn("target.rope", what, f"give --max-length {limit.positions}, or use another target")]
+    what = (
+        f"served and trained for up to {limit.positions} of its {longest} positions: "
+        f"{limit.reason(target.name)}"
+    )
+    return [
+        warn("target.rope", what, f"give --max-length {limit.positions}, or use another target")
+    ]
 
 
 def check_tokenizer(target: Target) -> list[Finding]:
@@ -61,12 +79,18 @@ def check_size(num_tokens: int, vocab_size: int) -> Finding:
             "use the tokenizer that the model was trained with",
         )
     padding = vocab_size - num_tokens
-    return ok("target.tokenizer", f"{num_tokens} tokens" + (f", {padding} padded ids that no text uses" if padding else ""))
+    return ok(
+        "target.tokenizer",
+        f"{num_tokens} tokens" + (f", {padding} padded ids that no text uses" if padding else ""),
+    )
 
 
 def check_template(template: str | None) -> Finding:
     if template is None:
-        return ok("target.template", "no chat template: prompts are plain text and /v1/chat/completions is refused")
+        return ok(
+            "target.template",
+            "no chat template: prompts are plain text and /v1/chat/completions is refused",
+        )
     return ok("target.template", f"chat template of {len(template)} characters")
 
 
@@ -74,5 +98,7 @@ def check_end(target: Target) -> Finding:
     if target.eos_token_ids:
         return ok("target.end", f"answers end at token {', '.join(map(str, target.eos_token_ids))}")
     return warn(
-        "target.end", "no end-of-text token is set", "set eos_token_id in the target's config.json, or answers run to their limit"
+        "target.end",
+        "no end-of-text token is set",
+        "set eos_token_id in the target's config.json, or answers run to their limit",
     )

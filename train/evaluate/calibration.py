@@ -1,6 +1,8 @@
-"""A draft that guesses its own alpha (`UnrolledStep.confidence`): its loss, and how far guesses and alpha lie apart.
+"""A draft that guesses its own alpha (`UnrolledStep.confidence`): its loss, and how far guesses and
+alpha lie apart.
 
-The target of the guess is alpha itself, sum_v min(p_v, q_v), not whether one drawn token was kept: the same mean with less noise.
+The target of the guess is alpha itself, sum_v min(p_v, q_v), not whether one drawn token was kept:
+the same mean with less noise.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Reliability(NamedTuple):
         guesses, alpha = guesses.double().cpu(), alpha.double().cpu()
         bins = (guesses * BINS).long().clamp(0, BINS - 1)
         sums = [
-            torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, one) for one in (torch.ones_like(guesses), guesses, alpha)
+            torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, one)
+            for one in (torch.ones_like(guesses), guesses, alpha)
         ]
         return cls(*sums)
 
@@ -37,5 +40,6 @@ class Reliability(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Expected calibration error: the mean distance of guess and alpha over bins, by how many guesses fell into each."""
+        """Expected calibration error: the mean distance of guess and alpha over bins, by how many
+        guesses fell into each."""
         return float((self.guessed - self.alpha).abs().sum() / self.count.sum())

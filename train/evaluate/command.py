@@ -1,4 +1,5 @@
-"""`draftsmith eval`: alpha_i and tau of a trained draft at each temperature, with 95 % intervals."""
+"""`draftsmith eval`: alpha_i and tau of a trained draft at each temperature, with 95 %
+intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from draftsmith.train.quiet import quiet
 
 __all__ = ["Evaluation", "evaluate_draft", "run"]
 
-# Ties between tokens can go either way in another batch shape; more than this is text that someone else wrote.
+# Ties between tokens can go either way in another batch shape; more than this is text that someone
+# else wrote.
 UNLIKELY_LIMIT = 0.02
 
 
@@ -31,14 +33,24 @@ def run(config: EvalConfig) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Exact figures want the arithmetic the target is served with; on a CPU that is float32.
     dtype = "auto" if device.type == "cuda" else torch.float32
-    target = Target.load(config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    target = Target.load(
+        config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
+    )
     target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
-    corpus = read_corpus(config.data, max_length=config.max_length, vocab_size=target.vocab_size, held_out_share=config.held_out)
+    corpus = read_corpus(
+        config.data,
+        max_length=config.max_length,
+        vocab_size=target.vocab_size,
+        held_out_share=config.held_out,
+    )
     check_tokenizer(corpus.provenance, target, config.data)
     tell_what_was_trained_on(config, corpus)
     sequences = (corpus.held_out if len(corpus.held_out) else corpus.train).first(config.prompts)
-    evaluations = [evaluate_at(config, temperature, target, drafter, corpus, sequences) for temperature in config.temperature]
+    evaluations = [
+        evaluate_at(config, temperature, target, drafter, corpus, sequences)
+        for temperature in config.temperature
+    ]
     print(table(evaluations))
     report(config, target, evaluations)
     return 0
@@ -60,21 +72,32 @@ def check(config: EvalConfig) -> None:
     if config.store:
         checkpoint.read_metadata(config.draft)
     if config.out is not None and Path(config.out).is_dir():
-        raise UserError(f"option 'out' is {config.out!r}, a folder; give a file such as figures.json")
+        raise UserError(
+            f"option 'out' is {config.out!r}, a folder; give a file such as figures.json"
+        )
 
 
 def tell_what_was_trained_on(config: EvalConfig, corpus: Corpus) -> None:
     """A draft does better on text that it has seen."""
     if not len(corpus.held_out):
-        print(f"nothing of {config.data!r} is held out: drafts trained on it have seen the text evaluated here", file=sys.stderr)
+        print(
+            f"nothing of {config.data!r} is held out: drafts trained on it have seen the text "
+            "evaluated here",
+            file=sys.stderr,
+        )
         return
     folder = checkpoint.locate(config.draft)
-    training = checkpoint.read_metadata(folder).get("training", {}) if (folder / checkpoint.RECORD).is_file() else {}
+    training = (
+        checkpoint.read_metadata(folder).get("training", {})
+        if (folder / checkpoint.RECORD).is_file()
+        else {}
+    )
     kept_back = training.get("config", {}).get("held_out", 1.0)
     by_share = "held-out" not in corpus.train.pieces.splits
     if by_share and kept_back < config.held_out and training["data"] == corpus.provenance:
         print(
-            f"training kept back {kept_back:g} of {config.data!r} and {config.held_out:g} of it is evaluated: the draft has seen "
+            f"training kept back {kept_back:g} of {config.data!r} and {config.held_out:g} of it "
+            "is evaluated: the draft has seen "
             f"the rest; give --held-out {kept_back:g}",
             file=sys.stderr,
         )
@@ -91,17 +114,26 @@ def evaluate_at(
     if temperature_of(corpus.provenance, target) != temperature:
         sequences = answer_again(config, temperature, target, sequences)
     evaluation = evaluate_draft(
-        drafter, target, sequences, temperature=temperature, k=config.k, batch_size=config.batch_size, seed=config.seed
+        drafter,
+        target,
+        sequences,
+        temperature=temperature,
+        k=config.k,
+        batch_size=config.batch_size,
+        seed=config.seed,
     )
     if evaluation.unlikely > UNLIKELY_LIMIT:
         raise UserError(
-            f"{evaluation.unlikely:.1%} of the text in {config.data!r} cannot be this target's at temperature {temperature}; "
+            f"{evaluation.unlikely:.1%} of the text in {config.data!r} cannot be this target's at "
+            f"temperature {temperature}; "
             "generate it with this target"
         )
     return evaluation
 
 
-def answer_again(config: EvalConfig, temperature: float, target: Target, sequences: list[TokenSequence]) -> list[TokenSequence]:
+def answer_again(
+    config: EvalConfig, temperature: float, target: Target, sequences: list[TokenSequence]
+) -> list[TokenSequence]:
     """The target's answers to the same prompts at another temperature."""
     prompts = [prompt_of(sequence) for sequence in sequences]
     progress = Progress(f"answers at T={temperature:g}", len(prompts), unit="prompts")
@@ -112,12 +144,17 @@ def answer_again(config: EvalConfig, temperature: float, target: Target, sequenc
             [prompt.tolist() for prompt in prompts[part]],
             max_new_tokens=config.max_tokens,
             temperature=temperature,
-            seeds=[config.seed * 1_000_003 + index for index in range(begin, min(begin + config.batch_size, len(prompts)))],
+            seeds=[
+                config.seed * 1_000_003 + index
+                for index in range(begin, min(begin + config.batch_size, len(prompts)))
+            ],
             batch_size=config.batch_size,
         )
         for sequence, prompt, answer in zip(sequences[part], prompts[part], answers, strict=True):
             ids = torch.cat([prompt, torch.tensor(answer, dtype=torch.int64)])
-            answered.append(TokenSequence(sequence.name, ids, torch.arange(len(ids)) >= len(prompt)))
+            answered.append(
+                TokenSequence(sequence.name, ids, torch.arange(len(ids)) >= len(prompt))
+            )
         progress.update(len(answered))
     progress.close()
     return answered
@@ -126,7 +163,12 @@ def answer_again(config: EvalConfig, temperature: float, target: Target, sequenc
 def report(config: EvalConfig, target: Target, evaluations: list[Evaluation]) -> None:
     found = [evaluation.to_dict() | {"data": config.data} for evaluation in evaluations]
     if config.out is not None:
-        record = {"draft": config.draft, "target": target.name, "target_revision": target.revision, "evaluation": found}
+        record = {
+            "draft": config.draft,
+            "target": target.name,
+            "target_revision": target.revision,
+            "evaluation": found,
+        }
         write_json(config.out, record)
     if config.store:
         checkpoint.store_evaluation(Path(config.draft), found)
@@ -134,13 +176,24 @@ def report(config: EvalConfig, target: Target, evaluations: list[Evaluation]) ->
 
 def table(evaluations: list[Evaluation]) -> str:
     depth = max(len(evaluation.alpha) for evaluation in evaluations)
-    lines = [f"{'T':>4}  {'tau':<20}" + "".join(f"{f'alpha_{at + 1}':<20}" for at in range(depth)) + "tokens"]
+    lines = [
+        f"{'T':>4}  {'tau':<20}"
+        + "".join(f"{f'alpha_{at + 1}':<20}" for at in range(depth))
+        + "tokens"
+    ]
     for evaluation in evaluations:
         cells = [_cell(evaluation.tau, 2), *(_cell(estimate, 3) for estimate in evaluation.alpha)]
-        lines.append(f"{evaluation.temperature:>4g}  " + "".join(f"{cell:<20}" for cell in cells) + str(evaluation.tokens))
+        lines.append(
+            f"{evaluation.temperature:>4g}  "
+            + "".join(f"{cell:<20}" for cell in cells)
+            + str(evaluation.tokens)
+        )
     for evaluation in evaluations:
         if evaluation.calibration is not None:
-            lines.append(f"confidence at T={evaluation.temperature:g}: expected calibration error {evaluation.calibration:.3f}")
+            lines.append(
+                f"confidence at T={evaluation.temperature:g}: expected calibration error "
+                f"{evaluation.calibration:.3f}"
+            )
     return "\n".join(lines)
 
 

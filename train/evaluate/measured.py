@@ -1,7 +1,9 @@
-"""tau and alpha_i of a draft while it trains: measured by real lossless decoding of held-out prompts, and predicted by teacher
-forcing on the very texts that the decoding wrote. Both carry 95 % intervals over prompts.
+"""tau and alpha_i of a draft while it trains: measured by real lossless decoding of held-out
+prompts, and predicted by teacher forcing on the very texts that the decoding wrote. Both carry 95 %
+intervals over prompts.
 
-The two share their texts, so they differ by the luck of single rounds alone: a gap beyond the intervals is a fault.
+The two share their texts, so they differ by the luck of single rounds alone: a gap beyond the
+intervals is a fault.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Draft(ServingDrafter, Unrollable, Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """What happened in the rounds at one temperature. Entry i of the lists is about draft position i + 1."""
+    """What happened in the rounds at one temperature. Entry i of the lists is about draft position
+    i + 1."""
 
     rounds: int
     tokens: int  # committed in them
@@ -47,10 +50,13 @@ class Measurement:
     predicted: Evaluation
 
     def to_dict(self) -> dict[str, Any]:
-        """The predicted figures as `Evaluation.to_dict` has them, and beside them what was measured."""
+        """The predicted figures as `Evaluation.to_dict` has them, and beside them what was
+        measured."""
         measured = asdict(self.measured) | {
             "tau": self.measured.tau._asdict(),
-            "alpha": [None if estimate is None else estimate._asdict() for estimate in self.measured.alpha],
+            "alpha": [
+                None if estimate is None else estimate._asdict() for estimate in self.measured.alpha
+            ],
             "method": METHOD,
         }
         return self.predicted.to_dict() | {"measured": measured}
@@ -58,22 +64,31 @@ class Measurement:
     def figures(self) -> dict[str, float]:
         """For a line of metrics; names end in _t0 or _t1."""
         end = f"_t{self.predicted.temperature:g}"
-        found = _bounded(f"tau{end}", self.measured.tau) | _bounded(f"predicted_tau{end}", self.predicted.tau)
+        found = _bounded(f"tau{end}", self.measured.tau) | _bounded(
+            f"predicted_tau{end}", self.predicted.tau
+        )
         for at, alpha in enumerate(self.measured.alpha):
             if alpha is not None:
-                found |= {f"alpha_{at + 1}{end}": alpha.value, f"offered_{at + 1}{end}": self.measured.offered[at]}
+                found |= {
+                    f"alpha_{at + 1}{end}": alpha.value,
+                    f"offered_{at + 1}{end}": self.measured.offered[at],
+                }
         return found
 
     def summary(self) -> str:
         measured, predicted = self.measured.tau, self.predicted.tau
-        return f"T={self.predicted.temperature:g} tau {measured.value:.2f} (predicted {predicted.value:.2f})"
+        return (
+            f"T={self.predicted.temperature:g} tau {measured.value:.2f} (predicted "
+            f"{predicted.value:.2f})"
+        )
 
 
 class Figures(NamedTuple):
     """Of all temperatures."""
 
     measurements: list[Measurement]
-    counts: dict[str, AcceptanceCounts]  # what happened to each document's prompts, at all temperatures together
+    # what happened to each document's prompts, at all temperatures together
+    counts: dict[str, AcceptanceCounts]
 
     @property
     def tau(self) -> Estimate:
@@ -100,7 +115,8 @@ def measure(
     batch_size: int,
     seed: int = 0,
 ) -> Figures:
-    """Decodes the prompts of `sequences` at every temperature; what the target once answered to them is not read."""
+    """Decodes the prompts of `sequences` at every temperature; what the target once answered to
+    them is not read."""
     everything: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
     measurements = []
     for temperature in TEMPERATURES:
@@ -120,8 +136,12 @@ def measure(
         for sequence, text in zip(sequences, texts, strict=True):
             counts[sequence.name].merge(text.counts())
             everything[sequence.name].merge(text.counts())
-        written = [spoken(sequence.name, text) for sequence, text in zip(sequences, texts, strict=True)]
-        predicted = evaluate_draft(drafter, target, written, temperature=temperature, k=k, batch_size=batch_size)
+        written = [
+            spoken(sequence.name, text) for sequence, text in zip(sequences, texts, strict=True)
+        ]
+        predicted = evaluate_draft(
+            drafter, target, written, temperature=temperature, k=k, batch_size=batch_size
+        )
         measurements.append(Measurement(_measured(list(counts.values())), predicted))
     return Figures(measurements, dict(everything))
 

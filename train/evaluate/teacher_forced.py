@@ -1,7 +1,7 @@
 """alpha_i and tau of a draft on the target's own text, exactly, with 95 % intervals over documents.
 
-Nothing is drafted: every (anchor, depth) is teacher-forced at once, and the rounds that would have emitted the text are
-counted in expectation. B rows, L tokens a row, S depths, V vocabulary.
+Nothing is drafted: every (anchor, depth) is teacher-forced at once, and the rounds that would have
+emitted the text are counted in expectation. B rows, L tokens a row, S depths, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import torch
 
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import bootstrap_ratio, expected_counts, expected_rounds, keep_probability, overlap
+from draftsmith.kernels.acceptance import (
+    bootstrap_ratio,
+    expected_counts,
+    expected_rounds,
+    keep_probability,
+    overlap,
+)
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.train.data.batches import WeightedText, collate
 from draftsmith.train.data.dataset import TokenSequence
@@ -23,7 +29,7 @@ from draftsmith.train.evaluate.calibration import Reliability
 from draftsmith.train.objective.rounds_of_text import answers, deepen
 from draftsmith.train.objective.unrolled_loss import Predicted, Unrollable, scatter, select
 
-CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per law
+CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per distribution
 
 
 class Estimate(NamedTuple):
@@ -34,7 +40,8 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures at one temperature. Entry i of `alpha` is alpha_(i+1): kept, given that everything before it in the round was."""
+    """Figures at one temperature. Entry i of `alpha` is alpha_(i+1): kept, given that everything
+    before it in the round was."""
 
     temperature: float
     k: int
@@ -44,12 +51,20 @@ class Evaluation:
     tau: Estimate
     alpha: list[Estimate | None]  # None where no round reaches that position
     tau_by_k: list[float]  # tau when only 1, 2, ... k tokens are drafted
-    calibration: float | None  # expected calibration error of the draft's guesses of its own alpha; None of a draft without them
-    unlikely: float  # share of tokens to which the target's law here gives no mass: 0 but for numerical ties, else foreign text
+    # expected calibration error of the draft's guesses of its own alpha; None of a draft without
+    # them
+    calibration: float | None
+    # share of tokens to which the target's distribution here gives no mass: 0 but for numerical
+    # ties, else foreign text
+    unlikely: float
 
     def figures(self) -> dict[str, float]:
         """tau and alpha_i (i from 1) without their intervals, for a line of metrics."""
-        alphas = {f"alpha_{at + 1}": estimate.value for at, estimate in enumerate(self.alpha) if estimate is not None}
+        alphas = {
+            f"alpha_{at + 1}": estimate.value
+            for at, estimate in enumerate(self.alpha)
+            if estimate is not None
+        }
         return {"tau": self.tau.value, **alphas}
 
     def summary(self) -> str:
@@ -59,12 +74,16 @@ class Evaluation:
         return asdict(self) | {
             "tau": self.tau._asdict(),
             "alpha": [None if estimate is None else estimate._asdict() for estimate in self.alpha],
-            "method": "teacher-forced on the target's own text, exact expectation over rounds, bootstrap over documents",
+            "method": (
+                "teacher-forced on the target's own text, exact expectation over rounds, "
+                "bootstrap over documents"
+            ),
         }
 
 
 def temperature_of(provenance: dict[str, Any], target: Target) -> float | None:
-    """The temperature whose law the text of this data follows exactly; None for filtered samples and for another target's."""
+    """The temperature whose distribution the text of this data follows exactly; None for filtered
+    samples and for another target's."""
     temperature = provenance.get("temperature")
     unfiltered = provenance.get("top_k") == 0 and provenance.get("top_p") == 1
     if provenance.get("target_revision") != target.revision or not (unfiltered or temperature == 0):
@@ -75,7 +94,8 @@ def temperature_of(provenance: dict[str, Any], target: Target) -> float | None:
 class KeptText(NamedTuple):
     keep: torch.Tensor  # [B, L, S]
     unlikely: torch.Tensor  # [B, L] bool
-    guessed: torch.Tensor | None  # [B, L, S, 2] the draft's guess of its alpha, and alpha; NaN where there is none
+    # [B, L, S, 2] the draft's guess of its alpha, and alpha; NaN where there is none
+    guessed: torch.Tensor | None
 
 
 class DocumentCounts(NamedTuple):
@@ -98,8 +118,11 @@ def evaluate_draft(
     batch_size: int = 8,
     seed: int = 0,
 ) -> Evaluation:
-    """`sequences` must be the target's own text at this temperature: its greedy answers for 0, unfiltered samples otherwise."""
-    counts = count_documents(drafter, target, sequences, temperature=temperature, k=k, batch_size=batch_size)
+    """`sequences` must be the target's own text at this temperature: its greedy answers for 0,
+    unfiltered samples otherwise."""
+    counts = count_documents(
+        drafter, target, sequences, temperature=temperature, k=k, batch_size=batch_size
+    )
     return summarise(counts, temperature=temperature, k=k, seed=seed)
 
 
@@ -119,12 +142,19 @@ def count_documents(
     counts: list[DocumentCounts] = []
     ordered = sorted(sequences, key=lambda sequence: len(sequence.input_ids))
     for begin in range(0, len(ordered), batch_size):
-        counts += _count(drafter, target, ordered[begin : begin + batch_size], temperature=temperature, k=k)
+        counts += _count(
+            drafter, target, ordered[begin : begin + batch_size], temperature=temperature, k=k
+        )
     return merge_documents(counts)
 
 
 def _count(
-    drafter: Unrollable, target: Target, sequences: Sequence[TokenSequence], *, temperature: float, k: int
+    drafter: Unrollable,
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    *,
+    temperature: float,
+    k: int,
 ) -> list[DocumentCounts]:
     batch = collate(sequences)
     batch.loss_mask[:, 0] = False  # the first token has no state to be predicted from
@@ -135,26 +165,44 @@ def _count(
     )
     kept = kept_text(drafter, target, text, temperature=temperature, k=k)
     kept = KeptText(*(None if part is None else part.cpu() for part in kept))
-    return [_document(sequence.name, kept, row, batch.loss_mask[row], k) for row, sequence in enumerate(sequences)]
+    return [
+        _document(sequence.name, kept, row, batch.loss_mask[row], k)
+        for row, sequence in enumerate(sequences)
+    ]
 
 
-def kept_text(drafter: Unrollable, target: Target, text: WeightedText, *, temperature: float, k: int) -> KeptText:
-    """The chance that each token of the text is kept at each depth of a round, under the laws at `temperature`."""
+def kept_text(
+    drafter: Unrollable, target: Target, text: WeightedText, *, temperature: float, k: int
+) -> KeptText:
+    """The chance that each token of the text is kept at each depth of a round, under the
+    distributions at `temperature`."""
     taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
-    batch = UnrollBatch(input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=k)
+    batch = UnrollBatch(
+        input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=k
+    )
     keeps, guesses, unlikely = [], [], torch.zeros_like(text.weights, dtype=torch.bool)
     for step in drafter.unroll(batch):
         predicted = select(step, text)
         before = target_hidden[predicted.row, predicted.position - 1]
-        compared = _compare(drafter, target, before, predicted, temperature, with_alpha=step.confidence is not None)
+        compared = _compare(
+            drafter, target, before, predicted, temperature, with_alpha=step.confidence is not None
+        )
         keeps.append(scatter(compared.keep, predicted, text.weights))
         unlikely |= scatter(compared.impossible, predicted, unlikely)
         if step.confidence is not None:
             guess = torch.full((*unlikely.shape, 2), torch.nan, device=unlikely.device)
-            chance = torch.sigmoid(step.confidence[predicted.row, predicted.position - step.offset].float())
-            guess[predicted.row, predicted.position] = torch.stack([chance, compared.alpha.float()], dim=-1)
+            chance = torch.sigmoid(
+                step.confidence[predicted.row, predicted.position - step.offset].float()
+            )
+            guess[predicted.row, predicted.position] = torch.stack(
+                [chance, compared.alpha.float()], dim=-1
+            )
             guesses.append(guess)
-    return KeptText(deepen(torch.stack(keeps, dim=-1), k), unlikely, torch.stack(guesses, dim=2) if guesses else None)
+    return KeptText(
+        deepen(torch.stack(keeps, dim=-1), k),
+        unlikely,
+        torch.stack(guesses, dim=2) if guesses else None,
+    )
 
 
 class _Compared(NamedTuple):
@@ -164,12 +212,21 @@ class _Compared(NamedTuple):
 
 
 def _compare(
-    drafter: Unrollable, target: Target, before: torch.Tensor, predicted: Predicted, temperature: float, *, with_alpha: bool
+    drafter: Unrollable,
+    target: Target,
+    before: torch.Tensor,
+    predicted: Predicted,
+    temperature: float,
+    *,
+    with_alpha: bool,
 ) -> _Compared:
     """`before` [R, H]: the target's states in front of the tokens."""
     head = drafter.head_weight()
     size = max(1, CHUNK_ELEMENTS // target.vocab_size)
-    keeps, impossible = [predicted.weights.new_zeros(0)], [torch.zeros(0, dtype=torch.bool, device=head.device)]
+    keeps, impossible = (
+        [predicted.weights.new_zeros(0)],
+        [torch.zeros(0, dtype=torch.bool, device=head.device)],
+    )
     alphas = [predicted.weights.new_zeros(0)]
     for begin in range(0, len(predicted.tokens), size):
         part = slice(begin, begin + size)
@@ -177,7 +234,9 @@ def _compare(
         rows = SamplingRows.of([temperature] * len(tokens), device=tokens.device)
         p_logits = process(target.head(before[part]), rows)
         draft_logits = predicted.hidden[part] @ head.T.to(predicted.hidden.dtype)
-        q_logits = process(over_target_vocabulary(draft_logits, drafter.vocab_map, target.vocab_size), rows)
+        q_logits = process(
+            over_target_vocabulary(draft_logits, drafter.vocab_map, target.vocab_size), rows
+        )
         keeps.append(keep_probability(p_logits, q_logits, tokens))
         impossible.append(p_logits.gather(1, tokens[:, None])[:, 0] == -torch.inf)
         if with_alpha:
@@ -185,7 +244,9 @@ def _compare(
     return _Compared(torch.cat(keeps), torch.cat(impossible), torch.cat(alphas))
 
 
-def over_target_vocabulary(draft_logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+def over_target_vocabulary(
+    draft_logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int
+) -> torch.Tensor:
     """[R, Vd] -> [R, V], -inf for tokens the draft does not know."""
     if vocab_map is None:
         return draft_logits.float()
@@ -194,16 +255,24 @@ def over_target_vocabulary(draft_logits: torch.Tensor, vocab_map: torch.Tensor |
     return spread
 
 
-def _document(name: str, kept: KeptText, row: int, loss_mask: torch.Tensor, k: int) -> DocumentCounts:
+def _document(
+    name: str, kept: KeptText, row: int, loss_mask: torch.Tensor, k: int
+) -> DocumentCounts:
     texts = answers(kept.keep[row], loss_mask)
     counts = [expected_counts(text) for text in texts]
     return DocumentCounts(
         name=name,
         tokens=sum(len(text) for text in texts),
         unlikely=int(kept.unlikely[row].sum()),
-        rounds_by_k=[sum(expected_rounds(text[:, :depth]) for text in texts) for depth in range(1, k + 1)],
-        offered=torch.stack([count.offered for count in counts]).sum(dim=0).tolist() if counts else [0.0] * k,
-        accepted=torch.stack([count.accepted for count in counts]).sum(dim=0).tolist() if counts else [0.0] * k,
+        rounds_by_k=[
+            sum(expected_rounds(text[:, :depth]) for text in texts) for depth in range(1, k + 1)
+        ],
+        offered=torch.stack([count.offered for count in counts]).sum(dim=0).tolist()
+        if counts
+        else [0.0] * k,
+        accepted=torch.stack([count.accepted for count in counts]).sum(dim=0).tolist()
+        if counts
+        else [0.0] * k,
         reliability=None if kept.guessed is None else _reliability(kept.guessed[row]),
     )
 
@@ -215,7 +284,8 @@ def _reliability(guessed: torch.Tensor) -> Reliability:
 
 
 def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
-    """One entry a name: several answers to one prompt depend on each other and are resampled together."""
+    """One entry a name: several answers to one prompt depend on each other and are resampled
+    together."""
     merged: dict[str, DocumentCounts] = {}
     for count in counts:
         if count.name in merged:
@@ -231,7 +301,9 @@ def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
     return [count for count in merged.values() if count.tokens]
 
 
-def summarise(counts: Sequence[DocumentCounts], *, temperature: float, k: int, seed: int) -> Evaluation:
+def summarise(
+    counts: Sequence[DocumentCounts], *, temperature: float, k: int, seed: int
+) -> Evaluation:
     tokens = sum(count.tokens for count in counts)
     rounds = [sum(count.rounds_by_k[depth] for count in counts) for depth in range(k)]
     return Evaluation(
@@ -240,7 +312,9 @@ def summarise(counts: Sequence[DocumentCounts], *, temperature: float, k: int, s
         documents=len(counts),
         tokens=tokens,
         rounds=rounds[-1],
-        tau=ratio([count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed),
+        tau=ratio(
+            [count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed
+        ),
         alpha=[_alpha(counts, depth, seed) for depth in range(k)],
         tau_by_k=[tokens / value for value in rounds],
         calibration=_calibration(counts),
@@ -258,7 +332,11 @@ def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate 
     reached = [count for count in counts if count.offered[depth] > 0]
     if not reached:
         return None
-    return ratio([count.accepted[depth] for count in reached], [count.offered[depth] for count in reached], seed)
+    return ratio(
+        [count.accepted[depth] for count in reached],
+        [count.offered[depth] for count in reached],
+        seed,
+    )
 
 
 def ratio(top: Sequence[float], bottom: Sequence[float], seed: int = 0) -> Estimate:

@@ -1,4 +1,5 @@
-"""`draftsmith export`: a trained draft in the layout another engine loads, checked against its rules, with a model card."""
+"""`draftsmith export`: a trained draft in the layout another engine loads, checked against its
+rules, with a model card."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def run(config: ExportConfig) -> int:
     if config.push is not None:
         check_repository(config.push)
     if config.push is not None and config.to == "triton":
-        raise UserError("a Triton repository names folders of this machine; push the draft with --to vllm instead")
+        raise UserError(
+            "a Triton repository names folders of this machine; push the draft with --to vllm "
+            "instead"
+        )
     quiet()
     source = open_source(config)
     write = writer(source.family, config.to)
@@ -36,21 +40,32 @@ def run(config: ExportConfig) -> int:
         if config.prove:
             print(prove(source, folder, config.to).line())
         write_json(folder / RECORD, {**source.metadata, "export": {"layout": config.to}})
-        (folder / "README.md").write_text(model_card(source, engine=config.to, name=config.push or out.name), encoding="utf-8")
+        (folder / "README.md").write_text(
+            model_card(source, engine=config.to, name=config.push or out.name), encoding="utf-8"
+        )
     print(f"wrote {source.family} for {config.to} to {out}")
     if config.push is not None:
-        address = push(out, config.push, private=config.private, message=f"{source.family} draft for {source.target_name}")
+        address = push(
+            out,
+            config.push,
+            private=config.private,
+            message=f"{source.family} draft for {source.target_name}",
+        )
         print(f"pushed to {address}")
     return 0
 
 
 def open_source(config: ExportConfig) -> Source:
     if config.speculative_tokens < 1:
-        raise UserError(f"--speculative-tokens is {config.speculative_tokens}; it must be at least 1")
+        raise UserError(
+            f"--speculative-tokens is {config.speculative_tokens}; it must be at least 1"
+        )
     draft = locate(config.draft)
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
-    target = locate(target_name, "target", weights=config.prove or metadata["family"] in NEED_TARGET_WEIGHTS)
+    target = locate(
+        target_name, "target", weights=config.prove or metadata["family"] in NEED_TARGET_WEIGHTS
+    )
     check_tokenizer(metadata, target, target_name, trust_remote_code=config.trust_remote_code)
     return Source(
         draft=draft,
@@ -71,7 +86,13 @@ def record_of(draft: Path) -> dict[str, Any]:
     if (draft / RECORD).is_file():
         return read_metadata(draft)
     family = family_of(read_config(draft))
-    return {"schema": SCHEMA_VERSION, "family": family, "target": {}, "training": {}, "evaluation": []}
+    return {
+        "schema": SCHEMA_VERSION,
+        "family": family,
+        "target": {},
+        "training": {},
+        "evaluation": [],
+    }
 
 
 def recorded_target(metadata: dict[str, Any], draft: Path) -> str:
@@ -81,13 +102,18 @@ def recorded_target(metadata: dict[str, Any], draft: Path) -> str:
     return name
 
 
-def check_tokenizer(metadata: dict[str, Any], target: Path, target_name: str, *, trust_remote_code: bool) -> None:
+def check_tokenizer(
+    metadata: dict[str, Any], target: Path, target_name: str, *, trust_remote_code: bool
+) -> None:
     made_for = metadata["target"]
     if "tokenizer_hash" not in made_for:
         return
-    if difference := tokenizer_difference(made_for, load_tokenizer(target, trust_remote_code=trust_remote_code)):
+    if difference := tokenizer_difference(
+        made_for, load_tokenizer(target, trust_remote_code=trust_remote_code)
+    ):
         raise UserError(
-            f"the draft was made for another tokenizer than that of {target_name!r} ({difference}); give its own target"
+            f"the draft was made for another tokenizer than that of {target_name!r} "
+            f"({difference}); give its own target"
         )
 
 
@@ -97,4 +123,6 @@ def check_out(out: Path, source: Source) -> None:
         raise UserError(f"--out {str(out)!r} is where the export is read from; give another folder")
     occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
     if occupied and not ((out / RECORD).is_file() and "export" in read_metadata(out)):
-        raise UserError(f"--out {str(out)!r} exists and is not an earlier export; give another folder")
+        raise UserError(
+            f"--out {str(out)!r} exists and is not an earlier export; give another folder"
+        )

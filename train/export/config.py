@@ -15,9 +15,15 @@ class ExportConfig:
     draft: str = option(help="the draft checkpoint, a folder or a Hub id", positional=True)
     to: str = option(help="whose layout to write", choices=LAYOUTS)
     out: str = option(help="folder to write; replaced whole if it is an earlier export")
-    target: str | None = option(None, "folder or Hub id of the target [default: the one the draft was trained for]")
+    target: str | None = option(
+        None, "folder or Hub id of the target [default: the one the draft was trained for]"
+    )
     trust_remote_code: bool = option(False, TRUST_HELP)
     speculative_tokens: int = option(3, "draft length k that the export recommends to the engine")
-    prove: bool = option(True, "load the target and draft with the export as its engine reads it; it must equal the checkpoint")
+    prove: bool = option(
+        True,
+        "load the target and draft with the export as its engine reads it; it must equal the "
+        "checkpoint",
+    )
     push: str | None = option(None, "upload the export to this Hub repository, user/repo")
     private: bool = option(False, "make the Hub repository private when --push creates it")

@@ -16,7 +16,8 @@ try:
 except ImportError:
     from httpx import HTTPError
 
-# An upload that the storage refuses comes as a RuntimeError, one that the Hub's answers make no sense of as a ValueError.
+# An upload that the storage refuses comes as a RuntimeError, one that the Hub's answers make no
+# sense of as a ValueError.
 FAILURES = (HfHubHTTPError, HTTPError, OSError, RuntimeError, ValueError)
 
 
@@ -30,8 +31,9 @@ def check_repository(name: str) -> None:
 def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
     """Uploads the folder, creating the repository if it is new. Returns its address.
 
-    Large files go up one by one, and one that is there already is not sent again; then a single commit shows all of them. So a
-    failed upload leaves no half draft, and another try goes on where it ended.
+    Large files go up one by one, and one that is there already is not sent again; then a single
+    commit shows all of them. So a failed upload leaves no half draft, and another try goes on where
+    it ended.
     """
     api = HfApi()
     try:
@@ -39,7 +41,8 @@ def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
         api.upload_folder(folder_path=folder, repo_id=created.repo_id, commit_message=message)
     except FAILURES as error:
         raise UserError(
-            f"the upload to {repository!r} failed ({reason(error)}); {str(folder)!r} is complete, run --push again"
+            f"the upload to {repository!r} failed ({reason(error)}); {str(folder)!r} is complete, "
+            "run --push again"
         ) from error
     return str(created)
 

@@ -1,4 +1,5 @@
-"""The README.md of an exported draft: what it is, what was measured, how to serve it; only what the checkpoint itself says."""
+"""The README.md of an exported draft: what it is, what was measured, how to serve it; only what the
+checkpoint itself says."""
 
 from __future__ import annotations
 
@@ -8,28 +9,43 @@ from typing import Any
 
 import yaml
 
-from draftsmith.train.export.layouts.serving import SGLANG_ALGORITHMS, VLLM_METHODS, sglang_command, vllm_command
+from draftsmith.train.export.layouts.serving import (
+    SGLANG_ALGORITHMS,
+    VLLM_METHODS,
+    sglang_command,
+    vllm_command,
+)
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.version import __version__
 
 METHODS = {
     "eagle3": "an EAGLE-3 head: one decoder layer over three tapped hidden states of the target",
-    "p-eagle": "a P-EAGLE head: decoder layers over three tapped hidden states of the target that draft all tokens in one pass",
+    "p-eagle": (
+        "a P-EAGLE head: decoder layers over three tapped hidden states of the target that draft "
+        "all tokens in one pass"
+    ),
     "draft-lm": "a small causal LM with the target's vocabulary",
     "mtp": "a multi-token-prediction module, stitched into the target's checkpoint",
     "eagle1": "an EAGLE-1 head: one decoder layer over the target's final state",
     "medusa": "Medusa heads on the target's final state",
     "dflash": "a DFlash block drafter: a few layers draft several tokens in one pass",
-    "dspark": "a DSpark block drafter: a DFlash block with a table of transitions between drafted tokens",
-    "mlp": "an MLP speculator: a small recurrent network over the target's final state and the drafted tokens",
+    "dspark": (
+        "a DSpark block drafter: a DFlash block with a table of transitions between drafted tokens"
+    ),
+    "mlp": (
+        "an MLP speculator: a small recurrent network over the target's final state and the "
+        "drafted tokens"
+    ),
 }
 
 
 def model_card(source: Source, *, engine: str, name: str) -> str:
     sections = [
         front_matter(source),
-        f"# {name}\n\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with `{source.target_name}`: "
-        f"{METHODS[source.family]}. Speculation with it never changes what the target says, only how fast.\n\n"
+        f"# {name}\n\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with "
+        f"`{source.target_name}`: "
+        f"{METHODS[source.family]}. Speculation with it never changes what the target says, only "
+        "how fast.\n\n"
         f"Exported with draftsmith {__version__}, layout {engine}.",
         "## Measured acceptance\n\n" + measured(evaluations(source.metadata)),
         "## Training\n\n" + training(source.metadata.get("training") or {}),
@@ -55,7 +71,9 @@ def is_hub_id(name: str) -> bool:
 
 def evaluations(metadata: dict[str, Any]) -> list[dict[str, Any]]:
     """The recorded evaluations, one a temperature."""
-    return sorted(metadata.get("evaluation") or [], key=lambda evaluation: evaluation["temperature"])
+    return sorted(
+        metadata.get("evaluation") or [], key=lambda evaluation: evaluation["temperature"]
+    )
 
 
 def measured(found: list[dict[str, Any]]) -> str:
@@ -75,11 +93,14 @@ def measured(found: list[dict[str, Any]]) -> str:
         alphas = [*evaluation["alpha"], *[None] * (k - len(evaluation["alpha"]))]
         taus = [interval(evaluation["tau"])]
         if decoded:
-            taus.append(interval(evaluation["measured"]["tau"]) if "measured" in evaluation else "-")
+            taus.append(
+                interval(evaluation["measured"]["tau"]) if "measured" in evaluation else "-"
+            )
         cells = ["-" if alpha is None else f"{alpha['value']:.3f}" for alpha in alphas]
         rows.append([f"{evaluation['temperature']:g}", *taus, *cells, str(evaluation["tokens"])])
     explanation = (
-        f"tau: tokens per target forward with a chain of {k} drafted tokens, the target's own token included. "
+        f"tau: tokens per target forward with a chain of {k} drafted tokens, the target's own "
+        "token included. "
         "alpha_i: probability that the i-th drafted token is kept, given that all before it were. "
         f"Method: {found[0]['method']}."
     )
@@ -100,25 +121,32 @@ def training(record: dict[str, Any]) -> str:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Data and method in a sentence, from a record of `draftsmith train`; nothing from another's."""
+    """Data and method in a sentence, from a record of `draftsmith train`; nothing from
+    another's."""
     data = record.get("data") or {}
     if not {"prompts", "answers", "tokens", "temperature"} <= data.keys() or "steps" not in record:
         return ""
     config = record.get("config") or {}
     return (
-        f"{config.get('divergence', 'forward-kl')} from the target's laws, {record['steps']} steps, on {data['answers']} answers "
-        f"({data['tokens']} tokens) that the target wrote at temperature {data['temperature']:g} to prompts from "
+        f"{config.get('divergence', 'forward-kl')} from the target's distributions, "
+        f"{record['steps']} steps, on {data['answers']} answers "
+        f"({data['tokens']} tokens) that the target wrote at temperature {data['temperature']:g} "
+        "to prompts from "
         f"`{data['prompts']}`. "
     )
 
 
 def serving(source: Source, *, engine: str, name: str) -> str:
     k, target = source.num_speculative_tokens, source.target_name
-    return "\n\n".join(f"{title}:\n\n```\n{command}\n```" for title, command in commands(source.family, engine, name, target, k))
+    return "\n\n".join(
+        f"{title}:\n\n```\n{command}\n```"
+        for title, command in commands(source.family, engine, name, target, k)
+    )
 
 
 def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[tuple[str, str]]:
-    """(engine, shell or Python lines) for every engine that reads this layout. `draft` is this folder or its Hub id."""
+    """(engine, shell or Python lines) for every engine that reads this layout. `draft` is this
+    folder or its Hub id."""
     if engine == "triton":
         return [("NVIDIA Triton with its vLLM backend", f"tritonserver --model-repository {draft}")]
     if engine == "speculators":
@@ -128,11 +156,20 @@ def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[
     shown = []
     # The two take different EAGLE-1 files.
     if family in VLLM_METHODS and (family, engine) != ("eagle1", "sglang"):
-        shown.append(("vLLM up to 0.32" if family == "medusa" else "vLLM", vllm_command(family, target, draft, k)))
+        shown.append(
+            (
+                "vLLM up to 0.32" if family == "medusa" else "vLLM",
+                vllm_command(family, target, draft, k),
+            )
+        )
     if family in SGLANG_ALGORITHMS and (family, engine) != ("eagle1", "vllm"):
         shown.append(("SGLang", sglang_command(family, target, draft, k)))
     if family == "draft-lm":
         shown.append(
-            ("transformers", f'target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))')
+            (
+                "transformers",
+                "target.generate(**inputs, "
+                f'assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))',
+            )
         )
     return shown

@@ -1,4 +1,5 @@
-"""Is the exported folder the draft that was trained? It is read back the way its engine reads it and drafts the same rounds."""
+"""Is the exported folder the draft that was trained? It is read back the way its engine reads it
+and drafts the same rounds."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ TEXTS = (
 )
 MAX_NEW_TOKENS = 16
 TEMPERATURES = (0.0, 1.0)
-# Share of its mass that a law may move. The same weights in the same order give 0; a stitched target's bias adds of zero and
-# tensors stored again round in the last digits, a transposed or exchanged tensor moves a good part of all mass.
+# Share of its mass that a distribution may move. The same weights in the same order give 0; a
+# stitched target's bias adds of zero and tensors stored again round in the last digits, a
+# transposed or exchanged tensor moves a good part of all mass.
 FLOAT32_LIMIT, HALF_LIMIT = 1e-3, 2e-2
 
 
@@ -43,34 +45,51 @@ class Play(NamedTuple):
 class Proof(NamedTuple):
     rounds: int
     accepted: int
-    moved: float  # the largest share of its mass that a law of the exported draft lies elsewhere than the trained one's
+    # the largest share of its mass that a distribution of the exported draft lies elsewhere than
+    # the trained one's
+    moved: float
 
     def line(self) -> str:
         return (
-            f"read back as its engine reads it: {self.rounds} rounds, {self.accepted} accepted drafts, equal to the checkpoint's"
+            f"read back as its engine reads it: {self.rounds} rounds, {self.accepted} accepted "
+            "drafts, equal to the checkpoint's"
         )
 
 
 def prove(source: Source, folder: Path, engine: str) -> Proof:
-    """Raises a `UserError` for an export that its engine would not load, or load as another draft than the checkpoint's."""
+    """Raises a `UserError` for an export that its engine would not load, or load as another draft
+    than the checkpoint's."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "auto" if device.type == "cuda" else torch.float32
-    target = Target.load(source.target, dtype=dtype, device=device, trust_remote_code=source.trust_remote_code)
+    target = Target.load(
+        source.target, dtype=dtype, device=device, trust_remote_code=source.trust_remote_code
+    )
     prompts = prompts_for(target)
     trained = ready(source, source.draft, target)
     k = source.num_speculative_tokens
-    expected = [play(trained, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES]
+    expected = [
+        play(trained, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES
+    ]
     read = READERS[source.family, engine](folder, source.target_config)
     if isinstance(read, Understood) and read.target is not None:
         # The trained pair is let go first, lest two targets be held.
         del trained
-        target = Target.load(read.target, dtype=dtype, device=device, trust_remote_code=source.trust_remote_code)
+        target = Target.load(
+            read.target, dtype=dtype, device=device, trust_remote_code=source.trust_remote_code
+        )
     exported = as_read(source, read, target)
-    found = [play(exported, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES]
+    found = [
+        play(exported, target, prompts, k=k, temperature=temperature)
+        for temperature in TEMPERATURES
+    ]
     limit = FLOAT32_LIMIT if target.dtype == torch.float32 else HALF_LIMIT
-    moved = max(compare(ours, theirs, engine, limit) for ours, theirs in zip(expected, found, strict=True))
+    moved = max(
+        compare(ours, theirs, engine, limit) for ours, theirs in zip(expected, found, strict=True)
+    )
     counts = [one.counts for one in found]
-    return Proof(sum(count.rounds for count in counts), sum(sum(count.accepted) for count in counts), moved)
+    return Proof(
+        sum(count.rounds for count in counts), sum(sum(count.accepted) for count in counts), moved
+    )
 
 
 def as_read(source: Source, read: Understood | Path, target: Target) -> TrainedDrafter:
@@ -82,7 +101,12 @@ def as_read(source: Source, read: Understood | Path, target: Target) -> TrainedD
 
 
 def ready(source: Source, folder: Path, target: Target) -> TrainedDrafter:
-    return FAMILIES[source.family].load(folder, target).to(device=target.device, dtype=target.dtype).eval()
+    return (
+        FAMILIES[source.family]
+        .load(folder, target)
+        .to(device=target.device, dtype=target.dtype)
+        .eval()
+    )
 
 
 def prompts_for(target: Target) -> list[list[int]]:
@@ -98,7 +122,9 @@ class Witness:
         self.drafter, self.family, self.taps = drafter, drafter.family, drafter.taps
         self.proposals: list[Proposal] = []
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> PagedPool | None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool | None:
         return self.drafter.new_pool(num_blocks, block_size, device, dtype)
 
     def propose(self, inputs: DraftInputs) -> Proposal:
@@ -109,7 +135,14 @@ class Witness:
         return self.drafter.cached_after(last, drafted, accepted)
 
 
-def play(drafter: ServingDrafter, target: Target, prompts: Sequence[Sequence[int]], *, k: int, temperature: float) -> Play:
+def play(
+    drafter: ServingDrafter,
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    k: int,
+    temperature: float,
+) -> Play:
     witness = Witness(drafter)
     rounds = speculate(
         witness,
@@ -124,20 +157,25 @@ def play(drafter: ServingDrafter, target: Target, prompts: Sequence[Sequence[int
 
 
 def compare(ours: Play, theirs: Play, engine: str, limit: float) -> float:
-    """The largest share of mass that a law moved; every draw of a round is a function of its law and of the request's seed."""
+    """The largest share of mass that a distribution moved; every draw of a round is a function of
+    its distribution and of the request's seed."""
     moved = 0.0
     for number, (own, read) in enumerate(zip(ours.proposals, theirs.proposals)):
         if own.logits is not None and own.logits.shape == read.logits.shape:
             moved = max(moved, mass_moved(own, read))
         if moved > limit or not torch.equal(own.tokens, read.tokens):
             raise UserError(
-                f"the exported draft is not the trained one: in round {number + 1} its laws lie up to {moved:.2g} of their mass "
-                f"elsewhere when {engine}'s loader has read it; this is a defect of the layout, report it"
+                f"the exported draft is not the trained one: in round {number + 1} its "
+                f"distributions lie up to {moved:.2g} of their mass "
+                f"elsewhere when {engine}'s loader has read it; this is a defect of the layout, "
+                "report it"
             )
     if ours.counts.to_dict() != theirs.counts.to_dict():
         raise UserError(
-            f"of the exported draft {sum(theirs.counts.accepted)} tokens are accepted where {sum(ours.counts.accepted)} of the "
-            f"trained one are, as {engine}'s loader reads it; this is a defect of the layout, report it"
+            f"of the exported draft {sum(theirs.counts.accepted)} tokens are accepted where "
+            f"{sum(ours.counts.accepted)} of the "
+            f"trained one are, as {engine}'s loader reads it; this is a defect of the layout, "
+            "report it"
         )
     return moved
 

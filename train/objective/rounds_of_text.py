@@ -1,4 +1,5 @@
-"""From keep probabilities of teacher-forced text to the rounds that would emit it. L tokens, S depths."""
+"""From keep probabilities of teacher-forced text to the rounds that would emit it. L tokens, S
+depths."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from draftsmith.kernels.acceptance import expected_rounds
 
 
 def answers(keep: torch.Tensor, loss_mask: torch.Tensor) -> list[torch.Tensor]:
-    """One [n, S] matrix for each stretch of n tokens that the target wrote, as `expected_rounds` takes it.
+    """One [n, S] matrix for each stretch of n tokens that the target wrote, as `expected_rounds`
+    takes it.
 
-    `keep[j, s]` [L, S] is for the token at position j drafted at depth s. Entry [i, s] of the answer that begins at j0 is
-    `keep[j0 + i + s, s]`: the round that decides its token i drafts the token at i + s at depth s. 0 past the answer's end.
+    `keep[j, s]` [L, S] is for the token at position j drafted at depth s. Entry [i, s] of the
+    answer that begins at j0 is `keep[j0 + i + s, s]`: the round that decides its token i drafts the
+    token at i + s at depth s. 0 past the answer's end.
     """
     return [by_round(keep[begin:end]) for begin, end in stretches(loss_mask)]
 
@@ -26,21 +29,28 @@ def stretches(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def by_round(values: torch.Tensor) -> torch.Tensor:
-    """[..., L, S] by the position of the drafted token -> by the round's first: [i, s] of it is [i + s, s], 0 past the end."""
+    """[..., L, S] by the position of the drafted token -> by the round's first: [i, s] of it is [i
+    + s, s], 0 past the end."""
     size, depths = values.shape[-2:]
     padded = torch.nn.functional.pad(values, (0, 0, 0, depths))
-    return torch.stack([padded[..., depth : depth + size, depth] for depth in range(depths)], dim=-1)
+    return torch.stack(
+        [padded[..., depth : depth + size, depth] for depth in range(depths)], dim=-1
+    )
 
 
 def by_position(values: torch.Tensor) -> torch.Tensor:
     """The way back: [j, s] is [j - s, s], 0 where the round would have begun before the text."""
     size, depths = values.shape[-2:]
     padded = torch.nn.functional.pad(values, (0, 0, depths, 0))
-    return torch.stack([padded[..., depths - depth : depths - depth + size, depth] for depth in range(depths)], dim=-1)
+    return torch.stack(
+        [padded[..., depths - depth : depths - depth + size, depth] for depth in range(depths)],
+        dim=-1,
+    )
 
 
 def deepen(keep: torch.Tensor, depths: int) -> torch.Tensor:
-    """[..., S] -> [..., depths]. A drafter whose unroll ends early drafts alike at every later depth (a language model)."""
+    """[..., S] -> [..., depths]. A drafter whose unroll ends early drafts alike at every later
+    depth (a language model)."""
     missing = depths - keep.shape[-1]
     if missing <= 0:
         return keep[..., :depths]
@@ -48,7 +58,8 @@ def deepen(keep: torch.Tensor, depths: int) -> torch.Tensor:
 
 
 def predicted_tau(keep: torch.Tensor, loss_mask: torch.Tensor) -> float | None:
-    """Tokens a round over a batch: keep [B, L, S], loss_mask [B, L]. None when nothing was written by the target."""
+    """Tokens a round over a batch: keep [B, L, S], loss_mask [B, L]. None when nothing was written
+    by the target."""
     tokens, rounds = 0, 0.0
     for row, mask in zip(keep.float().cpu(), loss_mask.cpu(), strict=True):
         for answer in answers(row, mask):

@@ -14,7 +14,7 @@ from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import TargetLogits
-from draftsmith.kernels.sampling.top_tokens import TopLaw
+from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.data.dataset import load_rows
 from draftsmith.train.data.pieces import Lists
@@ -24,39 +24,54 @@ from draftsmith.train.objective.teacher import LiveTeacher, Taught, Teacher, log
 COLUMNS = ("loss_mask", "top_ids", "top_logprobs", "tail")
 
 
-class StoredLaws:
+class StoredDistributions:
     """A token is found by its place, its number among all tokens of the folder."""
 
     def __init__(self, folder: Path, *, provenance: dict[str, Any], revision: str):
         rows = load_rows(folder)
         if any(name not in rows.column_names for name in COLUMNS):
             raise UserError(
-                f"data {str(folder)!r} holds neither laws nor taps of the target; generate it with --top-logprobs 64 or "
+                f"data {str(folder)!r} holds neither distributions nor taps of the target; "
+                "generate it with --top-logprobs 64 or "
                 "--store-taps, or train with --teacher live"
             )
         if provenance.get("target_revision") != revision:
-            raise UserError(f"data {str(folder)!r} holds the laws of other weights than this target's; train with --teacher live")
+            raise UserError(
+                f"data {str(folder)!r} holds the distributions of other weights than this "
+                "target's; train with --teacher live"
+            )
         self.rows = rows.with_format("arrow", columns=list(COLUMNS))
         sizes = [Lists(table["loss_mask"]).lengths for table in self.rows.iter(batch_size=1000)]
         self.ends = np.concatenate(sizes).cumsum()
 
-    def read(self, places: torch.Tensor) -> TopLaw:
+    def read(self, places: torch.Tensor) -> TopProbs:
         """Of the tokens at `places` [R], which must all be trained ones."""
         wanted = places.cpu().numpy()
         texts = np.searchsorted(self.ends, wanted, side="right")
-        parts: dict[int, tuple[np.ndarray, TopLaw]] = {text: self._of(int(text)) for text in np.unique(texts)}
-        entries = [parts[text][0][place - self._begin(text)] for text, place in zip(texts, wanted, strict=True)]
-        first = np.cumsum([0, *(len(law.tail) for _, law in parts.values())])
+        parts: dict[int, tuple[np.ndarray, TopProbs]] = {
+            text: self._of(int(text)) for text in np.unique(texts)
+        }
+        entries = [
+            parts[text][0][place - self._begin(text)]
+            for text, place in zip(texts, wanted, strict=True)
+        ]
+        first = np.cumsum([0, *(len(distribution.tail) for _, distribution in parts.values())])
         offset = dict(zip(parts, first, strict=False))
-        chosen = torch.tensor([offset[text] + entry for text, entry in zip(texts, entries, strict=True)], dtype=torch.int64)
-        joined = (torch.cat(column) for column in zip(*(law for _, law in parts.values()), strict=True))
-        return TopLaw(*(column[chosen].to(places.device) for column in joined))
+        chosen = torch.tensor(
+            [offset[text] + entry for text, entry in zip(texts, entries, strict=True)],
+            dtype=torch.int64,
+        )
+        joined = (
+            torch.cat(column)
+            for column in zip(*(distribution for _, distribution in parts.values()), strict=True)
+        )
+        return TopProbs(*(column[chosen].to(places.device) for column in joined))
 
     def _begin(self, text: int) -> int:
         return int(self.ends[text - 1]) if text else 0
 
-    def _of(self, text: int) -> tuple[np.ndarray, TopLaw]:
-        """(number of the law of each token, its laws)"""
+    def _of(self, text: int) -> tuple[np.ndarray, TopProbs]:
+        """(number of the distribution of each token, its distributions)"""
         table = self.rows[text : text + 1]
         numbers = Lists(table["loss_mask"]).values.astype(np.int64).cumsum() - 1
         tail = pc.list_flatten(table["tail"]).to_numpy()
@@ -64,28 +79,38 @@ class StoredLaws:
             pc.list_flatten(pc.list_flatten(table[name])).to_numpy().reshape(len(tail), -1)
             for name in ("top_ids", "top_logprobs")
         )
-        return numbers, TopLaw(
-            torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(logprobs.copy()), torch.from_numpy(tail.copy())
+        return numbers, TopProbs(
+            torch.from_numpy(ids.astype(np.int64)),
+            torch.from_numpy(logprobs.copy()),
+            torch.from_numpy(tail.copy()),
         )
 
 
-def stored_teacher(target: Target, folder: str | Path, provenance: dict[str, Any], taps: tuple[int, ...]) -> Teacher:
-    """Stored taps give everything; stored laws give the laws, and the target's body what the draft reads."""
+def stored_teacher(
+    target: Target, folder: str | Path, provenance: dict[str, Any], taps: tuple[int, ...]
+) -> Teacher:
+    """Stored taps give everything; stored distributions give the distributions, and the target's
+    body what the draft reads."""
     if any(Path(folder).glob("taps-*.safetensors")):
         return TapTeacher(target, StoredTaps(Path(folder), revision=target.revision), taps)
-    return LawTeacher(target, StoredLaws(Path(folder), provenance=provenance, revision=target.revision))
+    return DistributionTeacher(
+        target, StoredDistributions(Path(folder), provenance=provenance, revision=target.revision)
+    )
 
 
 class TapTeacher:
-    """Laws are the target's own head over stored states. `taps` are those that will be asked for."""
+    """Distributions are the target's own head over stored states. `taps` are those that will be
+    asked for."""
 
     def __init__(self, target: Target, stored: StoredTaps, taps: tuple[int, ...]):
         self.live, self.stored = LiveTeacher(target), stored
         missing = [tap for tap in taps if tap != FINAL and tap not in stored.taps]
         if missing:
             raise UserError(
-                f"the draft reads tap {missing[0]} and stored are {', '.join(map(str, stored.taps))}; delete the stored taps and "
-                f"run draftsmith generate --store-taps --taps {' '.join(str(tap) for tap in taps if tap != FINAL)}"
+                f"the draft reads tap {missing[0]} and stored are "
+                f"{', '.join(map(str, stored.taps))}; delete the stored taps and "
+                "run draftsmith generate --store-taps --taps "
+                f"{' '.join(str(tap) for tap in taps if tap != FINAL)}"
             )
 
     def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
@@ -103,7 +128,9 @@ class TapTeacher:
                 tapped[unknown] = live_taps
         return Taught(tapped if taps else None, logits_at(target, final))
 
-    def _stored_states(self, text: WeightedText, taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stored_states(
+        self, text: WeightedText, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(taps [B, L, n * H], final [B, L, H]) where the folder has the text; zeros elsewhere."""
         target, shape = self.live.target, text.places.shape
         tapped = torch.zeros(*shape, len(taps), target.hidden_size, dtype=target.dtype)
@@ -122,8 +149,8 @@ class TapTeacher:
         return tapped.flatten(2).to(target.device), final.to(target.device)
 
 
-class LawTeacher:
-    def __init__(self, target: Target, stored: StoredLaws):
+class DistributionTeacher:
+    def __init__(self, target: Target, stored: StoredDistributions):
         self.live, self.stored = LiveTeacher(target), stored
 
     def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
@@ -131,7 +158,7 @@ class LawTeacher:
             return self.live.read(text, taps)
         places = text.places
 
-        def laws(row: torch.Tensor, position: torch.Tensor) -> TargetLogits | TopLaw:
+        def distributions(row: torch.Tensor, position: torch.Tensor) -> TargetLogits | TopProbs:
             return self.stored.read(places[row, position])
 
-        return Taught(self.live.read(text, taps).taps if taps else None, laws)
+        return Taught(self.live.read(text, taps).taps if taps else None, distributions)

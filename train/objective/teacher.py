@@ -1,6 +1,8 @@
-"""Where a draft's inputs and the laws it should match come from: the running target, or what was stored of it.
+"""Where a draft's inputs and the distributions it should match come from: the running target, or
+what was stored of it.
 
-The objective sees a `Taught` and cannot tell which. B rows of L tokens, R drafted tokens, V target vocabulary.
+The objective sees a `Taught` and cannot tell which. B rows of L tokens, R drafted tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ import torch
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.fused import TargetLogits
-from draftsmith.kernels.sampling.top_tokens import TopLaw
+from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.data.batches import WeightedText
 
-# (row [R], position [R]) -> the target's laws of the tokens at these positions, given the text before them, as `divergence`
-# takes them.
-LawsAt = Callable[[torch.Tensor, torch.Tensor], TargetLogits | TopLaw]
+# (row [R], position [R]) -> the target's distributions of the tokens at these positions, given the
+# text before them, as `divergence` takes them.
+DistributionsAt = Callable[[torch.Tensor, torch.Tensor], TargetLogits | TopProbs]
 
 
 class Taught(NamedTuple):
     """What is known of the target's behaviour on one batch of text."""
 
     taps: torch.Tensor | None  # [B, L, n * H]; None when none were asked for
-    laws: LawsAt
+    distributions: DistributionsAt
 
 
 class Teacher(Protocol):
@@ -40,15 +42,20 @@ class LiveTeacher:
         self.target = target
 
     def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
-        tapped, hidden = self.target.states(text.input_ids, text.attention_mask, taps, text.segments)
+        tapped, hidden = self.target.states(
+            text.input_ids, text.attention_mask, taps, text.segments
+        )
         return Taught(tapped, logits_at(self.target, hidden))
 
 
-def logits_at(target: Target, hidden: torch.Tensor) -> LawsAt:
-    """From states [B, L, H] that the target's head multiplies; neighbouring rows that ask for one position share the product."""
+def logits_at(target: Target, hidden: torch.Tensor) -> DistributionsAt:
+    """From states [B, L, H] that the target's head multiplies; neighbouring rows that ask for one
+    position share the product."""
 
-    def laws(row: torch.Tensor, position: torch.Tensor) -> TargetLogits:
-        places, which = (row * hidden.shape[1] + position - 1).unique_consecutive(return_inverse=True)
+    def distributions(row: torch.Tensor, position: torch.Tensor) -> TargetLogits:
+        places, which = (row * hidden.shape[1] + position - 1).unique_consecutive(
+            return_inverse=True
+        )
         before, on_host = hidden.flatten(0, 1)[places], which.cpu()
 
         def logits(rows: slice) -> torch.Tensor:
@@ -57,4 +64,4 @@ def logits_at(target: Target, hidden: torch.Tensor) -> LawsAt:
 
         return logits
 
-    return laws
+    return distributions

@@ -1,4 +1,5 @@
-"""A divergence of the draft's law from the target's, over every unrolled depth. Shared by offline and online training.
+"""A divergence of the draft's distribution from the target's, over every unrolled depth. Shared by
+offline and online training.
 
 B rows, L tokens a row, S unrolled steps, H hidden width.
 """
@@ -60,10 +61,13 @@ class StepSums(NamedTuple):
 
 
 class UnrolledLoss(NamedTuple):
-    total: torch.Tensor  # scalar: sum over steps and positions of factor * weight * divergence, factors as in `StepWeighting`
+    # scalar: sum over steps and positions of factor * weight * divergence, factors as in
+    # `StepWeighting`
+    total: torch.Tensor
     scale: float  # total / (scale * weights.sum()) is the token mean
     sums: StepSums
-    # [B, L, S] chance that the text's token at this position is kept when drafted at depth s; 0 elsewhere. None: laws are sparse.
+    # [B, L, S] chance that the text's token at this position is kept when drafted at depth s; 0
+    # elsewhere. None: distributions are sparse.
     keep: torch.Tensor | None
 
 
@@ -81,7 +85,11 @@ def unrolled_loss(
     """The teacher reads the text once, the draft once a step. Gradients reach the draft only."""
     with torch.no_grad():
         taught = teacher.read(text, drafter.taps)
-        taps = taught.taps if noise is None or taught.taps is None else noise.added(taught.taps, text.input_ids)
+        taps = (
+            taught.taps
+            if noise is None or taught.taps is None
+            else noise.added(taught.taps, text.input_ids)
+        )
     batch = UnrollBatch(
         input_ids=text.input_ids,
         attention_mask=text.attention_mask,
@@ -93,12 +101,16 @@ def unrolled_loss(
     )
     steps = list(drafter.unroll(batch))
     predicted = [select(step, text) for step in steps]
-    factors = weighting.factors(text.weights, num_steps, lambda: judge(drafter, taught, predicted, text, num_steps))
+    factors = weighting.factors(
+        text.weights, num_steps, lambda: judge(drafter, taught, predicted, text, num_steps)
+    )
     weights = step_weights(predicted, folded(factors, len(steps)), text)
     result = _divergence(drafter, taught, predicted, weights, kind)
     # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
     total = (
-        result.loss + confidence_loss(steps, predicted, result.alpha, weights) + 0.0 * sum(step.hidden.sum() for step in steps)
+        result.loss
+        + confidence_loss(steps, predicted, result.alpha, weights)
+        + 0.0 * sum(step.hidden.sum() for step in steps)
     )
     sizes = [len(one.weights) for one in predicted]
     keep = None
@@ -133,23 +145,40 @@ def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> t
     return spread
 
 
-def step_weights(predicted: Sequence[Predicted], factors: torch.Tensor, text: WeightedText) -> torch.Tensor:
-    """[sum of R] the weight of every row of every step; `factors` as in `StepWeighting`, an entry a step."""
+def step_weights(
+    predicted: Sequence[Predicted], factors: torch.Tensor, text: WeightedText
+) -> torch.Tensor:
+    """[sum of R] the weight of every row of every step; `factors` as in `StepWeighting`, an entry a
+    step."""
     factors = factors.expand(*text.weights.shape, len(predicted))
-    return torch.cat([factors[one.row, one.position, depth] * one.weights for depth, one in enumerate(predicted)])
+    return torch.cat(
+        [factors[one.row, one.position, depth] * one.weights for depth, one in enumerate(predicted)]
+    )
 
 
 @torch.no_grad()
-def judge(drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], text: WeightedText, num_steps: int) -> Judged:
-    """What the draft would do with the text: a pass through both heads that the loss then repeats, its weights being known."""
-    result = _divergence(drafter, taught, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY)
+def judge(
+    drafter: Unrollable,
+    taught: Taught,
+    predicted: Sequence[Predicted],
+    text: WeightedText,
+    num_steps: int,
+) -> Judged:
+    """What the draft would do with the text: a pass through both heads that the loss then repeats,
+    its weights being known."""
+    result = _divergence(
+        drafter, taught, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY
+    )
     # Cross entropy is 0, not infinite, outside the draft vocabulary, where nothing is kept.
     confidence = torch.where(result.keep > 0, torch.exp(-result.rows), 0.0)
     sizes = [len(one.weights) for one in predicted]
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         parts = zip(values.split(sizes), predicted, strict=True)
-        return deepen(torch.stack([scatter(part, one, text.weights) for part, one in parts], dim=-1), num_steps)
+        return deepen(
+            torch.stack([scatter(part, one, text.weights) for part, one in parts], dim=-1),
+            num_steps,
+        )
 
     known = spread(torch.ones_like(result.keep)) > 0
     begun = places_in_text(text)[..., None] >= torch.arange(num_steps, device=known.device)
@@ -164,11 +193,19 @@ def places_in_text(text: WeightedText) -> torch.Tensor:
 
 
 def _divergence(
-    drafter: Unrollable, taught: Taught, predicted: Sequence[Predicted], weights: torch.Tensor, kind: Kind
+    drafter: Unrollable,
+    taught: Taught,
+    predicted: Sequence[Predicted],
+    weights: torch.Tensor,
+    kind: Kind,
 ) -> Divergence:
-    """Of all steps at once: a call holds a gradient as large as the draft head until backward, where one is wanted. Rows go in by
-    the position they predict, so that what all depths draft for one is held against its law, computed once."""
-    row, position = torch.cat([one.row for one in predicted]), torch.cat([one.position for one in predicted])
+    """Of all steps at once: a call holds a gradient as large as the draft head until backward,
+    where one is wanted. Rows go in by the position they predict, so that what all depths draft for
+    one is held against its distribution, computed once."""
+    row, position = (
+        torch.cat([one.row for one in predicted]),
+        torch.cat([one.position for one in predicted]),
+    )
     order = (row * (position.max() + 1) + position).argsort(stable=True) if len(row) else row
     hidden, head = torch.cat([one.hidden for one in predicted])[order], drafter.head_weight()
     if not torch.is_grad_enabled():
@@ -177,29 +214,42 @@ def _divergence(
         kind,
         hidden,
         head,
-        taught.laws(row[order], position[order]),
+        taught.distributions(row[order], position[order]),
         weights[order],
         vocab_map=drafter.vocab_map,
         tokens=torch.cat([one.tokens for one in predicted])[order],
     )
     back = order.argsort()
-    return Divergence(result.loss, *(None if values is None else values[back] for values in result[1:]))
+    return Divergence(
+        result.loss, *(None if values is None else values[back] for values in result[1:])
+    )
 
 
 def _sums(result: Divergence, predicted: Sequence[Predicted], sizes: Sequence[int]) -> StepSums:
     def of(values: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(part * one.weights).sum() for part, one in zip(values.split(sizes), predicted, strict=True)])
+        return torch.stack(
+            [
+                (part * one.weights).sum()
+                for part, one in zip(values.split(sizes), predicted, strict=True)
+            ]
+        )
 
     weight = torch.stack([one.weights.sum() for one in predicted])
     return StepSums(weight, of(result.rows.detach()), of(result.alpha), of(result.outside))
 
 
 def confidence_loss(
-    steps: Sequence[UnrolledStep], predicted: Sequence[Predicted], alpha: torch.Tensor, weights: torch.Tensor
+    steps: Sequence[UnrolledStep],
+    predicted: Sequence[Predicted],
+    alpha: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Weighted sum of the binary cross entropies of the guesses; 0 of drafts that make none. alpha and weights [sum of R]."""
+    """Weighted sum of the binary cross entropies of the guesses; 0 of drafts that make none. alpha
+    and weights [sum of R]."""
     guesses = [
-        step.confidence[one.row, one.position - step.offset] for step, one in zip(steps, predicted) if step.confidence is not None
+        step.confidence[one.row, one.position - step.offset]
+        for step, one in zip(steps, predicted)
+        if step.confidence is not None
     ]
     if not guesses:
         return weights.new_zeros(())

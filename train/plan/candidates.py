@@ -1,4 +1,5 @@
-"""The drafts that are planned for: every family in one or two shapes, or the shape that was asked for."""
+"""The drafts that are planned for: every family in one or two shapes, or the shape that was asked
+for."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Candidate(NamedTuple):
     def overrides(self) -> list[str]:
         """What differs from the family's defaults, as `draftsmith train` takes it."""
         defaults, key = to_dict(OPTIONS[self.family]()), self.family.replace("-", "_")
-        chosen = {name: value for name, value in to_dict(self.options).items() if value != defaults[name]}
+        chosen = {
+            name: value for name, value in to_dict(self.options).items() if value != defaults[name]
+        }
         return [f"{key}.{name}={text_of(value)}" for name, value in chosen.items()]
 
     @property
@@ -42,17 +45,25 @@ def text_of(value: Any) -> str:
 
 
 def candidates(
-    config: PlanConfig, trained: Mapping[str, DrafterOptions], *, num_layers: int, token_counts: torch.Tensor | None
+    config: PlanConfig,
+    trained: Mapping[str, DrafterOptions],
+    *,
+    num_layers: int,
+    token_counts: torch.Tensor | None,
 ) -> list[Candidate]:
-    """`trained`: shapes of drafts whose acceptance is known, which no other shape of the family is. `token_counts` [V]: how often
-    the target wrote each token in the data."""
+    """`trained`: shapes of drafts whose acceptance is known, which no other shape of the family is.
+    `token_counts` [V]: how often the target wrote each token in the data."""
     for family in config.families:
         if family not in OPTIONS:
             raise UserError(f"--families names {family!r}; known ones are {', '.join(OPTIONS)}")
     found, given = [], config.by_family()
     for family in config.families or OPTIONS:
         asked = given[family] or trained.get(family)
-        found += [Candidate(family, asked)] if asked is not None else list(shapes(family, num_layers, token_counts))
+        found += (
+            [Candidate(family, asked)]
+            if asked is not None
+            else list(shapes(family, num_layers, token_counts))
+        )
     return found
 
 
@@ -61,13 +72,20 @@ def shapes(family: str, num_layers: int, token_counts: torch.Tensor | None) -> I
     if family == "draft-lm" and num_layers > 2:
         # The first and the last layer of the target, which learn sooner than new ones.
         yield Candidate(family, DraftLmOptions(target_layers=(0, num_layers - 1)))
-    reduced = reduced_vocabulary(token_counts) if family == "eagle3" and token_counts is not None else None
+    reduced = (
+        reduced_vocabulary(token_counts)
+        if family == "eagle3" and token_counts is not None
+        else None
+    )
     if reduced is not None:
-        yield Candidate(family, Eagle3Options(draft_vocab_size=reduced), coverage_of(token_counts, reduced))
+        yield Candidate(
+            family, Eagle3Options(draft_vocab_size=reduced), coverage_of(token_counts, reduced)
+        )
 
 
 def reduced_vocabulary(token_counts: torch.Tensor) -> int | None:
-    """The smallest vocabulary of the most frequent tokens that covers nearly all of the text; None where it saves little."""
+    """The smallest vocabulary of the most frequent tokens that covers nearly all of the text; None
+    where it saves little."""
     shares = token_counts.sort(descending=True).values.double().cumsum(0) / token_counts.sum()
     needed = int((shares < COVERAGE).sum()) + 1
     rounded = -(-needed // VOCABULARY_STEP) * VOCABULARY_STEP
@@ -90,7 +108,10 @@ class Planned(NamedTuple):
         if self.expectation is None:
             return []
         coverage = self.candidate.coverage
-        return [forecast(k, cost, self.expectation.tau(k, coverage)) for k, cost in self.times[streams].cost.items()]
+        return [
+            forecast(k, cost, self.expectation.tau(k, coverage))
+            for k, cost in self.times[streams].cost.items()
+        ]
 
     def best(self, streams: int) -> Forecast | None:
         forecasts = self.forecasts(streams)

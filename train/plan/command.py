@@ -1,4 +1,5 @@
-"""`draftsmith plan`: which draft for this target, what it is expected to gain, and what the run takes."""
+"""`draftsmith plan`: which draft for this target, what it is expected to gain, and what the run
+takes."""
 
 from __future__ import annotations
 

@@ -12,14 +12,24 @@ from draftsmith.train.config import FamilyShapes
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FamilyShapes):
     target: str = option(help="the target: a folder or Hub id of a causal LM")
-    data: str | None = option(None, "folder written by `draftsmith generate`: its tokens size the run and the draft vocabulary")
-    draft: tuple[str, ...] = option((), "trained drafts whose recorded acceptance counts for their family (`eval --store`)")
-    alpha: tuple[str, ...] = option((), "expected acceptance of a family, FAMILY:ALPHA_1[,ALPHA_2...] (the last one goes on)")
+    data: str | None = option(
+        None,
+        "folder written by `draftsmith generate`: its tokens size the run and the draft vocabulary",
+    )
+    draft: tuple[str, ...] = option(
+        (), "trained drafts whose recorded acceptance counts for their family (`eval --store`)"
+    )
+    alpha: tuple[str, ...] = option(
+        (), "expected acceptance of a family, FAMILY:ALPHA_1[,ALPHA_2...] (the last one goes on)"
+    )
     families: tuple[str, ...] = option((), "families to consider [default: all that train]")
     temperature: float = option(1.0, "temperature whose recorded acceptance is taken")
     k: int = option(8, "longest draft considered")
     streams: tuple[int, ...] = option((1, 8), "numbers of requests served at once to plan for")
-    context: int = option(512, "tokens of a request before the round that is timed, fewer where the target ends earlier")
+    context: int = option(
+        512,
+        "tokens of a request before the round that is timed, fewer where the target ends earlier",
+    )
     answers: int = option(50000, "answers to train on, where no data is given")
     tokens: int = option(512, "tokens of an answer, where no data is given")
     epochs: float = option(1.0, "passes over the data")

@@ -1,4 +1,5 @@
-"""What a run takes: bytes on disk and in memory, and hours, from one training step that is really made."""
+"""What a run takes: bytes on disk and in memory, and hours, from one training step that is really
+made."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from draftsmith.train.plan.timing import take_turns
 from draftsmith.train.trainer import Trainee
 
 TEXT_BYTES = 4 + 1  # a token: its id and its place in the loss mask, before Parquet packs them
-TOP = 64  # entries of a stored law
-LAW_BYTES = TOP * (4 + 4) + 4  # ids, log-probabilities, the tail
+TOP = 64  # entries of a stored distribution
+DISTRIBUTION_BYTES = TOP * (4 + 4) + 4  # ids, log-probabilities, the tail
 STEP_ROWS, STEP_LENGTH = 4, 256  # of the training step that is timed
 # A checkpoint of a running training: float32 weights and two moments. The trainer keeps two.
 TRAINING_BYTES, CHECKPOINTS = 12, 2
 
 
 class Cost(NamedTuple):
-    """Of one candidate. Disk is of the whole run, taps are what storing them would take instead of running the target."""
+    """Of one candidate. Disk is of the whole run, taps are what storing them would take instead of
+    running the target."""
 
     parameters: int  # trained
     train_tokens_per_s: float
@@ -40,7 +42,7 @@ class Data(NamedTuple):
 
     tokens: int
     bytes: int
-    laws_bytes: int  # where the laws are stored with it
+    distributions_bytes: int  # where the distributions are stored with it
     generate_hours: float | None  # None where the data is there
 
 
@@ -48,13 +50,22 @@ def data_of(tokens: int, tokens_per_s: float | None) -> Data:
     return Data(
         tokens=tokens,
         bytes=tokens * TEXT_BYTES,
-        laws_bytes=tokens * LAW_BYTES,
+        distributions_bytes=tokens * DISTRIBUTION_BYTES,
         generate_hours=None if tokens_per_s is None else tokens / tokens_per_s / 3600,
     )
 
 
-def cost_of(target: Target, drafter: TrainedDrafter, *, tokens: int, epochs: float, streams: int, context: int) -> Cost:
-    """Times a training step, which needs the draft in float32, and leaves the draft as it was but for its gradients."""
+def cost_of(
+    target: Target,
+    drafter: TrainedDrafter,
+    *,
+    tokens: int,
+    epochs: float,
+    streams: int,
+    context: int,
+) -> Cost:
+    """Times a training step, which needs the draft in float32, and leaves the draft as it was but
+    for its gradients."""
     module: Any = drafter
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     tokens_per_s = training_tokens_per_s(target, module)
@@ -73,17 +84,25 @@ def cost_of(target: Target, drafter: TrainedDrafter, *, tokens: int, epochs: flo
 
 
 def training_tokens_per_s(target: Target, drafter: torch.nn.Module) -> float:
-    """Forward of both and backward of the draft, without the optimizer, whose time does not grow with the tokens."""
+    """Forward of both and backward of the draft, without the optimizer, whose time does not grow
+    with the tokens."""
     trainee = Trainee(drafter, LiveTeacher(target), UnrollConfig())
     length = min(STEP_LENGTH, target.max_positions)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (STEP_ROWS, length), generator=generator).to(target.device)
+    ids = torch.randint(target.vocab_size, (STEP_ROWS, length), generator=generator).to(
+        target.device
+    )
     count = torch.tensor(float(ids.numel()), device=target.device)
 
     def step() -> None:
         # Timing runs without gradients otherwise.
         with torch.inference_mode(False), torch.enable_grad():
-            trainee(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, num_items_in_batch=count)["loss"].backward()
+            trainee(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                labels=ids,
+                num_items_in_batch=count,
+            )["loss"].backward()
 
     samples = take_turns({"step": step}, target.device)["step"]
     drafter.zero_grad(set_to_none=True)

@@ -1,7 +1,8 @@
-"""How much of a draft is expected to be kept, before one is trained: what others published, or nothing.
+"""How much of a draft is expected to be kept, before one is trained: what others published, or
+nothing.
 
-Acceptance depends on text, target, data and time far more than on anything here, so the ranges are wide. `--alpha` and `--draft`
-take their place.
+Acceptance depends on text, target, data and time far more than on anything here, so the ranges are
+wide. `--alpha` and `--draft` take their place.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ class Expectation(NamedTuple):
     source: str
 
     def tau(self, k: int, coverage: float = 1.0) -> Spread:
-        """`coverage` is the share of the target's tokens that the draft can say at all, which bounds what is kept."""
-        taus = [tau_of([alpha * coverage for alpha in alphas], k) for alphas in (self.middle, self.low, self.high)]
+        """`coverage` is the share of the target's tokens that the draft can say at all, which
+        bounds what is kept."""
+        taus = [
+            tau_of([alpha * coverage for alpha in alphas], k)
+            for alphas in (self.middle, self.low, self.high)
+        ]
         return Spread(*taus)
 
 
@@ -40,7 +45,9 @@ class Published(NamedTuple):
 PUBLISHED = {
     "eagle3": Published(7, 2.66, 5.30, "Qwen3-8B, chains of 7, T=1: MT-bench to GSM8K (DeepSpec)"),
     "dspark": Published(7, 3.72, 6.17, "Qwen3-8B, chains of 7, T=1: MT-bench to GSM8K (DeepSpec)"),
-    "dflash": Published(15, 4.03, 5.14, "Qwen3-8B, blocks of 16, vLLM: code and mathematics (ModelOpt)"),
+    "dflash": Published(
+        15, 4.03, 5.14, "Qwen3-8B, blocks of 16, vLLM: code and mathematics (ModelOpt)"
+    ),
     "p-eagle": Published(5, 2.68, 3.55, "gpt-oss-120b, k = 5, vLLM: MT-bench to GSM8K (P-EAGLE)"),
 }
 
@@ -63,23 +70,34 @@ def stated(words: Sequence[str], families: Sequence[str]) -> dict[str, Expectati
         except ValueError:
             alphas = ()
         if family not in families or not alphas or not all(0 <= alpha <= 1 for alpha in alphas):
-            raise UserError(f"--alpha {word!r} is not FAMILY:ALPHA[,ALPHA...]; write for example eagle3:0.75,0.7")
+            raise UserError(
+                f"--alpha {word!r} is not FAMILY:ALPHA[,ALPHA...]; write for example "
+                "eagle3:0.75,0.7"
+            )
         found[family] = Expectation(alphas, alphas, alphas, "given with --alpha")
     return found
 
 
 def recorded(record: Mapping[str, Any], temperature: float, name: str) -> Expectation:
-    """What `draftsmith eval --store` left with a draft; its alphas are those of a round, conditional and in order."""
+    """What `draftsmith eval --store` left with a draft; its alphas are those of a round,
+    conditional and in order."""
     for evaluation in record.get("evaluation") or []:
         if evaluation["temperature"] == temperature:
             alphas = [alpha for alpha in evaluation["alpha"] if alpha is not None]
             bounds = ([alpha[key] for alpha in alphas] for key in ("low", "value", "high"))
-            return Expectation(*(tuple(values) for values in bounds), f"measured on {evaluation['tokens']} tokens ({name})")
-    raise UserError(f"draft {name!r} has no acceptance recorded at temperature {temperature:g}; run draftsmith eval --store")
+            return Expectation(
+                *(tuple(values) for values in bounds),
+                f"measured on {evaluation['tokens']} tokens ({name})",
+            )
+    raise UserError(
+        f"draft {name!r} has no acceptance recorded at temperature {temperature:g}; run "
+        "draftsmith eval --store"
+    )
 
 
 def trained_shape(record: Mapping[str, Any]) -> DrafterOptions:
-    """The shape that `draftsmith train` wrote into the record; the family's default for a draft made elsewhere."""
+    """The shape that `draftsmith train` wrote into the record; the family's default for a draft
+    made elsewhere."""
     family = record["family"]
     config = (record.get("training") or {}).get("config") or {}
     return build(OPTIONS[family], config.get(family.replace("-", "_")) or {})

@@ -1,4 +1,5 @@
-"""What a round is worth: from what it costs and how much of it is expected to be kept. Pure arithmetic, torch-free."""
+"""What a round is worth: from what it costs and how much of it is expected to be kept. Pure
+arithmetic, torch-free."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class Forecast(NamedTuple):
 
 
 def tau_of(alphas: Sequence[float], k: int) -> float:
-    """Committed tokens of a round of k drafts whose i-th is kept, given those before it, with chance alphas[i]; the last alpha
-    goes on."""
+    """Committed tokens of a round of k drafts whose i-th is kept, given those before it, with
+    chance alphas[i]; the last alpha goes on."""
     tau, reach = 1.0, 1.0
     for depth in range(k):
         reach *= alphas[min(depth, len(alphas) - 1)]
@@ -43,7 +44,8 @@ def alpha_of(tau: float, k: int) -> float:
 
 
 def forecast(k: int, cost: Spread, tau: Spread) -> Forecast:
-    """`cost` of a drafted round, in rounds without drafts. A round without drafts commits one token."""
+    """`cost` of a drafted round, in rounds without drafts. A round without drafts commits one
+    token."""
     speedup = Spread(tau.value / cost.value, tau.low / cost.high, tau.high / cost.low)
     return Forecast(k, tau, cost.value, speedup)
 
@@ -54,7 +56,8 @@ def best(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def between(points: dict[int, float], at: int) -> float:
-    """Linear between the measured points, which hold the least and the greatest that is asked for."""
+    """Linear between the measured points, which hold the least and the greatest that is
+    asked for."""
     if at in points:
         return points[at]
     below, above = max(x for x in points if x < at), min(x for x in points if x > at)

@@ -30,7 +30,9 @@ def make_plan(config: PlanConfig) -> Plan:
     load = os.getloadavg()[0]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "auto" if device.type == "cuda" else torch.float32
-    target = Target.load(config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
+    target = Target.load(
+        config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
+    )
     corpus = None if config.data is None else corpus_of(config, target)
     counts = None if corpus is None else corpus.token_counts(target.vocab_size)
     records = {name: read_metadata(locate(name, weights=False)) for name in config.draft}
@@ -43,13 +45,19 @@ def make_plan(config: PlanConfig) -> Plan:
     progress = Progress("plan", len(chosen), unit="drafts")
     for candidate in chosen:
         try:
-            planned.append(plan_for(config, target, candidate, data, expectations.get(candidate.family), counts))
+            planned.append(
+                plan_for(
+                    config, target, candidate, data, expectations.get(candidate.family), counts
+                )
+            )
         except UserError as error:
             refused[candidate.name] = str(error)
         progress.update(len(planned) + len(refused))
     progress.close()
     if not planned:
-        raise UserError(f"no draft can be planned for {config.target!r}: {next(iter(refused.values()))}")
+        raise UserError(
+            f"no draft can be planned for {config.target!r}: {next(iter(refused.values()))}"
+        )
     if corpus is None:
         data = data_of(data.tokens, generation_speed(config, target, planned[0]))
     return Plan(config, load, target, data, planned, refused)
@@ -57,7 +65,12 @@ def make_plan(config: PlanConfig) -> Plan:
 
 def corpus_of(config: PlanConfig, target: Target) -> Corpus:
     assert config.data is not None
-    corpus = read_corpus(config.data, max_length=target.max_positions, vocab_size=target.vocab_size, held_out_share=0.0)
+    corpus = read_corpus(
+        config.data,
+        max_length=target.max_positions,
+        vocab_size=target.vocab_size,
+        held_out_share=0.0,
+    )
     check_tokenizer(corpus.provenance, target, config.data)
     return corpus
 
@@ -67,10 +80,15 @@ def planned_data(config: PlanConfig, corpus: Corpus | None) -> Data:
     return data_of(tokens, None)
 
 
-def expectations_of(config: PlanConfig, records: Mapping[str, dict[str, Any]]) -> dict[str, Expectation]:
+def expectations_of(
+    config: PlanConfig, records: Mapping[str, dict[str, Any]]
+) -> dict[str, Expectation]:
     """What was said goes before what was measured, and that before what was published."""
     known = {family: found for family in OPTIONS if (found := published(family)) is not None}
-    known |= {record["family"]: recorded(record, config.temperature, name) for name, record in records.items()}
+    known |= {
+        record["family"]: recorded(record, config.temperature, name)
+        for name, record in records.items()
+    }
     return known | stated(config.alpha, list(OPTIONS))
 
 
@@ -82,7 +100,9 @@ def plan_for(
     expectation: Expectation | None,
     token_counts: torch.Tensor | None,
 ) -> Planned:
-    drafter: Any = FAMILIES[candidate.family].create(candidate.options, target, seed=0, token_counts=token_counts)
+    drafter: Any = FAMILIES[candidate.family].create(
+        candidate.options, target, seed=0, token_counts=token_counts
+    )
     cost = cost_of(
         target,
         drafter.to(device=target.device, dtype=torch.float32),
@@ -95,7 +115,8 @@ def plan_for(
     # As the engine does it where there is a CPU.
     record_forwards(target, drafter)
     times = {
-        rows: time_rounds(target, drafter, rows=rows, k=config.k, context=config.context) for rows in sorted(set(config.streams))
+        rows: time_rounds(target, drafter, rows=rows, k=config.k, context=config.context)
+        for rows in sorted(set(config.streams))
     }
     return Planned(candidate, cost, times, expectation, tuple(drafter.taps))
 

@@ -16,7 +16,19 @@ from draftsmith.train.plan.forecast import Forecast, Spread
 
 SCHEMA = 1
 BUSY = 0.5  # others' share of the cores above which times are not to be trusted
-HEAD = ("draft", "taps", "trained", "k", "tau", "needs", "speed-up", "train h", "memory", "run on disk", "taps on disk")
+HEAD = (
+    "draft",
+    "taps",
+    "trained",
+    "k",
+    "tau",
+    "needs",
+    "speed-up",
+    "train h",
+    "memory",
+    "run on disk",
+    "taps on disk",
+)
 
 
 class Plan(NamedTuple):
@@ -32,8 +44,14 @@ def report(plan: Plan) -> dict[str, Any]:
     config, load, target, data, planned, refused = plan
     return {
         "schema": SCHEMA,
-        "target": {"name": config.target, "bytes": num_bytes(target.model), "vocab_size": target.vocab_size},
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
+        "target": {
+            "name": config.target,
+            "bytes": num_bytes(target.model),
+            "vocab_size": target.vocab_size,
+        },
+        "device": torch.cuda.get_device_name(target.device)
+        if target.device.type == "cuda"
+        else "cpu",
         "threads": torch.get_num_threads(),
         "load_before": round(load, 2),
         "context": config.context,
@@ -41,7 +59,9 @@ def report(plan: Plan) -> dict[str, Any]:
         "drafts": [of_candidate(one) for one in planned],
         "refused": refused,
         "recommended": {
-            str(streams): None if (best := recommended(planned, streams)) is None else best.candidate.name
+            str(streams): None
+            if (best := recommended(planned, streams)) is None
+            else best.candidate.name
             for streams in sorted(set(config.streams))
         },
     }
@@ -75,7 +95,9 @@ def of_forecast(one: Forecast) -> dict[str, Any]:
 
 def recommended(planned: list[Planned], streams: int) -> Planned | None:
     """The greatest expected speed-up; None where nothing is expected to pay."""
-    known = [(best.speedup.value, one) for one in planned if (best := one.best(streams)) is not None]
+    known = [
+        (best.speedup.value, one) for one in planned if (best := one.best(streams)) is not None
+    ]
     speedup, chosen = max(known, key=lambda pair: pair[0], default=(0.0, None))
     return chosen if speedup > 1 else None
 
@@ -86,31 +108,59 @@ def table(plan: Plan) -> str:
     for streams in sorted(set(config.streams)):
         one = planned[0].times[streams]
         parts.append(
-            f"{streams} stream{'s' if streams > 1 else ''}, a plain round {one.pass_ms:.2f} ms:\n\n{rows_of(planned, streams)}"
+            f"{streams} stream{'s' if streams > 1 else ''}, a plain round {one.pass_ms:.2f} "
+            f"ms:\n\n{rows_of(planned, streams)}"
         )
         parts.append(advice(config, planned, streams))
-    notes = sorted({f"{one.candidate.family}: {one.expectation.source}" for one in planned if one.expectation is not None})
-    parts.append("tau is expected from\n" + "\n".join(f"  {note}" for note in notes) if notes else "no acceptance is known yet")
+    notes = sorted(
+        {
+            f"{one.candidate.family}: {one.expectation.source}"
+            for one in planned
+            if one.expectation is not None
+        }
+    )
+    parts.append(
+        "tau is expected from\n" + "\n".join(f"  {note}" for note in notes)
+        if notes
+        else "no acceptance is known yet"
+    )
     if load > BUSY * (os.cpu_count() or 1):
-        parts.append(f"this machine was busy with other work (load {load:.1f}): times are worth little, plan again when it rests")
+        parts.append(
+            f"this machine was busy with other work (load {load:.1f}): times are worth little, "
+            "plan again when it rests"
+        )
     parts += [f"{name} is left out: {reason}" for name, reason in refused.items()]
     parts.append(
-        "needs: the tau at which drafting costs what it gains. Times are of this machine and of forwards alone: a server's own "
-        "work a round, as much with drafts as without, moves speed-ups of very fast targets towards tau."
+        "needs: the tau at which drafting costs what it gains. Times are of this machine and of "
+        "forwards alone: a server's own "
+        "work a round, as much with drafts as without, moves speed-ups of very fast targets "
+        "towards tau."
     )
     return "\n\n".join(parts)
 
 
 def data_line(data: Data, *, generated: bool) -> str:
-    text = f"data: {data.tokens:,} tokens, {gib(data.bytes)}, with stored laws {gib(data.laws_bytes)} more"
-    return f"{text}; {data.generate_hours:.1f} h to generate" if generated and data.generate_hours is not None else text
+    text = (
+        f"data: {data.tokens:,} tokens, {gib(data.bytes)}, with stored distributions "
+        f"{gib(data.distributions_bytes)} more"
+    )
+    return (
+        f"{text}; {data.generate_hours:.1f} h to generate"
+        if generated and data.generate_hours is not None
+        else text
+    )
 
 
 def rows_of(planned: list[Planned], streams: int) -> str:
-    ordered = sorted(planned, key=lambda one: -best.speedup.value if (best := one.best(streams)) is not None else 1.0)
+    ordered = sorted(
+        planned,
+        key=lambda one: -best.speedup.value if (best := one.best(streams)) is not None else 1.0,
+    )
     lines = [HEAD, *(row_of(one, streams) for one in ordered)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(HEAD))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
+    )
 
 
 def row_of(planned: Planned, streams: int) -> tuple[str, ...]:
@@ -142,12 +192,16 @@ def gib(count: float) -> str:
 def advice(config: PlanConfig, planned: list[Planned], streams: int) -> str:
     chosen = recommended(planned, streams)
     if chosen is None:
-        return "no draft is expected to pay here; serve --suffix costs nothing to train, and --k auto never drafts where it loses"
+        return (
+            "no draft is expected to pay here; serve --suffix costs nothing to train, and --k "
+            "auto never drafts where it loses"
+        )
     best = chosen.best(streams)
     assert best is not None
     words = " ".join(
         [
-            f"draftsmith train {chosen.candidate.family} --target {config.target} --data DATA --out DRAFT",
+            f"draftsmith train {chosen.candidate.family} --target {config.target} --data DATA "
+            "--out DRAFT",
             *chosen.candidate.overrides,
         ]
     )

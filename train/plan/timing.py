@@ -1,6 +1,8 @@
-"""What a round costs on this machine: passes of the target and rounds of a draft of the planned shape, really run.
+"""What a round costs on this machine: passes of the target and rounds of a draft of the planned
+shape, really run.
 
-All that is compared takes turns, so that a loaded machine slows it alike. B rows, each `context` tokens into its text.
+All that is compared takes turns, so that a loaded machine slows it alike. B rows, each `context`
+tokens into its text.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def measured_lengths(k: int) -> list[int]:
     return sorted({1, 2, 4, k} & set(range(1, k + 1)) | {k})
 
 
-def time_rounds(target: Target, drafter: TrainedDrafter, *, rows: int, k: int, context: int) -> RoundTimes:
+def time_rounds(
+    target: Target, drafter: TrainedDrafter, *, rows: int, k: int, context: int
+) -> RoundTimes:
     table = Tables(target, drafter, rows, context, k)
     with torch.inference_mode():
         # Some families draft only so far.
@@ -48,23 +52,32 @@ def time_rounds(target: Target, drafter: TrainedDrafter, *, rows: int, k: int, c
     runs |= {("verify", length): table.decode(length) for length in lengths}
     runs |= {("draft", length): table.draft(length) for length in lengths}
     samples = take_turns(runs, target.device)
-    verify, draft = ({length: samples[part, length] for length in lengths} for part in ("verify", "draft"))
+    verify, draft = (
+        {length: samples[part, length] for length in lengths} for part in ("verify", "draft")
+    )
     return RoundTimes(
         pass_ms=1e3 * min(samples["plain"]),
         verify_ms={length: 1e3 * min(values) for length, values in verify.items()},
         draft_ms={length: 1e3 * min(values) for length, values in draft.items()},
-        cost={length: round_cost(samples["plain"], verify, draft, length) for length in range(1, k + 1)},
+        cost={
+            length: round_cost(samples["plain"], verify, draft, length)
+            for length in range(1, k + 1)
+        },
     )
 
 
-def round_cost(plain: list[float], verify: dict[int, list[float]], draft: dict[int, list[float]], k: int) -> Spread:
-    """In plain rounds. The least times are what the machine can do; the faster half, rank by rank, says how sure they are."""
+def round_cost(
+    plain: list[float], verify: dict[int, list[float]], draft: dict[int, list[float]], k: int
+) -> Spread:
+    """In plain rounds. The least times are what the machine can do; the faster half, rank by rank,
+    says how sure they are."""
     ranked = [
         {at: sorted(values) for at, values in verify.items()},
         {at: sorted(values) for at, values in draft.items()},
     ]
     ratios = [
-        sum(between({at: values[rank] for at, values in part.items()}, k) for part in ranked) / sorted(plain)[rank]
+        sum(between({at: values[rank] for at, values in part.items()}, k) for part in ranked)
+        / sorted(plain)[rank]
         for rank in range((len(plain) + 1) // 2)
     ]
     return Spread(ratios[0], min(ratios), max(ratios))
@@ -111,16 +124,28 @@ class Tables:
         newest = self.context + NEW_TOKENS - 1
         positions = (newest + torch.arange(k + 1, device=self.device)).repeat(self.rows)
         lengths = torch.full((self.rows,), k + 1, device=self.device)
-        ids, wanted = torch.full((1, len(positions)), 7, device=self.device), torch.arange(len(positions), device=self.device)
-        law = SamplingRows.of([1.0] * len(positions), device=self.device)
+        ids, wanted = (
+            torch.full((1, len(positions)), 7, device=self.device),
+            torch.arange(len(positions), device=self.device),
+        )
+        distribution = SamplingRows.of([1.0] * len(positions), device=self.device)
         drafts = torch.full((self.rows, k), 7, device=self.device)
         seeds = torch.arange(self.rows, device=self.device)
 
         def run() -> Any:
             context = PagedPass(self.pool, self.tables, positions, lengths)
-            output = self.target.forward(ids, positions[None], context, wanted, self.drafter.taps if k else ())
+            output = self.target.forward(
+                ids, positions[None], context, wanted, self.drafter.taps if k else ()
+            )
             q_logits = output.logits.view(self.rows, k + 1, -1)[:, :k]
-            return verify_chain(process(output.logits, law), drafts, lengths - 1, q_logits, seeds, seeds + newest + 1)
+            return verify_chain(
+                process(output.logits, distribution),
+                drafts,
+                lengths - 1,
+                q_logits,
+                seeds,
+                seeds + newest + 1,
+            )
 
         return run
 
@@ -128,7 +153,11 @@ class Tables:
         """A proposal after a round that committed a few tokens."""
         num_taps = len(self.drafter.taps)
         width = num_taps * self.target.hidden_size
-        states = torch.randn(self.rows * NEW_TOKENS, width, device=self.device, dtype=self.target.dtype) if num_taps else None
+        states = (
+            torch.randn(self.rows * NEW_TOKENS, width, device=self.device, dtype=self.target.dtype)
+            if num_taps
+            else None
+        )
         inputs = DraftInputs(
             tokens=torch.full((self.rows * (NEW_TOKENS + 1),), 7, device=self.device),
             starts=torch.full((self.rows,), self.context - 1),
@@ -144,7 +173,11 @@ class Tables:
         return lambda: self.drafter.propose(inputs)
 
 
-def decode_tokens_per_s(target: Target, drafter: TrainedDrafter, *, rows: int, context: int) -> float:
+def decode_tokens_per_s(
+    target: Target, drafter: TrainedDrafter, *, rows: int, context: int
+) -> float:
     """Of `rows` answers written at once without drafts, as training text is."""
-    samples = take_turns({"plain": Tables(target, drafter, rows, context, 1).decode(0)}, target.device)
+    samples = take_turns(
+        {"plain": Tables(target, drafter, rows, context, 1).decode(0)}, target.device
+    )
     return rows / min(samples["plain"])

@@ -1,4 +1,5 @@
-"""The audit of the kernels: exact enumeration in float64, joint tests over whole generations, controls that must be caught."""
+"""The audit of the kernels: exact enumeration in float64, joint tests over whole generations,
+controls that must be caught."""
 
 from __future__ import annotations
 
@@ -12,19 +13,23 @@ from draftsmith.kernels.statistics import SUMMED_EXPECTED, Fit, chi_square, g_te
 from draftsmith.progress import Progress
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.kernels.controls import PENALTIES, cases, controls
-from draftsmith.serve.audit.kernels.exact import LAWS, exact_checks
+from draftsmith.serve.audit.kernels.exact import DISTRIBUTIONS, exact_checks
 from draftsmith.serve.audit.kernels.process import Chains, Procedure, Trees, generate
 from draftsmith.serve.audit.kernels.triton import triton_checks
-from draftsmith.serve.audit.kernels.world import LENGTH, Law, World, split_error
+from draftsmith.serve.audit.kernels.world import LENGTH, Distribution, World, split_error
 from draftsmith.serve.audit.report import Check, Report, fit_check
 
 VOCAB_SIZE = 5
 BATCH = 50_000  # sequences generated at a time
-SUMMED_LENGTHS = (2, 3, LENGTH)  # a small bias shows best where few cells share the samples, a high order one in all of them
-INTERPRETED_ROWS, COMPILED_ROWS = 20, 5000  # rounds of each law and shape that Triton and the reference both decide
+# a small bias shows best where few cells share the samples, a high order one in all of them
+SUMMED_LENGTHS = (2, 3, LENGTH)
+# rounds of each distribution and shape that Triton and the reference both decide
+INTERPRETED_ROWS, COMPILED_ROWS = 20, 5000
 OUTSIDE = (
-    "outside this audit: the engine around the kernels (what drafters propose and with which noise, which rows, parameters and "
-    "masks reach verification, paging, preemption, swaps, learning) and vocabularies of more than a few tokens; "
+    "outside this audit: the engine around the kernels (what drafters propose and with which "
+    "noise, which rows, parameters and "
+    "masks reach verification, paging, preemption, swaps, learning) and vocabularies of more than "
+    "a few tokens; "
     "`draftsmith audit --url` holds a running server to its target"
 )
 WORLD = 1  # seed of the tables: controls must be caught whatever the seed of the draws
@@ -32,37 +37,54 @@ WORLD = 1  # seed of the tables: controls must be caught whatever the seed of th
 
 def audit_kernels(config: AuditConfig) -> Report:
     device = torch.device(config.device)
-    choose(config.impl, device, torch.float32)  # raises where it cannot run, before anything takes time
-    laws, mistakes = cases(), controls()
-    ways = list(dict.fromkeys(case.way for case in laws))
+    # raises where it cannot run, before anything takes time
+    choose(config.impl, device, torch.float32)
+    distributions, mistakes = cases(), controls()
+    ways = list(dict.fromkeys(case.way for case in distributions))
     # Half for the cases one by one, half for what they come to together.
-    alarm = config.false_alarm / 2 / len(laws)
+    alarm = config.false_alarm / 2 / len(distributions)
     sum_alarm = config.false_alarm / 2 / (len(ways) * len(SUMMED_LENGTHS))
-    progress = Progress("audit", total=len(laws) + len(mistakes) + 1, unit="tests")
+    progress = Progress("audit", total=len(distributions) + len(mistakes) + 1, unit="tests")
     checks = [*exact_checks(WORLD), *triton_rows(config, device), prefix_check()]
     samples: dict[str, list[Sample]] = {way: [] for way in ways}
-    for done, case in enumerate(laws, start=1):
-        sample = joint_sample(case.law, case.procedure, config, device=device, stream=done)
+    for done, case in enumerate(distributions, start=1):
+        sample = joint_sample(case.distribution, case.procedure, config, device=device, stream=done)
         samples[case.way].append(sample)
-        checks.append(fit_check(f"{case.way}, {case.law.name}", "law", sample.fit(), alarm))
+        checks.append(
+            fit_check(f"{case.way}, {case.distribution.name}", "check", sample.fit(), alarm)
+        )
         progress.update(done, note=checks[-1].name)
     for way, length in itertools.product(ways, SUMMED_LENGTHS):
         fit = summed([sample.first_tokens(length) for sample in samples[way]])
         name = f"{way}, {len(samples[way])} cases together, first {length} tokens"
-        checks.append(fit_check(name, "law", fit, sum_alarm))
-    for done, (name, control) in enumerate(mistakes.items(), start=len(laws) + 1):
-        sample = joint_sample(control.law, control.procedure, config, device=device, stream=done, offset=control.offset)
+        checks.append(fit_check(name, "check", fit, sum_alarm))
+    for done, (name, control) in enumerate(mistakes.items(), start=len(distributions) + 1):
+        sample = joint_sample(
+            control.distribution,
+            control.procedure,
+            config,
+            device=device,
+            stream=done,
+            offset=control.offset,
+        )
         checks.append(fit_check(f"control: {name}", "control", sample.fit(), alarm))
         progress.update(done, note=name)
     progress.close()
     notes = [
-        f"{config.rounds} rounds a law, {LENGTH} tokens of vocabulary {VOCAB_SIZE}, {Chains().most} drafted tokens at most in a "
-        f"chain or block, {Trees().most} nodes in a tree, 0 among them; two drafts that take turns between rounds",
-        f"of the false alarm one half is spent on {len(laws)} cases ({alarm:.2g} each), one half on {len(ways)} ways to verify, "
-        f"the cases of each together over their first {', '.join(map(str, SUMMED_LENGTHS))} tokens ({sum_alarm:.2g} each)",
+        f"{config.rounds} rounds a distribution, {LENGTH} tokens of vocabulary {VOCAB_SIZE}, "
+        f"{Chains().most} drafted tokens at most in a "
+        f"chain or block, {Trees().most} nodes in a tree, 0 among them; two drafts that take "
+        "turns between rounds",
+        f"of the false alarm one half is spent on {len(distributions)} cases ({alarm:.2g} each), "
+        f"one half on {len(ways)} ways to verify, "
+        f"the cases of each together over their first {', '.join(map(str, SUMMED_LENGTHS))} "
+        f"tokens ({sum_alarm:.2g} each)",
     ]
     return Report(
-        f"kernels ({config.impl}, {device})", config.false_alarm, checks, [*notes, triton_note(config, device), OUTSIDE]
+        f"kernels ({config.impl}, {device})",
+        config.false_alarm,
+        checks,
+        [*notes, triton_note(config, device), OUTSIDE],
     )
 
 
@@ -71,7 +93,7 @@ def triton_rows(config: AuditConfig, device: torch.device) -> list[Check]:
     if choose(config.impl, device, torch.float32) != "triton":
         return []
     rows = INTERPRETED_ROWS if device.type == "cpu" else COMPILED_ROWS
-    return triton_checks(LAWS, WORLD, rows=rows, device=device)
+    return triton_checks(DISTRIBUTIONS, WORLD, rows=rows, device=device)
 
 
 def sampled_impl(config: AuditConfig, device: torch.device) -> str:
@@ -83,22 +105,32 @@ def triton_note(config: AuditConfig, device: torch.device) -> str:
     impl = choose(config.impl, device, torch.float32)
     if impl == "torch":
         return (
-            "the torch kernels were audited, which a server on this device runs; the Triton kernels, which one on CUDA runs, "
-            "were not: audit with --device cuda there, or with --impl triton and TRITON_INTERPRET=1 in the environment here"
+            "the torch kernels were audited, which a server on this device runs; the Triton "
+            "kernels, which one on CUDA runs, "
+            "were not: audit with --device cuda there, or with --impl triton and "
+            "TRITON_INTERPRET=1 in the environment here"
         )
     if device.type == "cpu":
         return (
-            "the Triton kernels ran interpreted and decided single rounds beside the reference, which made the texts; "
+            "the Triton kernels ran interpreted and decided single rounds beside the reference, "
+            "which made the texts; "
             "compiled they are audited with --device cuda"
         )
     return "the Triton kernels decided single rounds beside the reference and made the texts"
 
 
 def prefix_check() -> Check:
-    """Penalties behind drafted tokens are those of plain decoding behind the same tokens, whatever of them is committed."""
+    """Penalties behind drafted tokens are those of plain decoding behind the same tokens, whatever
+    of them is committed."""
     error = split_error(PENALTIES, VOCAB_SIZE)
     said = f"largest difference of a logit {error:.1e}, over all texts and all ways to split them"
-    return Check(name="penalties count the drafted prefix", kind="law", passed=error < 1e-5, said=said, evidence={"error": error})
+    return Check(
+        name="penalties count the drafted prefix",
+        kind="check",
+        passed=error < 1e-5,
+        said=said,
+        evidence={"error": error},
+    )
 
 
 class Sample(NamedTuple):
@@ -108,30 +140,48 @@ class Sample(NamedTuple):
     world: World
 
     def fit(self) -> Fit:
-        """G-test of the joint law of all tokens."""
-        return g_test(self.counts, self.world.joint_law(LENGTH))
+        """G-test of the joint distribution of all tokens."""
+        return g_test(self.counts, self.world.joint_distribution(LENGTH))
 
     def first_tokens(self, length: int) -> Fit:
-        """Pearson's test of the joint law of the first tokens, to be `summed`."""
+        """Pearson's test of the joint distribution of the first tokens, to be `summed`."""
         counts = self.counts.view(VOCAB_SIZE**length, -1).sum(dim=1)
-        return chi_square(counts, self.world.joint_law(length), min_expected=SUMMED_EXPECTED)
+        return chi_square(
+            counts, self.world.joint_distribution(length), min_expected=SUMMED_EXPECTED
+        )
 
 
 def joint_sample(
-    law: Law, procedure: Procedure, config: AuditConfig, *, device: torch.device, stream: int = 0, offset: float = 0.0
+    distribution: Distribution,
+    procedure: Procedure,
+    config: AuditConfig,
+    *,
+    device: torch.device,
+    stream: int = 0,
+    offset: float = 0.0,
 ) -> Sample:
     """The first `LENGTH` tokens of texts, over at least `config.rounds` rounds.
 
     Samples of unlike `stream` have no seed in common, so that they are independent.
     """
-    world = law.world(vocab_size=VOCAB_SIZE, seed=WORLD, device=device, offset=offset)
+    world = distribution.world(vocab_size=VOCAB_SIZE, seed=WORLD, device=device, offset=offset)
     counts = torch.zeros(VOCAB_SIZE**LENGTH, dtype=torch.int64, device=device)
     first_seed = config.seed * 2**40 + stream * 2**32
     impl = sampled_impl(config, device)
     num_rounds = num_sequences = 0
     while num_rounds < config.rounds:
-        seeds = torch.arange(num_sequences, num_sequences + min(BATCH, config.rounds), device=device) + first_seed
-        made = generate(world, procedure, seeds=seeds, length=LENGTH, deterministic=law.deterministic, impl=impl)
+        seeds = (
+            torch.arange(num_sequences, num_sequences + min(BATCH, config.rounds), device=device)
+            + first_seed
+        )
+        made = generate(
+            world,
+            procedure,
+            seeds=seeds,
+            length=LENGTH,
+            deterministic=distribution.deterministic,
+            impl=impl,
+        )
         counts += torch.bincount(made.cells, minlength=len(counts))
         num_rounds, num_sequences = num_rounds + made.num_rounds, num_sequences + len(seeds)
     return Sample(counts, world)

@@ -1,4 +1,5 @@
-"""Mistakes that engines have shipped or could, each of which a joint test must see: the negative controls of the audit."""
+"""Mistakes that engines have shipped or could, each of which a joint test must see: the negative
+controls of the audit."""
 
 from __future__ import annotations
 
@@ -12,34 +13,45 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.kernels.verify.residual import log_law, residual_law, residual_logits
+from draftsmith.kernels.verify.residual import (
+    log_distribution,
+    residual_distribution,
+    residual_logits,
+)
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit.kernels.plain_verify import Left, Rules, verify_chain_by, verify_tree_by
 from draftsmith.serve.audit.kernels.process import Chains, Procedure, Trees
-from draftsmith.serve.audit.kernels.world import VERSIONS, Law
+from draftsmith.serve.audit.kernels.world import VERSIONS, Distribution
 from draftsmith.serve.sampling.params import SamplingParams
 
-PENALTIES = SamplingParams(frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.3, logit_bias=((1, 0.5),))
-PLAIN = Law(name="temperature 1")
-PENALISED = Law(name="penalties and a bias", penalties=PENALTIES)
-UNFILTERED_DRAFT = Law(name="top-k 3, draft without filters", top_k=3, draft_filtered=False)
-LAWS = (
+PENALTIES = SamplingParams(
+    frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.3, logit_bias=((1, 0.5),)
+)
+PLAIN = Distribution(name="temperature 1")
+PENALISED = Distribution(name="penalties and a bias", penalties=PENALTIES)
+UNFILTERED_DRAFT = Distribution(
+    name="top-k 3, draft without filters", top_k=3, draft_filtered=False
+)
+DISTRIBUTIONS = (
     PLAIN,
-    Law(name="temperature 0.7, top-k 3", temperature=0.7, top_k=3),
-    Law(name="top-p 0.8", top_p=0.8),
-    Law(name="temperature 1.3, min-p 0.1", temperature=1.3, min_p=0.1),
+    Distribution(name="temperature 0.7, top-k 3", temperature=0.7, top_k=3),
+    Distribution(name="top-p 0.8", top_p=0.8),
+    Distribution(name="temperature 1.3, min-p 0.1", temperature=1.3, min_p=0.1),
     UNFILTERED_DRAFT,
     PENALISED,
-    Law(name="draft at temperature 0.5", draft_temperature=0.5),
-    Law(name="greedy draft, one-hot law told", draft_temperature=0.0),
-    Law(name="deterministic draft, no law told", deterministic=True),
+    Distribution(name="draft at temperature 0.5", draft_temperature=0.5),
+    Distribution(name="greedy draft, one-hot distribution told", draft_temperature=0.0),
+    Distribution(name="deterministic draft, no distribution told", deterministic=True),
 )
-FEW_LAWS = (PLAIN, UNFILTERED_DRAFT, PENALISED)
+FEW_DISTRIBUTIONS = (PLAIN, UNFILTERED_DRAFT, PENALISED)
 
 
-def end_by_guess(lengths: torch.Tensor, drafts: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
-    """Rounds end where a guess of survival falls low, made of what is known before each draft is drawn: the largest chance in its
-    law, known by the drafts before it. (The same of the drafted token's own chance is a negative control.)"""
+def end_by_guess(
+    lengths: torch.Tensor, drafts: torch.Tensor, q_logits: torch.Tensor
+) -> torch.Tensor:
+    """Rounds end where a guess of survival falls low, made of what is known before each draft is
+    drawn: the largest chance in its distribution, known by the drafts before it. (The same of the
+    drafted token's own chance is a negative control.)"""
     guesses = q_logits.softmax(dim=-1).amax(dim=-1)  # [B, K]
     return torch.minimum(lengths, (guesses.cumprod(dim=1) > 0.2).long().sum(dim=1))
 
@@ -57,14 +69,19 @@ PROCEDURES: dict[str, Procedure] = {
 @dataclass(frozen=True)
 class Case:
     way: str
-    law: Law
+    distribution: Distribution
     procedure: Procedure
 
 
 def cases() -> list[Case]:
-    """Every law drafted and verified in every way; a block without laws is a chain and is not repeated. What ends a round knows
-    nothing of filters and temperatures, so a few laws do for it."""
-    ways = [(way, law, run) for way, run in PROCEDURES.items() for law in (FEW_LAWS if "ended" in way else LAWS)]
+    """Every distribution drafted and verified in every way; a block without distributions is a
+    chain and is not repeated. What ends a round knows nothing of filters and temperatures, so a few
+    distributions do for it."""
+    ways = [
+        (way, distribution, run)
+        for way, run in PROCEDURES.items()
+        for distribution in (FEW_DISTRIBUTIONS if "ended" in way else DISTRIBUTIONS)
+    ]
     return [Case(*way) for way in ways if not (way[0] == "block" and way[1].deterministic)]
 
 
@@ -73,39 +90,63 @@ HALF_UNIFORMS = 2048  # values of a half-precision uniform
 
 @dataclass(frozen=True)
 class Control:
-    law: Law
+    distribution: Distribution
     procedure: Procedure
     offset: float = 0.0  # of the logits
 
 
 def controls() -> dict[str, Control]:
     blind = replace(PENALISED, sees_drafts=False)
-    # Few likely tokens, and a draft that knows little of them: here noise that is used twice shows soonest.
-    narrow = Law(name="", top_p=0.7, likeness=0.4)
+    # Few likely tokens, and a draft that knows little of them: here noise that is used twice shows
+    # soonest.
+    narrow = Distribution(name="", top_p=0.7, likeness=0.4)
     return {
-        "q told at another temperature": Control(PLAIN, Chains(told=lambda q_logits: q_logits / 1.3)),
-        # Logits of real models lie tens away from 0 (GPT-2's near -100), where bfloat16 keeps one binary digit after the point.
-        "q told in bfloat16": Control(PLAIN, Chains(told=lambda q_logits: q_logits.bfloat16().float()), offset=-100.0),
-        "q told of the draft before the swap": Control(PLAIN, Chains(told_version=lambda versions: (versions + 1) % VERSIONS)),
-        "draft and residual share a stream": Control(narrow, Chains(draw=_draw_from_residual_stream, draft_seeds=_own_seeds)),
-        "draft and accept share a uniform": Control(PLAIN, Chains(draw=_draw_by_accept_uniform, draft_seeds=_own_seeds)),
-        "truncation that looks at the drafted token": Control(PLAIN, Chains(truncate=_keep_likely_drafts)),
+        "q told at another temperature": Control(
+            PLAIN, Chains(told=lambda q_logits: q_logits / 1.3)
+        ),
+        # Logits of real models lie tens away from 0 (GPT-2's near -100), where bfloat16 keeps one
+        # binary digit after the point.
+        "q told in bfloat16": Control(
+            PLAIN, Chains(told=lambda q_logits: q_logits.bfloat16().float()), offset=-100.0
+        ),
+        "q told of the draft before the swap": Control(
+            PLAIN, Chains(told_version=lambda versions: (versions + 1) % VERSIONS)
+        ),
+        "draft and residual share a stream": Control(
+            narrow, Chains(draw=_draw_from_residual_stream, draft_seeds=_own_seeds)
+        ),
+        "draft and accept share a uniform": Control(
+            PLAIN, Chains(draw=_draw_by_accept_uniform, draft_seeds=_own_seeds)
+        ),
+        "truncation that looks at the drafted token": Control(
+            PLAIN, Chains(truncate=_keep_likely_drafts)
+        ),
         "residual dropped": Control(PLAIN, Chains(verify=_without_residual)),
         "bonus off by one": Control(PLAIN, Chains(verify=_bonus_off_by_one)),
         "u = 0 keeps a token without mass": Control(
-            UNFILTERED_DRAFT, Chains(verify=chain_by(Rules(uniform=_half_uniform, accept=accepts_equal)))
+            UNFILTERED_DRAFT,
+            Chains(verify=chain_by(Rules(uniform=_half_uniform, accept=accepts_equal))),
         ),
         "penalties without the drafted prefix": Control(blind, Chains()),
         "block, a chain's residual": Control(
-            Law(name="", top_p=0.8, likeness=0.3), replace(BLOCKS, verify=_block_with_chains_residual)
+            Distribution(name="", top_p=0.8, likeness=0.3),
+            replace(BLOCKS, verify=_block_with_chains_residual),
         ),
-        "block, next round drafts with noise looked at": Control(narrow, Chains(verify=verify_block, draft_seeds=_own_seeds)),
-        "tree, siblings without replacement judged as with": Control(PLAIN, Trees(verify=tree_by(Rules(reject=keep_q)))),
+        "block, next round drafts with noise looked at": Control(
+            narrow, Chains(verify=verify_block, draft_seeds=_own_seeds)
+        ),
+        "tree, siblings without replacement judged as with": Control(
+            PLAIN, Trees(verify=tree_by(Rules(reject=keep_q)))
+        ),
         "tree, siblings with replacement judged as without": Control(
-            PLAIN, Trees(draw=_draw_with_replacement, verify=tree_by(Rules(passes_over_repeats=False)))
+            PLAIN,
+            Trees(draw=_draw_with_replacement, verify=tree_by(Rules(passes_over_repeats=False))),
         ),
         "tree, a repeated sibling has a chance of its own": Control(
-            PLAIN, Trees(draw=_draw_with_replacement, verify=tree_by(Rules(reject=lambda left, tokens: left)))
+            PLAIN,
+            Trees(
+                draw=_draw_with_replacement, verify=tree_by(Rules(reject=lambda left, tokens: left))
+            ),
         ),
     }
 
@@ -118,7 +159,9 @@ def chain_by(rules: Rules) -> Callable[..., Verdict]:
 
 
 def tree_by(rules: Rules) -> Callable[..., TreeVerdict]:
-    def verify(p_logits: torch.Tensor, tree: DraftTree, *arguments: torch.Tensor, impl: str) -> TreeVerdict:
+    def verify(
+        p_logits: torch.Tensor, tree: DraftTree, *arguments: torch.Tensor, impl: str
+    ) -> TreeVerdict:
         return verify_tree_by(rules, p_logits, tree, *arguments)
 
     return verify
@@ -129,19 +172,27 @@ def _own_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return seeds
 
 
-def _draw_from_residual_stream(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _draw_from_residual_stream(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     return sample(logits, seeds, positions, Purpose.RESIDUAL)
 
 
-def _draw_by_accept_uniform(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """By inversion, with the number that the accept test then compares: one random number a position, as a short way might."""
+def _draw_by_accept_uniform(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """By inversion, with the number that the accept test then compares: one random number a
+    position, as a short way might."""
     reach = logits.double().softmax(dim=-1).cumsum(dim=-1)
     drawn = (reach < uniform(seeds, positions, Purpose.ACCEPT)[:, None]).sum(dim=-1)
     return drawn.clamp(max=logits.shape[-1] - 1)
 
 
-def _keep_likely_drafts(lengths: torch.Tensor, drafts: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
-    """Withdraws the drafted tokens from the first unlikely one on: a confidence threshold applied after the draw."""
+def _keep_likely_drafts(
+    lengths: torch.Tensor, drafts: torch.Tensor, q_logits: torch.Tensor
+) -> torch.Tensor:
+    """Withdraws the drafted tokens from the first unlikely one on: a confidence threshold applied
+    after the draw."""
     chosen = q_logits.softmax(dim=-1).gather(-1, drafts[..., None])[..., 0]
     return torch.minimum(lengths, (chosen > 0.3).long().cumprod(dim=1).sum(dim=1))
 
@@ -166,7 +217,9 @@ def _without_residual(
     return _ended_by(verdict, sample(logits, seeds, positions + verdict.accepted, Purpose.BONUS))
 
 
-def by_target(p_logits: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+def by_target(
+    p_logits: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor
+) -> torch.Tensor:
     """[B, V], the target's logits behind the kept drafts."""
     return p_logits[_last_rows(lengths) - lengths + accepted]
 
@@ -174,7 +227,8 @@ def by_target(p_logits: torch.Tensor, lengths: torch.Tensor, accepted: torch.Ten
 def by_chains_residual(
     p_logits: torch.Tensor, lengths: torch.Tensor, q_logits: torch.Tensor, accepted: torch.Tensor
 ) -> torch.Tensor:
-    """[B, V]: max(p - q, 0) behind the kept drafts, where a block has max(r p - q, 0); p behind the last draft."""
+    """[B, V]: max(p - q, 0) behind the kept drafts, where a block has max(r p - q, 0); p behind the
+    last draft."""
     logits = by_target(p_logits, lengths, accepted)
     cut = accepted < lengths
     rows = torch.arange(len(lengths), device=lengths.device)[cut]
@@ -198,7 +252,9 @@ def _block_with_chains_residual(
 
 
 def _ended_by(verdict: Verdict, tokens: torch.Tensor) -> Verdict:
-    return Verdict(verdict.accepted, verdict.tokens.scatter(1, verdict.accepted[:, None], tokens[:, None]))
+    return Verdict(
+        verdict.accepted, verdict.tokens.scatter(1, verdict.accepted[:, None], tokens[:, None])
+    )
 
 
 def _bonus_off_by_one(
@@ -211,16 +267,20 @@ def _bonus_off_by_one(
     *,
     impl: str,
 ) -> Verdict:
-    """Draws the bonus from the law of the position before it."""
+    """Draws the bonus from the distribution of the position before it."""
     last = _last_rows(lengths)
     shifted = p_logits.clone()
     shifted[last] = p_logits[torch.where(lengths > 0, last - 1, last)]
     return verify_chain(shifted, drafts, lengths, q_logits, seeds, positions, impl=impl)
 
 
-def _half_uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def _half_uniform(
+    seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor
+) -> torch.Tensor:
     """In [0, 1) with 0 among its values, as a half-precision generator gives them."""
-    return (uniform(seeds, positions, Purpose.ACCEPT, numbers) * HALF_UNIFORMS).floor() / HALF_UNIFORMS
+    return (
+        uniform(seeds, positions, Purpose.ACCEPT, numbers) * HALF_UNIFORMS
+    ).floor() / HALF_UNIFORMS
 
 
 def accepts_equal(log_u: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -229,10 +289,14 @@ def accepts_equal(log_u: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor)
 
 def keep_q(left: Left, tokens: torch.Tensor) -> Left:
     """The next sibling is tested as if it, too, came from the whole of q."""
-    return Left(log_law(residual_law(left.log_p, left.log_q)), left.log_q)
+    return Left(log_distribution(residual_distribution(left.log_p, left.log_q)), left.log_q)
 
 
-def _draw_with_replacement(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+def _draw_with_replacement(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, count: int
+) -> torch.Tensor:
     """Independent draws, each of a stream of its own."""
-    draws = [sample(logits, seeds + (place << 50), positions, Purpose.DRAFT) for place in range(count)]
+    draws = [
+        sample(logits, seeds + (place << 50), positions, Purpose.DRAFT) for place in range(count)
+    ]
     return torch.stack(draws, dim=1)

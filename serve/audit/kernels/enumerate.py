@@ -1,9 +1,11 @@
 """Every outcome of one round of the kernels themselves, with its probability, in float64.
 
-The drafts of a round are enumerated with their chances. For each of them the verification as it ships is called with chosen
-uniforms, and its last draw is replaced by the distribution that it would have been made from. What a uniform decides changes
-at most once as it grows (a test is passed below some value and failed above it); where, is found by asking the kernel. So the
-uniforms fall into boxes, one for each combination of passed and failed tests, and the law of the round is a finite sum.
+The drafts of a round are enumerated with their chances. For each of them the verification as it
+ships is called with chosen uniforms, and its last draw is replaced by the distribution that it
+would have been made from. What a uniform decides changes at most once as it grows (a test is passed
+below some value and failed above it); where, is found by asking the kernel. So the uniforms fall
+into boxes, one for each combination of passed and failed tests, and the distribution of the round
+is a finite sum.
 
 Legend: N drafts, K depth, M numbers of one position, C boxes, V vocabulary.
 """
@@ -24,11 +26,13 @@ ROUNDING = 1e-15  # within which borders of different rows are one
 SAME = 1e-9  # difference of a probability that counts as none
 LOWEST, HIGHEST = 1e-300, 1 - 2.0**-53
 SLIVER = 1e-14  # boxes thinner than it are rounding and are left out
-INSIDE = (0.5, 1e-3, 1 - 1e-3)  # where in a box the kernel is asked; the first decides, the others must agree
+# where in a box the kernel is asked; the first decides, the others must agree
+INSIDE = (0.5, 1e-3, 1 - 1e-3)
 
 
 class Chosen:
-    """Draws (see `randomness.Draws`) that take row b's uniforms from a table [C, K, M] and keep what the token is drawn from.
+    """Draws (see `randomness.Draws`) that take row b's uniforms from a table [C, K, M] and keep
+    what the token is drawn from.
 
     Rows are told apart by their seeds, which are their numbers; positions begin at 0.
     """
@@ -37,17 +41,26 @@ class Chosen:
         self.uniforms = uniforms
         self.probs = torch.empty(0)
 
-    def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def uniform(
+        self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         numbers = torch.zeros_like(positions) if numbers is None else numbers.clamp(min=0)
         return self.uniforms[seeds, positions, numbers]
 
-    def token(self, logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
+    def token(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        purposes: torch.Tensor,
+    ) -> torch.Tensor:
         self.probs = logits.double().softmax(dim=-1)
         return torch.zeros_like(seeds)
 
 
 class Drafts(NamedTuple):
-    """All that may be drafted from the start of a world, as nodes of one shape, and how probable each is."""
+    """All that may be drafted from the start of a world, as nodes of one shape, and how probable
+    each is."""
 
     parents: Sequence[int]
     tokens: torch.Tensor  # [N, nodes]; -1 where the draft's distribution has no more tokens
@@ -68,7 +81,8 @@ Decide = Callable[[torch.Tensor, Chosen], Verdict | TreeVerdict]  # of drafts [C
 
 
 def all_drafts(world: World, parents: Sequence[int], *, deterministic: bool) -> Drafts:
-    """Siblings are ordered draws without replacement, or the likeliest tokens where drafting is `deterministic`."""
+    """Siblings are ordered draws without replacement, or the likeliest tokens where drafting is
+    `deterministic`."""
     q = world.q_logits[0].double().softmax(dim=-1)
     drafts: list[tuple[list[int], list[int], float]] = [([-1] * len(parents), [START], 1.0)]
     for slot in range(len(parents) + 1):
@@ -81,17 +95,30 @@ def all_drafts(world: World, parents: Sequence[int], *, deterministic: bool) -> 
         if slot < len(parents):
             # A node's own token is settled by now: parents come before children.
             drafts = [
-                (tokens, [*contexts, _after(world, contexts[parents[slot] + 1], tokens[slot])], chance)
+                (
+                    tokens,
+                    [*contexts, _after(world, contexts[parents[slot] + 1], tokens[slot])],
+                    chance,
+                )
                 for tokens, contexts, chance in drafts
             ]
     tokens, contexts, chances = zip(*drafts)
-    return Drafts(parents, torch.tensor(tokens), torch.tensor(contexts), torch.tensor(chances, dtype=torch.float64))
+    return Drafts(
+        parents,
+        torch.tensor(tokens),
+        torch.tensor(contexts),
+        torch.tensor(chances, dtype=torch.float64),
+    )
 
 
-def round_law(world: World, drafts: Drafts, decide: Decide, *, depth: int, numbers: tuple[int, int]) -> torch.Tensor:
-    """The law [V] * (depth + 1) of a round's tokens, those that it leaves open filled up by the target.
+def round_distribution(
+    world: World, drafts: Drafts, decide: Decide, *, depth: int, numbers: tuple[int, int]
+) -> torch.Tensor:
+    """The distribution [V] * (depth + 1) of a round's tokens, those that it leaves open filled up
+    by the target.
 
-    `numbers` is the shape (K, M) of the uniforms that a round may ask for. NaN where one changes the outcome more than once.
+    `numbers` is the shape (K, M) of the uniforms that a round may ask for. NaN where one changes
+    the outcome more than once.
     """
     rows, lows, highs = _boxes(decide, len(drafts.chances), numbers)
     outcome = _ask(decide, rows, lows + INSIDE[0] * (highs - lows))
@@ -100,26 +127,36 @@ def round_law(world: World, drafts: Drafts, decide: Decide, *, depth: int, numbe
             return torch.full((world.vocab_size,) * (depth + 1), torch.nan, dtype=torch.float64)
     weights = drafts.chances[rows] * (highs - lows).flatten(1).prod(dim=1)
     ends: dict[tuple[int, ...], torch.Tensor] = {}
-    for accepted, tokens, weighted in zip(outcome.accepted.tolist(), outcome.tokens.tolist(), weights[:, None] * outcome.probs):
+    for accepted, tokens, weighted in zip(
+        outcome.accepted.tolist(), outcome.tokens.tolist(), weights[:, None] * outcome.probs
+    ):
         path = tuple(tokens[:accepted])
         ends[path] = ends.get(path, torch.zeros_like(weighted)) + weighted
-    law = torch.zeros((world.vocab_size,) * (depth + 1), dtype=torch.float64)
+    distribution = torch.zeros((world.vocab_size,) * (depth + 1), dtype=torch.float64)
     for path, weighted in ends.items():
-        law[path] += _filled(world, weighted, path, depth - len(path))
-    return law
+        distribution[path] += _filled(world, weighted, path, depth - len(path))
+    return distribution
 
 
-def target_law(world: World, context: int, length: int) -> torch.Tensor:
-    """[V] * length: the target's law of the next tokens."""
+def target_distribution(world: World, context: int, length: int) -> torch.Tensor:
+    """[V] * length: the target's distribution of the next tokens."""
     p = world.p_logits[0, context].double().softmax(dim=-1)
     if length <= 1:
         return p if length else torch.ones((), dtype=torch.float64)
     after = [_after(world, context, token) for token in range(world.vocab_size)]
-    return torch.stack([p[token] * target_law(world, after[token], length - 1) for token in range(world.vocab_size)])
+    return torch.stack(
+        [
+            p[token] * target_distribution(world, after[token], length - 1)
+            for token in range(world.vocab_size)
+        ]
+    )
 
 
-def _boxes(decide: Decide, count: int, numbers: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(draft [C], lower and upper ends [C, K, M] of the uniforms) of the boxes within which nothing changes."""
+def _boxes(
+    decide: Decide, count: int, numbers: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(draft [C], lower and upper ends [C, K, M] of the uniforms) of the boxes within which nothing
+    changes."""
     rows = torch.arange(count)
     lows = torch.zeros(count, *numbers, dtype=torch.float64)
     highs = torch.ones_like(lows)
@@ -150,13 +187,19 @@ def _borders(
     place: tuple[int, ...],
     ends: tuple[Outcome, Outcome],
 ) -> torch.Tensor:
-    """[C]: the value of the uniform at `place` where the outcome at `LOWEST` turns into that at `HIGHEST`.
+    """[C]: the value of the uniform at `place` where the outcome at `LOWEST` turns into that at
+    `HIGHEST`.
 
-    Rows of like outcomes mostly have one border in common: one of them is searched, the others are asked on both sides of it.
+    Rows of like outcomes mostly have one border in common: one of them is searched, the others are
+    asked on both sides of it.
     """
     passed, failed = ends
-    _, groups = torch.unique(torch.cat([passed.tokens, (failed.probs * 1e9).round()], dim=1), dim=0, return_inverse=True)
-    first = torch.full((int(groups.max()) + 1,), len(rows)).scatter_reduce(0, groups, torch.arange(len(rows)), "amin")
+    _, groups = torch.unique(
+        torch.cat([passed.tokens, (failed.probs * 1e9).round()], dim=1), dim=0, return_inverse=True
+    )
+    first = torch.full((int(groups.max()) + 1,), len(rows)).scatter_reduce(
+        0, groups, torch.arange(len(rows)), "amin"
+    )
     borders = _search(decide, rows[first], uniforms[first], place, passed.at(first))[groups]
     alike = torch.ones(len(rows), dtype=torch.bool)
     for side, outcome in ((-ROUNDING, passed), (ROUNDING, failed)):
@@ -168,9 +211,19 @@ def _borders(
     return borders
 
 
-def _search(decide: Decide, rows: torch.Tensor, uniforms: torch.Tensor, place: tuple[int, ...], passed: Outcome) -> torch.Tensor:
-    """[C]: below which value of the uniform at `place` the outcome is the `passed` one; `PARTS` - 1 values at a time."""
-    low, high = torch.zeros(len(rows), dtype=torch.float64), torch.ones(len(rows), dtype=torch.float64)
+def _search(
+    decide: Decide,
+    rows: torch.Tensor,
+    uniforms: torch.Tensor,
+    place: tuple[int, ...],
+    passed: Outcome,
+) -> torch.Tensor:
+    """[C]: below which value of the uniform at `place` the outcome is the `passed` one; `PARTS` - 1
+    values at a time."""
+    low, high = (
+        torch.zeros(len(rows), dtype=torch.float64),
+        torch.ones(len(rows), dtype=torch.float64),
+    )
     each = torch.arange(len(rows)).repeat_interleave(PARTS - 1)
     asked, expected = uniforms[each], passed.at(each)
     for _ in range(SEARCHES):
@@ -190,11 +243,14 @@ def _ask(decide: Decide, rows: torch.Tensor, uniforms: torch.Tensor) -> Outcome:
 
 def _differs(one: Outcome, other: Outcome) -> torch.Tensor:
     """[C]: whether other tokens are kept, or the next one comes from another distribution."""
-    return (one.tokens != other.tokens).any(dim=1) | ((one.probs - other.probs).abs() > SAME).any(dim=1)
+    return (one.tokens != other.tokens).any(dim=1) | ((one.probs - other.probs).abs() > SAME).any(
+        dim=1
+    )
 
 
 def _ordered(q: torch.Tensor, count: int, deterministic: bool) -> list[tuple[list[int], float]]:
-    """All ordered draws of `count` different tokens with their chances; a distribution with fewer gives as many as it has."""
+    """All ordered draws of `count` different tokens with their chances; a distribution with fewer
+    gives as many as it has."""
     if deterministic:
         return [(q.topk(count).indices.tolist(), 1.0)]
     possible = [token for token, chance in enumerate(q.tolist()) if chance > 0]
@@ -214,12 +270,19 @@ def _placed(tokens: list[int], children: Sequence[int], drawn: Sequence[int]) ->
     return placed
 
 
-def _filled(world: World, law: torch.Tensor, path: Sequence[int], more: int) -> torch.Tensor:
-    """[V] * (1 + more): a token of `law` behind `path`, then `more` of the target's."""
+def _filled(
+    world: World, distribution: torch.Tensor, path: Sequence[int], more: int
+) -> torch.Tensor:
+    """[V] * (1 + more): a token of `distribution` behind `path`, then `more` of the target's."""
     context = START
     for token in path:
         context = _after(world, context, token)
-    return torch.stack([law[token] * target_law(world, _after(world, context, token), more) for token in range(world.vocab_size)])
+    return torch.stack(
+        [
+            distribution[token] * target_distribution(world, _after(world, context, token), more)
+            for token in range(world.vocab_size)
+        ]
+    )
 
 
 def _after(world: World, context: int, token: int) -> int:

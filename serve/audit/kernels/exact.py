@@ -1,7 +1,9 @@
-"""Exact enumeration: every outcome of one round of the kernels as they ship, in float64, summed up to a law.
+"""Exact enumeration: every outcome of one round of the kernels as they ship, in float64, summed up
+to a distribution.
 
-A round of depth K emits up to K + 1 tokens; what it leaves open of them is filled up by the target. The law of those K + 1
-tokens must then be the target's. `audit_enumerate.py` calls the verification; this module says which, and on what.
+A round of depth K emits up to K + 1 tokens; what it leaves open of them is filled up by the target.
+The distribution of those K + 1 tokens must then be the target's. `audit_enumerate.py` calls the
+verification; this module says which, and on what.
 """
 
 from __future__ import annotations
@@ -19,9 +21,15 @@ from draftsmith.kernels.verify.residual import accepts
 from draftsmith.kernels.verify.tree import verify_tree_torch
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit.kernels.controls import by_chains_residual, by_target, keep_q
-from draftsmith.serve.audit.kernels.enumerate import Chosen, Drafts, all_drafts, round_law, target_law
+from draftsmith.serve.audit.kernels.enumerate import (
+    Chosen,
+    Drafts,
+    all_drafts,
+    round_distribution,
+    target_distribution,
+)
 from draftsmith.serve.audit.kernels.plain_verify import Rules, verify_tree_by
-from draftsmith.serve.audit.kernels.world import START, Law, World
+from draftsmith.serve.audit.kernels.world import START, Distribution, World
 from draftsmith.serve.audit.report import Check
 
 EXACT_ERROR = 1e-12
@@ -32,122 +40,199 @@ VerifyTree = Callable[..., TreeVerdict]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a round drafts: nodes under their parents, over a vocabulary small enough for all of it."""
+    """What a round drafts: nodes under their parents, over a vocabulary small enough
+    for all of it."""
 
     parents: tuple[int, ...]
     depth: int
     siblings: int
     vocab_size: int
 
-    def world(self, law: Law, seed: int) -> World:
-        return law.world(vocab_size=self.vocab_size, seed=seed, device=torch.device("cpu"))
+    def world(self, distribution: Distribution, seed: int) -> World:
+        return distribution.world(vocab_size=self.vocab_size, seed=seed, device=torch.device("cpu"))
 
 
 CHAIN = Shape((-1, 0, 1), depth=3, siblings=1, vocab_size=4)
 TREES = {
-    "tree, children under every child": Shape((-1, -1, 0, 0, 1, 1), depth=2, siblings=2, vocab_size=3),
+    "tree, children under every child": Shape(
+        (-1, -1, 0, 0, 1, 1), depth=2, siblings=2, vocab_size=3
+    ),
     "tree, three siblings": Shape((-1, -1, -1, 1), depth=2, siblings=3, vocab_size=4),
     "tree, three levels": Shape((-1, -1, 0, 1, 1, 3), depth=3, siblings=2, vocab_size=3),
 }
 SIBLINGS = Shape((-1, -1), depth=1, siblings=2, vocab_size=4)  # for a control
-LAWS = (
-    Law(name="true q"),
-    Law(name="filtered", temperature=0.8, top_k=2),
-    Law(name="draft without filters", top_p=0.7, draft_filtered=False),
-    Law(name="deterministic", deterministic=True),
+DISTRIBUTIONS = (
+    Distribution(name="true q"),
+    Distribution(name="filtered", temperature=0.8, top_k=2),
+    Distribution(name="draft without filters", top_p=0.7, draft_filtered=False),
+    Distribution(name="deterministic", deterministic=True),
 )
 
 
 def exact_checks(seed: int) -> list[Check]:
     checks = []
-    for law in LAWS:
-        checks.append(_check(f"enumeration, chain, {law.name}", chain_error(law, seed)))
-        if not law.deterministic:
-            checks.append(_check(f"enumeration, block, {law.name}", block_error(law, seed)))
+    for distribution in DISTRIBUTIONS:
+        checks.append(
+            _check(f"enumeration, chain, {distribution.name}", chain_error(distribution, seed))
+        )
+        if not distribution.deterministic:
+            checks.append(
+                _check(f"enumeration, block, {distribution.name}", block_error(distribution, seed))
+            )
         for name, shape in TREES.items():
-            checks.append(_check(f"enumeration, {name}, {law.name}", tree_error(law, seed, shape)))
+            checks.append(
+                _check(
+                    f"enumeration, {name}, {distribution.name}",
+                    tree_error(distribution, seed, shape),
+                )
+            )
     broken = {
-        "chain without residual": chain_error(LAWS[0], seed, verify=_without_residual),
-        "block with a chain's residual": block_error(LAWS[0], seed, verify=_with_chains_residual),
-        "tree, siblings judged as independent": tree_error(LAWS[0], seed, SIBLINGS, verify=_independent_siblings),
+        "chain without residual": chain_error(DISTRIBUTIONS[0], seed, verify=_without_residual),
+        "block with a chain's residual": block_error(
+            DISTRIBUTIONS[0], seed, verify=_with_chains_residual
+        ),
+        "tree, siblings judged as independent": tree_error(
+            DISTRIBUTIONS[0], seed, SIBLINGS, verify=_independent_siblings
+        ),
     }
-    checks += [_check(f"control: enumeration, {name}", error, control=True) for name, error in broken.items()]
+    checks += [
+        _check(f"control: enumeration, {name}", error, control=True)
+        for name, error in broken.items()
+    ]
     return [*checks, *edge_checks()]
 
 
 def _check(name: str, error: float, *, control: bool = False) -> Check:
     said = f"largest error of a probability {error:.1e}"
     passed = (error < EXACT_ERROR) != control
-    return Check(name=name, kind="control" if control else "law", passed=passed, said=said, evidence={"error": error})
+    return Check(
+        name=name,
+        kind="control" if control else "check",
+        passed=passed,
+        said=said,
+        evidence={"error": error},
+    )
 
 
 def edge_checks() -> list[Check]:
     """u = 0, p(x) = 0 and q(x) = 0, which no sample of a sound stream would bring about."""
     held = not _keeps_nothing_possible(accepts)
-    seen = _keeps_nothing_possible(lambda log_u, log_p, log_q: (log_u + log_q <= log_p) & (log_q > -math.inf))
+    seen = _keeps_nothing_possible(
+        lambda log_u, log_p, log_q: (log_u + log_q <= log_p) & (log_q > -math.inf)
+    )
     return [
-        Check(name="u = 0, p(x) = 0, q(x) = 0 keep nothing", kind="law", passed=held, said="by the accept test"),
-        Check(name="control: accept test with <=", kind="control", passed=seen, said="keeps a token without mass at u = 0"),
+        Check(
+            name="u = 0, p(x) = 0, q(x) = 0 keep nothing",
+            kind="check",
+            passed=held,
+            said="by the accept test",
+        ),
+        Check(
+            name="control: accept test with <=",
+            kind="control",
+            passed=seen,
+            said="keeps a token without mass at u = 0",
+        ),
     ]
 
 
-def _keeps_nothing_possible(accept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+def _keeps_nothing_possible(
+    accept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> bool:
     """Whether a token without mass in p or in q can be kept."""
     nothing = torch.tensor([-math.inf], dtype=torch.float64)
     zero = torch.zeros(1, dtype=torch.float64)
-    cases = ((nothing, nothing, zero), (nothing, nothing, zero - 1), (zero - 1, nothing, zero), (zero - 1, zero, nothing))
+    cases = (
+        (nothing, nothing, zero),
+        (nothing, nothing, zero - 1),
+        (zero - 1, nothing, zero),
+        (zero - 1, zero, nothing),
+    )
     return any(bool(accept(*case)) for case in cases)
 
 
-def chain_error(law: Law, seed: int, *, verify: VerifyChain = verify_chain_torch) -> float:
-    """Largest error of a probability of the K + 1 tokens of a round; `verify` takes `draws`, and a control has its own."""
-    return _chain_error(law, seed, verify, shape=(CHAIN.depth, 1))
+def chain_error(
+    distribution: Distribution, seed: int, *, verify: VerifyChain = verify_chain_torch
+) -> float:
+    """Largest error of a probability of the K + 1 tokens of a round; `verify` takes `draws`, and a
+    control has its own."""
+    return _chain_error(distribution, seed, verify, shape=(CHAIN.depth, 1))
 
 
-def block_error(law: Law, seed: int, *, verify: VerifyChain = verify_block_torch) -> float:
-    return _chain_error(law, seed, verify, shape=(1, CHAIN.depth))
+def block_error(
+    distribution: Distribution, seed: int, *, verify: VerifyChain = verify_block_torch
+) -> float:
+    return _chain_error(distribution, seed, verify, shape=(1, CHAIN.depth))
 
 
-def _chain_error(law: Law, seed: int, verify: VerifyChain, *, shape: tuple[int, int]) -> float:
-    world = CHAIN.world(law, seed)
-    drafts = all_drafts(world, CHAIN.parents, deterministic=law.deterministic)
+def _chain_error(
+    distribution: Distribution, seed: int, verify: VerifyChain, *, shape: tuple[int, int]
+) -> float:
+    world = CHAIN.world(distribution, seed)
+    drafts = all_drafts(world, CHAIN.parents, deterministic=distribution.deterministic)
 
     def decide(rows: torch.Tensor, draws: Chosen) -> Verdict:
-        return verify(*chain_arguments(world, drafts, rows, numbered(rows), deterministic=law.deterministic), draws=draws)
+        return verify(
+            *chain_arguments(
+                world, drafts, rows, numbered(rows), deterministic=distribution.deterministic
+            ),
+            draws=draws,
+        )
 
-    return _error(world, round_law(world, drafts, decide, depth=CHAIN.depth, numbers=shape), CHAIN.depth)
+    return _error(
+        world,
+        round_distribution(world, drafts, decide, depth=CHAIN.depth, numbers=shape),
+        CHAIN.depth,
+    )
 
 
 def tree_error(
-    law: Law,
+    distribution: Distribution,
     seed: int,
     shape: Shape = TREES["tree, children under every child"],
     *,
     verify: VerifyTree = verify_tree_torch,
 ) -> float:
-    world = shape.world(law, seed)
-    drafts = all_drafts(world, shape.parents, deterministic=law.deterministic)
+    world = shape.world(distribution, seed)
+    drafts = all_drafts(world, shape.parents, deterministic=distribution.deterministic)
 
     def decide(rows: torch.Tensor, draws: Chosen) -> TreeVerdict:
-        return verify(*tree_arguments(world, drafts, rows, numbered(rows), deterministic=law.deterministic), draws=draws)
+        return verify(
+            *tree_arguments(
+                world, drafts, rows, numbered(rows), deterministic=distribution.deterministic
+            ),
+            draws=draws,
+        )
 
     numbers = shape.depth, shape.siblings
-    return _error(world, round_law(world, drafts, decide, depth=shape.depth, numbers=numbers), shape.depth)
+    return _error(
+        world,
+        round_distribution(world, drafts, decide, depth=shape.depth, numbers=numbers),
+        shape.depth,
+    )
 
 
-def _error(world: World, law: torch.Tensor, depth: int) -> float:
-    error = float((law - target_law(world, START, depth + 1)).abs().max())
+def _error(world: World, distribution: torch.Tensor, depth: int) -> float:
+    error = float((distribution - target_distribution(world, START, depth + 1)).abs().max())
     return math.inf if math.isnan(error) else error
 
 
 def chain_arguments(
     world: World, drafts: Drafts, rows: torch.Tensor, seeds: torch.Tensor, *, deterministic: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """Arguments of `verify_chain` in float64 for drafts [C] by their numbers, with seeds [C], at position 0."""
+    """Arguments of `verify_chain` in float64 for drafts [C] by their numbers, with seeds [C], at
+    position 0."""
     tokens, contexts = drafts.tokens[rows], drafts.contexts[rows]
     p_logits = world.p_logits[0].double()[contexts].flatten(0, 1)
     q_logits = None if deterministic else world.q_logits[0].double()[contexts[:, :-1]]
-    return p_logits, tokens, torch.full_like(seeds, tokens.shape[1]), q_logits, seeds, torch.zeros_like(seeds)
+    return (
+        p_logits,
+        tokens,
+        torch.full_like(seeds, tokens.shape[1]),
+        q_logits,
+        seeds,
+        torch.zeros_like(seeds),
+    )
 
 
 def tree_arguments(
@@ -155,9 +240,19 @@ def tree_arguments(
 ) -> tuple[torch.Tensor | DraftTree | None, ...]:
     """The same of `verify_tree`."""
     tokens, contexts = drafts.tokens[rows], drafts.contexts[rows]
-    tree = DraftTree(tokens, torch.tensor(drafts.parents).expand_as(tokens), torch.full_like(seeds, tokens.shape[1]))
-    laws = (None, None) if deterministic else (world.q_logits[0].double(), contexts)
-    return world.p_logits[0].double()[contexts].flatten(0, 1), tree, *laws, seeds, torch.zeros_like(seeds)
+    tree = DraftTree(
+        tokens,
+        torch.tensor(drafts.parents).expand_as(tokens),
+        torch.full_like(seeds, tokens.shape[1]),
+    )
+    distributions = (None, None) if deterministic else (world.q_logits[0].double(), contexts)
+    return (
+        world.p_logits[0].double()[contexts].flatten(0, 1),
+        tree,
+        *distributions,
+        seeds,
+        torch.zeros_like(seeds),
+    )
 
 
 def numbered(rows: torch.Tensor) -> torch.Tensor:
@@ -191,14 +286,18 @@ def _with_chains_residual(
     draws: Chosen,
 ) -> Verdict:
     verdict = verify_block_torch(p_logits, drafts, lengths, q_logits, seeds, positions, draws=draws)
-    draws.token(by_chains_residual(p_logits, lengths, q_logits, verdict.accepted), seeds, positions, seeds)
+    draws.token(
+        by_chains_residual(p_logits, lengths, q_logits, verdict.accepted), seeds, positions, seeds
+    )
     return verdict
 
 
 def _independent_siblings(*arguments: torch.Tensor, draws: Chosen) -> TreeVerdict:
     """Siblings drawn without replacement, judged as if each had been drawn from the whole of q."""
 
-    def uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    def uniform(
+        seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor
+    ) -> torch.Tensor:
         # The plain reading asks for rows at leaves, too, where it then tests nothing.
         depth, siblings = draws.uniforms.shape[1:]
         return draws.uniform(seeds, positions.clamp(max=depth - 1), numbers.clamp(max=siblings - 1))

@@ -1,4 +1,5 @@
-"""Whole generations by speculation in a small world, round after round through the real random streams.
+"""Whole generations by speculation in a small world, round after round through the real random
+streams.
 
 Legend: B sequences, K depth, N nodes of a tree, V vocabulary, C contexts (see `audit_world.py`).
 """
@@ -11,14 +12,20 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, sample_without_replacement
+from draftsmith.kernels.sampling.random_streams import (
+    Purpose,
+    round_seeds,
+    sample,
+    sample_without_replacement,
+)
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit.kernels.world import DEPTH, START, VERSIONS, World
 
-# Three children, of which the first has two and the second one, and one more below: a tree of depth 3.
+# Three children, of which the first has two and the second one, and one more below: a tree of depth
+# 3.
 TREE = (-1, -1, -1, 0, 0, 1, 3)
 
 
@@ -38,14 +45,18 @@ class Procedure(Protocol):
     @property
     def most(self) -> int: ...
 
-    def run(self, world: World, round: Round, *, deterministic: bool, impl: str) -> Verdict | TreeVerdict: ...
+    def run(
+        self, world: World, round: Round, *, deterministic: bool, impl: str
+    ) -> Verdict | TreeVerdict: ...
 
 
 def draw_draft(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return sample(logits, seeds, positions, Purpose.DRAFT)
 
 
-def draw_siblings(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+def draw_siblings(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, count: int
+) -> torch.Tensor:
     return sample_without_replacement(logits, seeds, positions, Purpose.DRAFT, count)
 
 
@@ -55,21 +66,30 @@ class Chains:
 
     draw: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = draw_draft
     draft_seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = round_seeds
-    told: Callable[[torch.Tensor], torch.Tensor] = lambda q_logits: q_logits  # the draft law as verification is told it
+    # the draft distribution as verification is told it
+    told: Callable[[torch.Tensor], torch.Tensor] = lambda q_logits: q_logits
     told_version: Callable[[torch.Tensor], torch.Tensor] = lambda versions: versions
-    truncate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = lambda lengths, drafts, q_logits: lengths
+    truncate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = (
+        lambda lengths, drafts, q_logits: lengths
+    )
     verify: Callable[..., Verdict | TreeVerdict] = verify_chain
 
     @property
     def most(self) -> int:
         return DEPTH
 
-    def run(self, world: World, round: Round, *, deterministic: bool, impl: str) -> Verdict | TreeVerdict:
+    def run(
+        self, world: World, round: Round, *, deterministic: bool, impl: str
+    ) -> Verdict | TreeVerdict:
         seeds = self.draft_seeds(round.seeds, round.positions)
         contexts, drafts = [round.contexts], []
         for step in range(DEPTH):
             q_logits = world.q_logits[round.versions, contexts[-1]]
-            drafts.append(q_logits.argmax(dim=-1) if deterministic else self.draw(q_logits, seeds, round.positions + step))
+            drafts.append(
+                q_logits.argmax(dim=-1)
+                if deterministic
+                else self.draw(q_logits, seeds, round.positions + step)
+            )
             contexts.append(world.after(contexts[-1], drafts[-1]))
         visited, drafted = torch.stack(contexts, dim=1), torch.stack(drafts, dim=1)
         q_logits = world.q_logits[self.told_version(round.versions)[:, None], visited[:, :-1]]
@@ -77,7 +97,9 @@ class Chains:
         depths = torch.arange(DEPTH + 1, device=lengths.device)
         p_logits = world.p_logits[depths, visited][depths <= lengths[:, None]]
         told = None if deterministic else self.told(q_logits)
-        return self.verify(p_logits, drafted, lengths, told, round.seeds, round.positions, impl=impl)
+        return self.verify(
+            p_logits, drafted, lengths, told, round.seeds, round.positions, impl=impl
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +117,9 @@ class Trees:
         count, seeds = len(round.contexts), round_seeds(round.seeds, round.positions)
         contexts, depths = [round.contexts], [0]
         tokens = torch.full((count, len(TREE)), -1, dtype=torch.int64, device=round.contexts.device)
-        q_rows = torch.full((count, len(TREE) + 1), -1, dtype=torch.int64, device=round.contexts.device)
+        q_rows = torch.full(
+            (count, len(TREE) + 1), -1, dtype=torch.int64, device=round.contexts.device
+        )
         for slot in range(len(TREE) + 1):
             if slot > 0:
                 contexts.append(world.after(contexts[TREE[slot - 1] + 1], tokens[:, slot - 1]))
@@ -107,14 +131,18 @@ class Trees:
                 if deterministic:
                     tokens[:, children] = q_logits.topk(len(children), dim=-1).indices
                 else:
-                    tokens[:, children] = self.draw(q_logits, seeds, round.positions + depths[slot], len(children))
+                    tokens[:, children] = self.draw(
+                        q_logits, seeds, round.positions + depths[slot], len(children)
+                    )
         parents = torch.tensor(TREE, device=tokens.device).expand_as(tokens)
         slots = torch.arange(len(TREE) + 1, device=tokens.device)
         seen = slots <= round.lengths[:, None]
-        p_logits = world.p_logits[torch.tensor(depths, device=tokens.device), torch.stack(contexts, dim=1)][seen]
-        laws = (None, None) if deterministic else (world.q_logits.flatten(0, 1), q_rows)
+        p_logits = world.p_logits[
+            torch.tensor(depths, device=tokens.device), torch.stack(contexts, dim=1)
+        ][seen]
+        distributions = (None, None) if deterministic else (world.q_logits.flatten(0, 1), q_rows)
         tree = DraftTree(tokens, parents, round.lengths)
-        return self.verify(p_logits, tree, *laws, round.seeds, round.positions, impl=impl)
+        return self.verify(p_logits, tree, *distributions, round.seeds, round.positions, impl=impl)
 
 
 class Generations(NamedTuple):
@@ -123,21 +151,31 @@ class Generations(NamedTuple):
 
 
 def generate(
-    world: World, procedure: Procedure, *, seeds: torch.Tensor, length: int, deterministic: bool = False, impl: str = "auto"
+    world: World,
+    procedure: Procedure,
+    *,
+    seeds: torch.Tensor,
+    length: int,
+    deterministic: bool = False,
+    impl: str = "auto",
 ) -> Generations:
-    """`length` tokens of each of the sequences `seeds` [B], by rounds of 0 to `procedure.most` drafted tokens."""
+    """`length` tokens of each of the sequences `seeds` [B], by rounds of 0 to `procedure.most`
+    drafted tokens."""
     contexts, counts = torch.full_like(seeds, START), torch.zeros_like(seeds)
     rows = torch.arange(len(seeds), device=seeds.device)
     num_rounds = 0
     while len(rows):
-        # Ragged on purpose, with swaps between rounds, and decided before anything of the round is drawn.
+        # Ragged on purpose, with swaps between rounds, and decided before anything of the round is
+        # drawn.
         lengths = (rows * 5 + counts[rows] * 3 + 2) % (procedure.most + 1)
         versions = (rows // 3 + counts[rows]) % VERSIONS
         round = Round(contexts[rows], lengths, versions, seeds[rows], counts[rows])
         verdict = procedure.run(world, round, deterministic=deterministic, impl=impl)
         for step in range(int(verdict.accepted.max()) + 1):
             emitted = step <= verdict.accepted
-            contexts[rows[emitted]] = world.after(contexts[rows[emitted]], verdict.tokens[emitted, step])
+            contexts[rows[emitted]] = world.after(
+                contexts[rows[emitted]], verdict.tokens[emitted, step]
+            )
         counts[rows] += verdict.accepted + 1
         num_rounds += len(rows)
         rows = rows[counts[rows] < length]

@@ -21,7 +21,11 @@ def flag_list() -> str:
         cls = load(command.config)
         parser = parser_for(name, cls)
         for action in parser._actions:
-            lines += [f"{name} {option}" for option in action.option_strings or [action.dest] if option not in ("-h", "--help")]
+            lines += [
+                f"{name} {option}"
+                for option in action.option_strings or [action.dest]
+                if option not in ("-h", "--help")
+            ]
         lines += [f"{name} {key}" for key in nested_keys(cls)]
     return "\n".join(lines) + "\n"
 
@@ -29,7 +33,14 @@ def flag_list() -> str:
 def nested_keys(cls: type, prefix: str = "") -> list[str]:
     keys = []
     for name, wanted in configuration.field_types(cls).items():
-        inner = next((part for part in (wanted, *getattr(wanted, "__args__", ())) if dataclasses.is_dataclass(part)), None)
+        inner = next(
+            (
+                part
+                for part in (wanted, *getattr(wanted, "__args__", ()))
+                if dataclasses.is_dataclass(part)
+            ),
+            None,
+        )
         if inner is not None:
             keys += nested_keys(inner, f"{prefix}{name}.")
         elif prefix:
@@ -38,16 +49,21 @@ def nested_keys(cls: type, prefix: str = "") -> list[str]:
 
 
 def test_the_flag_list_is_frozen() -> None:
-    """A new or renamed flag is a decision. If it is meant: `python tests/unit/cli/test_cli.py` rewrites the list."""
+    """A new or renamed flag is a decision. If it is meant: `python tests/unit/cli/test_cli.py`
+    rewrites the list."""
     known, now = FLAGS.read_text().splitlines(), flag_list().splitlines()
-    assert (sorted(set(now) - set(known)), sorted(set(known) - set(now))) == ([], []), "new flags, and flags that are gone"
+    assert (sorted(set(now) - set(known)), sorted(set(known) - set(now))) == ([], []), (
+        "new flags, and flags that are gone"
+    )
     assert now == known
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_explains_itself(name: str) -> None:
     for field in dataclasses.fields(load(COMMANDS[name].config)):
-        if not dataclasses.is_dataclass(configuration.field_types(load(COMMANDS[name].config))[field.name]):
+        if not dataclasses.is_dataclass(
+            configuration.field_types(load(COMMANDS[name].config))[field.name]
+        ):
             assert field.metadata.get("help"), f"{name} {field.name} has no help text"
 
 
@@ -67,16 +83,28 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "wanted"),
     [
         (["exprt"], "unknown command 'exprt'; did you mean 'export'?"),
-        (["export", "d", "--to", "vllm", "--uot", "x"], "unknown option '--uot'; did you mean '--out'?"),
-        (["export", "d", "--to", "tensorrt", "--out", "x"], "it must be one of vllm, sglang, speculators, hf"),
+        (
+            ["export", "d", "--to", "vllm", "--uot", "x"],
+            "unknown option '--uot'; did you mean '--out'?",
+        ),
+        (
+            ["export", "d", "--to", "tensorrt", "--out", "x"],
+            "it must be one of vllm, sglang, speculators, hf",
+        ),
         (["doctor"], "option 'target' is required; give --target"),
     ],
 )
-def test_bad_usage_is_one_sentence_and_status_2(argv: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_is_one_sentence_and_status_2(
+    argv: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(argv) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith("draftsmith: error: ") and wanted in shown.err and shown.err.count("\n") == 1
+    assert (
+        shown.err.startswith("draftsmith: error: ")
+        and wanted in shown.err
+        and shown.err.count("\n") == 1
+    )
 
 
 if __name__ == "__main__":

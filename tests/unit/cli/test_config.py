@@ -48,14 +48,38 @@ def recipe(folder: Path, text: str) -> str:
 
 
 def test_defaults_and_conversions() -> None:
-    built = resolve("a", "optim.lr=1e-4", "--target", "t", "--steps", "1e2", "--minutes", "3", "--learn", "--taps", "2", "5")
-    assert built == Sample(family="a", target="t", steps=100, minutes=3.0, learn=True, taps=[2, 5], optim=Optim(lr=1e-4))
+    built = resolve(
+        "a",
+        "optim.lr=1e-4",
+        "--target",
+        "t",
+        "--steps",
+        "1e2",
+        "--minutes",
+        "3",
+        "--learn",
+        "--taps",
+        "2",
+        "5",
+    )
+    assert built == Sample(
+        family="a",
+        target="t",
+        steps=100,
+        minutes=3.0,
+        learn=True,
+        taps=[2, 5],
+        optim=Optim(lr=1e-4),
+    )
     assert resolve("b", "--target", "t", "--no-learn").optim == Optim()
     assert resolve("b", "--target=t", "minutes=null").minutes is None
 
 
 def test_flags_win_over_overrides_and_overrides_over_the_recipe(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "target: from-recipe\nsteps: 1\nminutes: 1\noptim: {lr: 0.5, schedule: constant}\n")
+    path = recipe(
+        tmp_path,
+        "target: from-recipe\nsteps: 1\nminutes: 1\noptim: {lr: 0.5, schedule: constant}\n",
+    )
     built = resolve("a", path, "steps=2", "minutes=2", "optim.lr=0.25", "--minutes", "3")
     assert (built.target, built.steps, built.minutes) == ("from-recipe", 2, 3.0)
     assert built.optim == Optim(lr=0.25, schedule="constant")
@@ -72,7 +96,10 @@ def test_later_overrides_win_and_order_on_the_line_does_not_matter(tmp_path: Pat
         (("a", "--target", "t", "--stpes", "3"), "'--stpes'; did you mean '--steps'"),
         (("a", "--target", "t", "--stpes=3"), "'--stpes'; did you mean '--steps'"),
         (("a", "--target", "t", "stpes=3"), "'stpes'; did you mean 'steps'"),
-        (("a", "--target", "t", "optim.schedul=x"), "'optim.schedul'; did you mean 'optim.schedule'"),
+        (
+            ("a", "--target", "t", "optim.schedul=x"),
+            "'optim.schedul'; did you mean 'optim.schedule'",
+        ),
         (("a", "--target", "t", "zzzzzz=3"), "known options are"),
         (("a",), "'target' is required; give --target"),
         (("--target", "t"), "required: family; see"),
@@ -98,7 +125,8 @@ def test_errors_name_the_value_and_the_mend(argv: tuple[str, ...], wanted: str) 
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("steps: [1", "not valid YAML"), ("- 1\n- 2\n", "must be a mapping"), ("7: 1\n", "'7'")]
+    ("text", "wanted"),
+    [("steps: [1", "not valid YAML"), ("- 1\n- 2\n", "must be a mapping"), ("7: 1\n", "'7'")],
 )
 def test_a_broken_recipe_is_one_sentence(tmp_path: Path, text: str, wanted: str) -> None:
     assert wanted in refusal("a", "--target", "t", recipe(tmp_path, text))

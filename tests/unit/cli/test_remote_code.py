@@ -1,4 +1,5 @@
-"""Every command that loads a model: code of the model's folder is run with `--trust-remote-code` and never without."""
+"""Every command that loads a model: code of the model's folder is run with `--trust-remote-code`
+and never without."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.serve.api import Engine
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.reference import TargetLaws
+from draftsmith.serve.audit.reference import TargetDistributions
 from draftsmith.serve.bench.command import server_arguments
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.config import ServeConfig
@@ -33,19 +34,34 @@ from draftsmith.serve.parallel import launch
 
 FLAG = "--trust-remote-code"
 STOP = 'raise ValueError("the code of the folder ran")'
-# {own} is the folder with code of its own, {plain} one without, {draft} a draft for it, {out} a new folder.
+# {own} is the folder with code of its own, {plain} one without, {draft} a draft for it, {out} a new
+# folder.
 LINES = {
     "generate": "generate --target {own} --prompts stdlib:code --count 1 --out {out}",
-    "generate by a server": "generate --target {own} --prompts stdlib:code --count 1 --out {out} --url http://127.0.0.1:1",
+    "generate by a server": (
+        "generate --target {own} --prompts stdlib:code --count 1 --out {out} --url "
+        "http://127.0.0.1:1"
+    ),
     "train": "train eagle3 --target {own} --data {out} --out {out}/draft --steps 1",
-    "train from a draft": "train draft-lm --target {plain} --data {data} --out {out}/draft --steps 1 draft_lm.init={own}",
+    "train from a draft": (
+        "train draft-lm --target {plain} --data {data} --out {out}/draft --steps 1 "
+        "draft_lm.init={own}"
+    ),
     "eval": "eval --target {own} --draft {draft} --data {out}",
     "eval of a draft": "eval --target {plain} --draft {own} --data {out}",
     "serve": "serve --target {own} --port 0",
     "serve a draft": "serve --target {plain} --draft {own} --port 0",
-    "serve another vocabulary": "serve --target {plain} --draft {own} --heterogeneous-vocab --port 0",
-    "distill": "distill --target {own} --draft {draft} --buffer {out}/buffer --versions {out}/versions --device cpu",
-    "distill a draft": "distill --target {plain} --draft {own} --buffer {out}/buffer --versions {out}/versions --device cpu",
+    "serve another vocabulary": (
+        "serve --target {plain} --draft {own} --heterogeneous-vocab --port 0"
+    ),
+    "distill": (
+        "distill --target {own} --draft {draft} --buffer {out}/buffer --versions {out}/versions "
+        "--device cpu"
+    ),
+    "distill a draft": (
+        "distill --target {plain} --draft {own} --buffer {out}/buffer --versions {out}/versions "
+        "--device cpu"
+    ),
     "export": "export {draft} --to vllm --out {out} --target {own}",
     "doctor": "doctor --target {own}",
     "doctor of a draft": "doctor --target {plain} --draft {own}",
@@ -63,7 +79,10 @@ def draft(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def data(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    rows = [{"input_ids": list(range(3, 20)), "loss_mask": [0] * 5 + [1] * 12, "name": str(row)} for row in range(4)]
+    rows = [
+        {"input_ids": list(range(3, 20)), "loss_mask": [0] * 5 + [1] * 12, "name": str(row)}
+        for row in range(4)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
     tokenizer = Target.load(tiny_target("llama")).tokenizer()
     write_json(folder / "provenance.json", {"target": "t", **tokenizer_record(tokenizer)})
@@ -78,7 +97,9 @@ def said(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_command_runs_no_code_of_a_folder_without_leave(name, own_code, draft, data, tiny_target, tmp_path, capsys):
+def test_a_command_runs_no_code_of_a_folder_without_leave(
+    name, own_code, draft, data, tiny_target, tmp_path, capsys
+):
     own, plain, out = own_code.make(then=STOP), tiny_target("llama"), tmp_path / "out"
     line = LINES[name].format(own=own, plain=plain, draft=draft, data=data, out=out)
     shown = said(line, capsys)
@@ -110,10 +131,10 @@ def test_the_python_api_takes_it_too(own_code):
 def test_the_audit_of_a_server_with_a_target_of_ones_own(own_code):
     folder = own_code.make(then=STOP)
     with pytest.raises(UserError, match=FLAG):
-        TargetLaws(AuditConfig(url="x", target=str(folder)))
+        TargetDistributions(AuditConfig(url="x", target=str(folder)))
     assert not own_code.has_run
     with pytest.raises(UserError, match="the code of the folder ran"):
-        TargetLaws(AuditConfig(url="x", target=str(folder), trust_remote_code=True))
+        TargetDistributions(AuditConfig(url="x", target=str(folder), trust_remote_code=True))
     assert own_code.has_run and not own_code.was_asked
 
 
@@ -135,7 +156,16 @@ def test_a_server_started_by_bench_asks_nobody_and_runs_nothing(own_code, tmp_pa
     assert FLAG not in server_arguments(BenchConfig(target=str(folder)))
     assert FLAG in server_arguments(BenchConfig(target=str(folder), trust_remote_code=True))
     finished = subprocess.run(
-        [sys.executable, "-m", "draftsmith.cli", "bench", "--target", str(folder), "--num-prompts", "1"],
+        [
+            sys.executable,
+            "-m",
+            "draftsmith.cli",
+            "bench",
+            "--target",
+            str(folder),
+            "--num-prompts",
+            "1",
+        ],
         input="y\n" * 8,
         env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
         capture_output=True,

@@ -12,13 +12,14 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
-from draftsmith.kernels.sampling.top_tokens import top_law
+from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.record import Law, RoundRecord
+from draftsmith.record import Distribution, RoundRecord
 
 
 class Bigram(torch.nn.Module):
-    """q depends on the last token alone; an eagle-like interface with a language model's single step."""
+    """q depends on the last token alone; an eagle-like interface with a language model's single
+    step."""
 
     family = "bigram"
     taps: tuple[int, ...] = ()
@@ -34,7 +35,9 @@ class Bigram(torch.nn.Module):
         return self.head
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
-        yield UnrolledStep(hidden=self.states(batch.input_ids), valid=batch.attention_mask.bool(), offset=1)
+        yield UnrolledStep(
+            hidden=self.states(batch.input_ids), valid=batch.attention_mask.bool(), offset=1
+        )
 
     def logits(self, token: int) -> torch.Tensor:
         return (self.head @ self.states.weight[token]).detach()
@@ -53,14 +56,18 @@ class Traffic:
 
 
 @torch.no_grad()
-def serve(target: Target, drafter: Bigram, prompts: list[list[int]], traffic: Traffic) -> list[RoundRecord]:
+def serve(
+    target: Target, drafter: Bigram, prompts: list[list[int]], traffic: Traffic
+) -> list[RoundRecord]:
     records = []
     for number, prompt in enumerate(prompts):
         records += serve_one(target, drafter, prompt, f"{traffic.prefix}{number}", traffic)
     return records
 
 
-def serve_one(target: Target, drafter: Bigram, prompt: list[int], request: str, traffic: Traffic) -> list[RoundRecord]:
+def serve_one(
+    target: Target, drafter: Bigram, prompt: list[int], request: str, traffic: Traffic
+) -> list[RoundRecord]:
     tokens, recorded, records = list(prompt), 0, []
     seed = int.from_bytes(request.encode()[-6:], "big")
     rows = SamplingRows.of([traffic.temperature], top_k=[traffic.top_k])
@@ -72,19 +79,26 @@ def serve_one(target: Target, drafter: Bigram, prompt: list[int], request: str, 
             drafted.append(int(sample(logits, torch.tensor([seed]), at, Purpose.DRAFT)))
             q_rows.append(logits[0])
         raw = target.model(torch.tensor([tokens + drafted])).logits[0, position - 1 :].float()
-        p_rows = process(raw, SamplingRows.of([traffic.temperature] * len(raw), top_k=[traffic.top_k] * len(raw)))
+        p_rows = process(
+            raw, SamplingRows.of([traffic.temperature] * len(raw), top_k=[traffic.top_k] * len(raw))
+        )
         verdict = verify_chain(
-            p_rows, torch.tensor([drafted]), torch.tensor([len(drafted)]), torch.stack(q_rows)[None], torch.tensor([seed]),
+            p_rows, torch.tensor([drafted]), torch.tensor([len(drafted)]),
+            torch.stack(q_rows)[None], torch.tensor([seed]),
             torch.tensor([position]),
         )  # fmt: skip
         accepted = int(verdict.accepted)
         committed = verdict.tokens[0, : accepted + 1].tolist()
         records.append(
             RoundRecord(
-                request=request, round=len(records), request_class="", target=target.name, target_revision=target.revision,
-                draft_version=traffic.version, time_s=float(len(records)), temperature=traffic.temperature, top_k=traffic.top_k,
-                top_p=1.0, min_p=0.0, position=position, context=tokens[recorded:], drafted=drafted, accepted=accepted,
-                committed=committed, emitted=committed[-1], p=laws(raw[: len(drafted)]), q=laws(torch.stack(q_rows)),
+                request=request, round=len(records), request_class="", target=target.name,
+                target_revision=target.revision,
+                draft_version=traffic.version, time_s=float(len(records)),
+                temperature=traffic.temperature, top_k=traffic.top_k,
+                top_p=1.0, min_p=0.0, position=position, context=tokens[recorded:], drafted=drafted,
+                accepted=accepted,
+                committed=committed, emitted=committed[-1], p=distributions(raw[: len(drafted)]),
+                q=distributions(torch.stack(q_rows)),
             )
         )  # fmt: skip
         tokens += committed
@@ -92,12 +106,19 @@ def serve_one(target: Target, drafter: Bigram, prompt: list[int], request: str, 
     return records
 
 
-def laws(logits: torch.Tensor) -> list[Law]:
-    law = top_law(logits)
-    return [Law(*parts) for parts in zip(law.ids.tolist(), law.logprobs.tolist(), law.tail.tolist())]
+def distributions(logits: torch.Tensor) -> list[Distribution]:
+    distribution = top_probs(logits)
+    return [
+        Distribution(*parts)
+        for parts in zip(
+            distribution.ids.tolist(), distribution.logprobs.tolist(), distribution.tail.tolist()
+        )
+    ]
 
 
-def make_prompts(count: int, *, seed: int = 0, length: int = 6, low: int = 3, high: int = 288) -> list[list[int]]:
+def make_prompts(
+    count: int, *, seed: int = 0, length: int = 6, low: int = 3, high: int = 288
+) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high, (count, length), generator=generator).tolist()
 

@@ -1,4 +1,5 @@
-"""Numbers that no run could use are refused before anything is read, in one sentence that names them."""
+"""Numbers that no run could use are refused before anything is read, in one sentence that names
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from draftsmith.distill.config import DistillConfig, GenerateConfig
 from draftsmith.distill.limits import LIMITS, Limits, check_numbers
 from draftsmith.errors import UserError
 
-REQUIRED = {"target": "no/target", "draft": "no/draft", "buffer": "/no/buffer", "versions": "/no/versions"}
+REQUIRED = {
+    "target": "no/target",
+    "draft": "no/draft",
+    "buffer": "/no/buffer",
+    "versions": "/no/versions",
+}
 # Any whole number is a learner's seed; a dropout is refused with the draft, whatever it is.
 FREE = {"seed", "dropout"}
 
@@ -34,8 +40,19 @@ def test_every_number_has_limits_that_its_default_keeps() -> None:
 
 def test_ends_belong_to_an_interval_as_they_are_written() -> None:
     half_open, other = Limits(0, 1), Limits(0, math.inf, "(]")
-    assert [half_open.hold(value) for value in (-1, 0, 0.5, 1, math.nan)] == [False, True, True, False, False]
-    assert [other.hold(value) for value in (0, 1e-9, math.inf, math.nan)] == [False, True, True, False]
+    assert [half_open.hold(value) for value in (-1, 0, 0.5, 1, math.nan)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [other.hold(value) for value in (0, 1e-9, math.inf, math.nan)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert (str(half_open), str(other)) == ("at least 0 and below 1", "above 0")
 
 
@@ -51,9 +68,15 @@ def test_ends_belong_to_an_interval_as_they_are_written() -> None:
         ({"learn": {"lora": {"rank": 0}}}, "learn.lora.rank is 0"),
         ({"poll_s": math.nan}, "poll_s is nan"),
         ({"threads": 0}, "threads is 0"),
-        ({"learn": {"reservoir": 4}}, "learn.reservoir is 4, below learn.fresh 8; no update could ever begin"),
+        (
+            {"learn": {"reservoir": 4}},
+            "learn.reservoir is 4, below learn.fresh 8; no update could ever begin",
+        ),
         ({"gate": {"requests": 50, "window": 10}}, "gate.window is 10, below gate.requests 50"),
-        ({"pool": {"requests": 10, "idle_requests": 9}}, "pool.idle_requests is 9, below pool.requests 10"),
+        (
+            {"pool": {"requests": 10, "idle_requests": 9}},
+            "pool.idle_requests is 9, below pool.requests 10",
+        ),
     ],
 )
 def test_bad_numbers_are_one_sentence(values: Mapping[str, Any], says: str) -> None:

@@ -18,13 +18,15 @@ from draftsmith.drafters.target.target import Target
 
 @pytest.fixture
 def made(tmp_path: Path, target: Target) -> Callable[..., Publisher]:
-    """Versions in a row, each the parent of the next, made for the given revisions of the target."""
+    """Versions in a row, each the parent of the next, made for the given revisions of
+    the target."""
     draft = FAMILIES["mtp"].create(MtpOptions(), target, seed=0)
 
     def publish(*revisions: str) -> Publisher:
         for number, revision in enumerate(revisions):
             versions.publish(
-                tmp_path, lambda folder: checkpoint.save(draft, folder, target), family="mtp", target={"revision": revision},
+                tmp_path, lambda folder: checkpoint.save(draft, folder, target), family="mtp",
+                target={"revision": revision},
                 parent=number or None, data_range={}, gate={},
             )  # fmt: skip
         return Publisher(tmp_path, "", target)
@@ -38,15 +40,24 @@ def test_a_rollback_returns_to_the_nearest_version_that_is_whole_and_made_for_th
     own = target.revision
     publisher = made(own, own, "another", own)
     assert publisher.version == 4 and publisher.parent_version == 2
-    assert "version 4 cannot be rolled back to version 3: it was made for target revision another" in caplog.text
+    assert (
+        "version 4 cannot be rolled back to version 3: it was made for target revision another"
+        in caplog.text
+    )
     (versions.folder_of(publisher.root, 2) / "model.safetensors").write_bytes(b"torn")
     # What the decision compared with is gone: nothing is proven about the one before it.
-    assert not publisher.roll_back(2) and versions.latest(publisher.root) == 4 and publisher.parent_version == 1
+    assert (
+        not publisher.roll_back(2)
+        and versions.latest(publisher.root) == 4
+        and publisher.parent_version == 1
+    )
     assert publisher.roll_back(1) and publisher.version == versions.latest(publisher.root) == 1
     assert publisher.parent_version is None and publisher.open_floor() == (None, None)
 
 
-def test_a_chain_whose_link_was_deleted_ends_there(made: Callable[..., Publisher], target: Target) -> None:
+def test_a_chain_whose_link_was_deleted_ends_there(
+    made: Callable[..., Publisher], target: Target
+) -> None:
     publisher = made(target.revision, "another", target.revision)
     assert publisher.parent_version == 1
     shutil.rmtree(versions.folder_of(publisher.root, 2))
@@ -64,13 +75,26 @@ def test_the_floor_is_the_first_version_that_is_whole_and_made_for_this_target(
     assert version == 2 and drafter is not None and drafter is not publisher.parent
     (versions.folder_of(publisher.root, 2) / "model.safetensors").write_bytes(b"torn")
     (versions.folder_of(publisher.root, 3) / versions.MANIFEST).unlink()
-    assert publisher.open_floor()[0] == 4 and "version 6 cannot be rolled back to version 2" in caplog.text
+    assert (
+        publisher.open_floor()[0] == 4
+        and "version 6 cannot be rolled back to version 2" in caplog.text
+    )
     # It is the parent, or the live version itself: there is nothing more to hold it to.
-    assert publisher.roll_back(5) and publisher.parent_version == 4 and publisher.open_floor() == (None, None)
-    assert publisher.roll_back(4) and publisher.parent_version is None and publisher.open_floor() == (None, None)
+    assert (
+        publisher.roll_back(5)
+        and publisher.parent_version == 4
+        and publisher.open_floor() == (None, None)
+    )
+    assert (
+        publisher.roll_back(4)
+        and publisher.parent_version is None
+        and publisher.open_floor() == (None, None)
+    )
 
 
-def test_versions_that_are_needed_are_not_pruned(made: Callable[..., Publisher], target: Target) -> None:
+def test_versions_that_are_needed_are_not_pruned(
+    made: Callable[..., Publisher], target: Target
+) -> None:
     publisher = made(*[target.revision] * 8)
     assert versions.prune(publisher.root, keep=1, needed=(4, None)) == [2, 3, 5, 6]
     assert versions.versions(publisher.root) == [1, 4, 7, 8]

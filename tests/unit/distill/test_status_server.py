@@ -21,11 +21,16 @@ class FullDisk(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-def test_numbers_that_json_lacks_and_a_log_that_cannot_be_written_are_no_trouble(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_and_a_log_that_cannot_be_written_are_no_trouble(
+    tmp_path: Path,
+) -> None:
     status = Status(tmp_path, FullDisk())
     status.event("a line that nobody will read")
     status.show("another", {"loss": float("nan")})
-    assert json.loads((tmp_path / "status.json").read_text(), parse_constant=pytest.fail)["loss"] == "nan"
+    assert (
+        json.loads((tmp_path / "status.json").read_text(), parse_constant=pytest.fail)["loss"]
+        == "nan"
+    )
 
 
 def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
@@ -36,12 +41,24 @@ def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
             assert http.get("/").json() == {}
             for updates in (3, 4):
                 status.show(
-                    "a line", {"updates": updates, "loss": 0.5, "quarantined": True, "alpha_training": [0.1], "live": None}
+                    "a line",
+                    {
+                        "updates": updates,
+                        "loss": 0.5,
+                        "quarantined": True,
+                        "alpha_training": [0.1],
+                        "live": None,
+                    },
                 )
                 found = parse(http.get("/metrics").text)
                 assert found.total("draftsmith_learner_updates_total") == updates
-                assert found.total("draftsmith_learner_loss") == 0.5 and found.total("draftsmith_learner_quarantined") == 1
-                assert not found.has("draftsmith_learner_live") and not found.has("draftsmith_learner_alpha_training")
+                assert (
+                    found.total("draftsmith_learner_loss") == 0.5
+                    and found.total("draftsmith_learner_quarantined") == 1
+                )
+                assert not found.has("draftsmith_learner_live") and not found.has(
+                    "draftsmith_learner_alpha_training"
+                )
             assert http.get("/").json() == json.loads((tmp_path / "status.json").read_text())
             assert http.get("/elsewhere").status_code == 404
     finally:

@@ -1,4 +1,5 @@
-"""The share of the wall time that learning takes, alone and beside a server whose latency it must not raise."""
+"""The share of the wall time that learning takes, alone and beside a server whose latency it must
+not raise."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from itertools import pairwise
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from draftsmith.distill.throttle import LEAST, LOOK_S, MOST_REST_S, LatencyGuard, NoGuard, Throttle, quantile, scraper
+from draftsmith.distill.throttle import (
+    LEAST,
+    LOOK_S,
+    MOST_REST_S,
+    LatencyGuard,
+    NoGuard,
+    Throttle,
+    quantile,
+    scraper,
+)
 from draftsmith.errors import UserError
 from draftsmith.metrics_text import parse
 
@@ -37,7 +47,10 @@ class Half:
         return 0.5
 
 
-@pytest.mark.parametrize(("budget", "guard", "share"), [(1.0, NoGuard(), 1.0), (0.25, NoGuard(), 0.25), (0.5, Half(), 0.25)])
+@pytest.mark.parametrize(
+    ("budget", "guard", "share"),
+    [(1.0, NoGuard(), 1.0), (0.25, NoGuard(), 0.25), (0.5, Half(), 0.25)],
+)
 def test_work_is_the_budgets_share_of_the_time(budget: float, guard: NoGuard, share: float) -> None:
     time = Time()
     throttle = Throttle(budget, guard, time, clock=time)  # type: ignore[arg-type]
@@ -49,7 +62,9 @@ def test_work_is_the_budgets_share_of_the_time(budget: float, guard: NoGuard, sh
     while not throttle.pay():
         pass
     assert time.longest_s <= MOST_REST_S
-    assert throttle.worked_s == pytest.approx(6.1) and throttle.worked_s / time.now_s == pytest.approx(share)
+    assert throttle.worked_s == pytest.approx(
+        6.1
+    ) and throttle.worked_s / time.now_s == pytest.approx(share)
     assert throttle.rested_s == pytest.approx(time.now_s - 6.1)
 
 
@@ -97,7 +112,9 @@ class Server:
     def start(self) -> None:
         registry = CollectorRegistry()
         name = "vllm:request_time_per_output_token_seconds"
-        self.seconds = Histogram(name, "TPOT", ["model_name"], registry=registry, buckets=(0.01, 0.02, 0.05, 0.1)).labels("m")
+        self.seconds = Histogram(
+            name, "TPOT", ["model_name"], registry=registry, buckets=(0.01, 0.02, 0.05, 0.1)
+        ).labels("m")
         self.other = Counter("other", "grows", registry=registry)
         self.registry: CollectorRegistry | None = registry
 
@@ -105,7 +122,9 @@ class Server:
         return parse(generate_latest(self.registry).decode()) if self.registry is not None else None
 
 
-def looks(guard: LatencyGuard, server: Server, time: Time, seconds: float | None, count: int) -> float:
+def looks(
+    guard: LatencyGuard, server: Server, time: Time, seconds: float | None, count: int
+) -> float:
     for _ in range(count):
         for _ in range(20 if seconds is not None else 0):
             server.seconds.observe(seconds)
@@ -134,7 +153,8 @@ def test_a_server_that_goes_away_or_starts_again_is_no_reason_to_fail() -> None:
     server.registry = None
     assert looks(guard, server, time, None, 1) > before
     server.start()
-    assert looks(guard, server, time, 0.08, 1) > before  # a first reading has nothing to compare with
+    # a first reading has nothing to compare with
+    assert looks(guard, server, time, 0.08, 1) > before
     server.start()  # its counters fall
     assert math.isfinite(looks(guard, server, time, None, 1))
     before = guard.share()
@@ -143,8 +163,11 @@ def test_a_server_that_goes_away_or_starts_again_is_no_reason_to_fail() -> None:
 
 def test_quantiles_of_a_histogram() -> None:
     buckets = {"0.01": 50.0, "0.02": 100.0, "+Inf": 100.0}
-    assert quantile(buckets, 0.5) == pytest.approx(0.01) and quantile(buckets, 0.95) == pytest.approx(0.019)
-    assert quantile({"0.01": 0.0, "+Inf": 10.0}, 0.95) == 0.01  # beyond all bounds: at least the last one
+    assert quantile(buckets, 0.5) == pytest.approx(0.01) and quantile(
+        buckets, 0.95
+    ) == pytest.approx(0.019)
+    # beyond all bounds: at least the last one
+    assert quantile({"0.01": 0.0, "+Inf": 10.0}, 0.95) == 0.01
     assert math.isnan(quantile({}, 0.95)) and math.isnan(quantile({"0.01": 0.0, "+Inf": 0.0}, 0.95))
 
 

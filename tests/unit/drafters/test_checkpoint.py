@@ -1,4 +1,5 @@
-"""Draft checkpoints: what is saved is what is loaded, and every damaged or foreign folder is one sentence."""
+"""Draft checkpoints: what is saved is what is loaded, and every damaged or foreign folder is one
+sentence."""
 
 from __future__ import annotations
 
@@ -43,13 +44,17 @@ def target(tiny_target):
 
 
 def make(family: str, target: Target):
-    return FAMILIES[family].create(KINDS[family], target, seed=0, token_counts=torch.arange(target.vocab_size))
+    return FAMILIES[family].create(
+        KINDS[family], target, seed=0, token_counts=torch.arange(target.vocab_size)
+    )
 
 
 @pytest.fixture(params=KINDS)
 def saved(request, target, tmp_path):
     drafter = make(request.param, target)
-    checkpoint.save(drafter, tmp_path / "draft", target, training={"steps": 3}, evaluation={"tau": 2.0})
+    checkpoint.save(
+        drafter, tmp_path / "draft", target, training={"steps": 3}, evaluation={"tau": 2.0}
+    )
     return drafter, tmp_path / "draft"
 
 
@@ -70,7 +75,10 @@ def test_record(saved, target):
     record = checkpoint.read_metadata(folder)
     assert record["family"] == drafter.family
     assert record["training"] == {"steps": 3} and record["evaluation"] == {"tau": 2.0}
-    assert record["target"]["vocab_size"] == target.vocab_size and record["target"]["revision"] == target.revision
+    assert (
+        record["target"]["vocab_size"] == target.vocab_size
+        and record["target"]["revision"] == target.revision
+    )
     checkpoint.store_evaluation(folder, {"tau": 2.5})
     assert checkpoint.read_metadata(folder) == {**record, "evaluation": {"tau": 2.5}}
 
@@ -88,7 +96,9 @@ def test_loading_casts_to_the_targets_dtype(saved, tiny_target):
     half = Target.load(tiny_target("llama"), dtype=torch.bfloat16)
     _, folder = saved
     assert {p.dtype for p in checkpoint.load(folder, half).parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in checkpoint.load(folder, half, dtype=torch.float32).parameters()} == {torch.float32}
+    assert {p.dtype for p in checkpoint.load(folder, half, dtype=torch.float32).parameters()} == {
+        torch.float32
+    }
 
 
 def test_another_vocabulary_is_refused(saved, tiny_target):
@@ -103,11 +113,18 @@ def test_another_tokenizer_is_refused_with_the_difference(saved, target):
     made_for = record["target"] | {"tokenizer_hash": "0" * 16}
     swapped = [[7, "Z"], *[pair for pair in made_for["tokenizer"]["tokens"] if pair[0] != 7]]
     for tokenizer, shown in (
-        ({"size": 300, "tokens": swapped}, r"another one \(300 tokens and 288, id 7 is 'Z' and '[^Z]+'\); train"),
+        (
+            {"size": 300, "tokens": swapped},
+            r"another one \(300 tokens and 288, id 7 is 'Z' and '[^Z]+'\); train",
+        ),
         (made_for["tokenizer"], r"another one \(digests 0000"),
         (None, r"another one \(digests 0000"),  # a record of an older release
     ):
-        told = {**made_for, "tokenizer": tokenizer} if tokenizer else {k: v for k, v in made_for.items() if k != "tokenizer"}
+        told = (
+            {**made_for, "tokenizer": tokenizer}
+            if tokenizer
+            else {k: v for k, v in made_for.items() if k != "tokenizer"}
+        )
         path.write_text(json.dumps(record | {"target": told}))
         with pytest.raises(UserError, match=shown):
             checkpoint.load(folder, target)
@@ -184,7 +201,11 @@ def test_unknown_family(saved, target):
     path = folder / "draftsmith.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"family": "hydra"}))
     with pytest.raises(
-        UserError, match="family 'hydra'; known ones are eagle3, p-eagle, mtp, draft-lm, eagle1, medusa, mlp, dflash, dspark"
+        UserError,
+        match=(
+            "family 'hydra'; known ones are eagle3, p-eagle, mtp, draft-lm, eagle1, medusa, mlp, "
+            "dflash, dspark"
+        ),
     ):
         checkpoint.load(folder, target)
 

@@ -1,4 +1,5 @@
-"""DSpark's guess of its own alpha: what it reads, when a round ends by it, and that the draft it is about has no part in it."""
+"""DSpark's guess of its own alpha: what it reads, when a round ends by it, and that the draft it is
+about has no part in it."""
 
 from __future__ import annotations
 
@@ -63,11 +64,17 @@ def propose(drafter: Dspark, target: Target, least_survival: float) -> Proposal:
 
 @torch.no_grad()
 def survival(drafter: Dspark, target: Target, drafts: list[int]) -> list[float]:
-    """By unrolling: the product of the guesses for the first, the first two, ... of the drafts after TEXT."""
+    """By unrolling: the product of the guesses for the first, the first two, ... of the drafts
+    after TEXT."""
     ids = torch.tensor([[*TEXT, *drafts]])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=len(drafts))
-    guesses = [torch.sigmoid(step.confidence[0, len(TEXT) - 2 + depth]) for depth, step in enumerate(drafter.unroll(batch))]
+    batch = UnrollBatch(
+        input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=len(drafts)
+    )
+    guesses = [
+        torch.sigmoid(step.confidence[0, len(TEXT) - 2 + depth])
+        for depth, step in enumerate(drafter.unroll(batch))
+    ]
     return torch.stack(guesses).cumprod(0).tolist()
 
 
@@ -80,7 +87,7 @@ def test_a_round_ends_where_the_guess_says(drafter, target):
         whole = free.tokens[row].tolist()
         chances = survival(drafter, target, whole)
         assert length == sum(chance >= least for chance in chances)
-        # What is offered is drawn from the very laws, with the very numbers.
+        # What is offered is drawn from the very distributions, with the very numbers.
         assert ended.tokens[row, :length].tolist() == whole[:length]
         torch.testing.assert_close(ended.logits[row, :length], free.logits[row, :length])
         found.add(length)
@@ -88,7 +95,7 @@ def test_a_round_ends_where_the_guess_says(drafter, target):
 
 
 def test_whether_a_draft_is_offered_is_known_before_it_is_drawn(drafter, target):
-    """Rows with the same drafts so far all offer one more, or none does (law 4)."""
+    """Rows with the same drafts so far all offer one more, or none does (invariant 4)."""
     proposal = propose(drafter, target, 0.15)
     offers = defaultdict(set)
     for tokens, length in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True):
@@ -100,7 +107,9 @@ def test_whether_a_draft_is_offered_is_known_before_it_is_drawn(drafter, target)
 
 def test_no_guess_no_end(drafter, target):
     assert (propose(drafter, target, 1.0).lengths == 0).all()
-    state = {name: tensor for name, tensor in drafter.state_dict().items() if "confidence" not in name}
+    state = {
+        name: tensor for name, tensor in drafter.state_dict().items() if "confidence" not in name
+    }
     plain = Dspark(drafter.config, target, drafter.taps, drafter.shape._replace(confidence=""))
     plain.to(torch.float64).load_state_dict(state)
     assert (propose(plain, target, 1.0).lengths == K).all()
@@ -108,7 +117,9 @@ def test_no_guess_no_end(drafter, target):
 
 @pytest.mark.parametrize("confidence", ["markov", "state", ""])
 def test_checkpoints_say_what_the_head_reads(confidence, drafter, target, tmp_path):
-    made = Dspark(drafter.config, target, drafter.taps, drafter.shape._replace(confidence=confidence)).to(torch.float64)
+    made = Dspark(
+        drafter.config, target, drafter.taps, drafter.shape._replace(confidence=confidence)
+    ).to(torch.float64)
     checkpoint.save(made, tmp_path, target)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["enable_confidence_head"] is bool(confidence)

@@ -1,6 +1,8 @@
-"""Drafting on an accelerator: nothing is read back on the way, and captured steps draft what steps that are not captured do.
+"""Drafting on an accelerator: nothing is read back on the way, and captured steps draft what steps
+that are not captured do.
 
-The meta device stands for one: its tensors have no values to be read, so whatever looks at one raises.
+The meta device stands for one: its tensors have no values to be read, so whatever looks at one
+raises.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape
+from draftsmith.drafters.tree_shape import DynamicTree, SampledShape, SampledTree, TreeShape
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
@@ -54,38 +56,66 @@ KINDS = {
     "dspark": ("dspark", DsparkOptions(block_size=5, markov_rank=12)),
 }
 TREES = ("eagle3", "eagle1", "mtp")
-SAMPLED = {"temperature": (0.7, 1.0, 1.4), "top_k": (0, 20, 5), "top_p": (1.0, 0.9, 0.8), "min_p": (0.0, 0.02, 0.0)}
+SAMPLED = {
+    "temperature": (0.7, 1.0, 1.4),
+    "top_k": (0, 20, 5),
+    "top_p": (1.0, 0.9, 0.8),
+    "min_p": (0.0, 0.02, 0.0),
+}
 GREEDY = {"temperature": (0.0, 0.0, 0.0)}
 MIXED = SAMPLED | {"temperature": (0.7, 0.0, 1.4)}
 
 
 class BlindContext:
-    """Paged attention by one gather of all places that a row's table has: every size comes from shapes."""
+    """Paged attention by one gather of all places that a row's table has: every size comes from
+    shapes."""
 
     def __init__(
-        self, block_size: int, tables: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, tree: TreeLayout | None
+        self,
+        block_size: int,
+        tables: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        tree: TreeLayout | None,
     ):
         rows = torch.repeat_interleave(lengths, output_size=len(positions))
-        inner, places = (torch.arange(size, device=tables.device) for size in (block_size, tables.shape[1] * block_size))
+        inner, places = (
+            torch.arange(size, device=tables.device)
+            for size in (block_size, tables.shape[1] * block_size)
+        )
         self.slots = (tables[:, :, None] * block_size + inner).flatten(1)[rows]  # [T, n]
         seen = places <= (positions if tree is None else tree.places)[:, None]
         if tree is not None:
             index = places - tree.first[:, None]
             bits = (tree.ancestors[:, None] >> index.clamp(0, 62)) & 1 == 1
-            seen = torch.where((tree.ancestors == -1)[:, None], seen, (index < 0) | (bits & (index < 63)))
+            seen = torch.where(
+                (tree.ancestors == -1)[:, None], seen, (index < 0) | (bits & (index < 63))
+            )
         self.seen = seen  # [T, n]
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scaling: float, **none: Any
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scaling: float,
+        **none: Any,
     ) -> torch.Tensor:
         # What nobody sees is not loaded by a kernel either: 0 * NaN would be NaN.
         seen = self.seen[:, None, :, None]
-        k, v = (torch.where(seen, part[self.slots].transpose(1, 2).to(query.dtype), 0.0) for part in (keys, values))
-        return reference_attention(query[0].transpose(0, 1)[:, :, None], k, v, self.seen[:, None, None], scaling=scaling)[:, :, 0]
+        k, v = (
+            torch.where(seen, part[self.slots].transpose(1, 2).to(query.dtype), 0.0)
+            for part in (keys, values)
+        )
+        return reference_attention(
+            query[0].transpose(0, 1)[:, :, None], k, v, self.seen[:, None, None], scaling=scaling
+        )[:, :, 0]
 
 
 class ReplayingGraph:
-    """As a CUDA graph does: reads and writes the tensors it was recorded with, whatever they hold by then."""
+    """As a CUDA graph does: reads and writes the tensors it was recorded with, whatever they hold
+    by then."""
 
     def __init__(self, run: Callable[[], Draw], output: Draw):
         self.run, self.output = run, output
@@ -113,12 +143,20 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 def make_drafter(kind: str, target: Target) -> Any:
     family, options = KINDS[kind]
-    counts = torch.randint(1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1))
-    made = FAMILIES[family].create(options, target, seed=0, token_counts=counts).to(device=target.device, dtype=torch.float32)
+    counts = torch.randint(
+        1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1)
+    )
+    made = (
+        FAMILIES[family]
+        .create(options, target, seed=0, token_counts=counts)
+        .to(device=target.device, dtype=torch.float32)
+    )
     generator = torch.Generator().manual_seed(2)
     for parameter in made.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data += (noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)).to(parameter.device)
+        parameter.data += (noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)).to(
+            parameter.device
+        )
     return made
 
 
@@ -134,7 +172,7 @@ def inputs_for(
     target: Target,
     starts: Sequence[int],
     num_draft: Sequence[int],
-    law: dict[str, Sequence[float]],
+    distribution: dict[str, Sequence[float]],
     pool: PagedPool | None,
     seed: int = 0,
 ) -> DraftInputs:
@@ -149,7 +187,9 @@ def inputs_for(
         lengths=torch.tensor([3] * size),
         taps=taps.to(device) if drafter.taps else None,
         num_draft=torch.tensor(num_draft),
-        sampling=SamplingRows.of(**{name: values[:size] for name, values in law.items()}, device=device),
+        sampling=SamplingRows.of(
+            **{name: values[:size] for name, values in distribution.items()}, device=device
+        ),
         seeds=torch.arange(size, device=device) + 10 * seed,
         pool=pool,
         block_tables=order.view(MAX_BATCH, MAX_BLOCKS)[:size, : MAX_BLOCKS - 2].to(device),
@@ -167,37 +207,60 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["greedy", "sampled", "mixed"])
-def law(request: pytest.FixtureRequest) -> dict[str, Sequence[float]]:
+def distribution(request: pytest.FixtureRequest) -> dict[str, Sequence[float]]:
     return {"greedy": GREEDY, "sampled": SAMPLED, "mixed": MIXED}[request.param]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chain_is_drafted_without_a_look(kind: str, tiny_target: Callable[..., str], law: dict, blind: None) -> None:
+def test_a_chain_is_drafted_without_a_look(
+    kind: str, tiny_target: Callable[..., str], distribution: dict, blind: None
+) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     drafter = to_meta(make_drafter(kind, target), target)
     pool = new_pool(drafter, target)
     with torch.inference_mode():
         for num_draft in ((2, 2, 2), (4, 0, 3)):
-            proposal = drafter.propose(inputs_for(drafter, target, (3, 0, 5), num_draft, law, pool))
-            assert proposal.tokens.shape == (3, max(num_draft)) and proposal.tokens.device.type == "meta"
+            proposal = drafter.propose(
+                inputs_for(drafter, target, (3, 0, 5), num_draft, distribution, pool)
+            )
+            assert (
+                proposal.tokens.shape == (3, max(num_draft))
+                and proposal.tokens.device.type == "meta"
+            )
         if kind in CHAINS:
             recorder = FakeRecorder()
             drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
-            drafter.propose(inputs_for(drafter, target, (3, 0, 5), (4, 2, 3), law, pool))
+            drafter.propose(inputs_for(drafter, target, (3, 0, 5), (4, 2, 3), distribution, pool))
             assert recorder.captures == 1
 
 
 @pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1)), TreeByLaw()])
-def test_a_tree_is_grown_without_a_look(kind: str, shape: TreeShape, tiny_target: Callable[..., str], blind: None) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1)), SampledShape()],
+)
+def test_a_tree_is_grown_without_a_look(
+    kind: str, shape: TreeShape, tiny_target: Callable[..., str], blind: None
+) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     drafter = to_meta(make_drafter(kind, target), target)
     pool = new_pool(drafter, target)
     with torch.inference_mode():
-        drafter.capture(new_pool(drafter, target), max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=FakeRecorder())
-        for law, used in ((GREEDY, pool), (SAMPLED, pool), (SAMPLED, drafter.level_graphs.pool)):
+        drafter.capture(
+            new_pool(drafter, target),
+            max_batch=MAX_BATCH,
+            max_blocks=MAX_BLOCKS,
+            recorder=FakeRecorder(),
+        )
+        for distribution, used in (
+            (GREEDY, pool),
+            (SAMPLED, pool),
+            (SAMPLED, drafter.level_graphs.pool),
+        ):
             for num_draft in ((12, 12, 12), (5, 0, 1)):
-                proposal = drafter.propose_tree(inputs_for(drafter, target, (3, 0, 5), num_draft, law, used), shape)
+                proposal = drafter.propose_tree(
+                    inputs_for(drafter, target, (3, 0, 5), num_draft, distribution, used), shape
+                )
                 assert proposal.parents is not None and proposal.tokens.device.type == "meta"
 
 
@@ -206,7 +269,10 @@ def test_a_look_would_be_noticed(tiny_target: Callable[..., str]) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     drafter = to_meta(make_drafter("eagle3", target), target)
     inputs = inputs_for(drafter, target, (3, 0, 5), (2, 2, 2), GREEDY, new_pool(drafter, target))
-    with torch.inference_mode(), pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"),
+    ):
         drafter.propose(inputs)
 
 
@@ -226,11 +292,16 @@ def assert_equal(found: Proposal, expected: Proposal) -> None:
     if expected.logits is None:
         assert found.logits is None and torch.equal(found.sound, expected.sound)
     else:
-        torch.testing.assert_close(found.logits[real].softmax(-1), expected.logits[real].softmax(-1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            found.logits[real].softmax(-1), expected.logits[real].softmax(-1), atol=1e-4, rtol=1e-4
+        )
 
 
-def assert_captured_rounds_are_the_plain_ones(kind: str, target: Target, recorder: Any, law: dict) -> ChainGraphs:
-    """Rounds of other rows, k and, half way, other weights. A drafter uses graphs with the pool that they were made for alone."""
+def assert_captured_rounds_are_the_plain_ones(
+    kind: str, target: Target, recorder: Any, distribution: dict
+) -> ChainGraphs:
+    """Rounds of other rows, k and, half way, other weights. A drafter uses graphs with the pool
+    that they were made for alone."""
     drafter = make_drafter(kind, target)
     plain, captured = new_pool(drafter, target), new_pool(drafter, target)
     drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
@@ -238,8 +309,15 @@ def assert_captured_rounds_are_the_plain_ones(kind: str, target: Target, recorde
         if seed == len(ROUNDS):
             for parameter in drafter.parameters():
                 parameter.data.mul_(1.1)
-        expected = drafter.propose(inputs_for(drafter, target, starts, num_draft, law, plain, seed))
-        assert_equal(drafter.propose(inputs_for(drafter, target, starts, num_draft, law, captured, seed)), expected)
+        expected = drafter.propose(
+            inputs_for(drafter, target, starts, num_draft, distribution, plain, seed)
+        )
+        assert_equal(
+            drafter.propose(
+                inputs_for(drafter, target, starts, num_draft, distribution, captured, seed)
+            ),
+            expected,
+        )
         for one, other in zip((*captured.keys, *captured.values), (*plain.keys, *plain.values)):
             # All but the null block, which rows that are done write.
             torch.testing.assert_close(one[BLOCK:], other[BLOCK:], atol=1e-4, rtol=1e-4)
@@ -247,15 +325,17 @@ def assert_captured_rounds_are_the_plain_ones(kind: str, target: Target, recorde
 
 
 @pytest.mark.parametrize("kind", CHAINS)
-def test_captured_steps_draft_the_same(kind: str, target: Target, law: dict) -> None:
+def test_captured_steps_draft_the_same(kind: str, target: Target, distribution: dict) -> None:
     recorder = FakeRecorder()
     with torch.inference_mode():
-        graphs = assert_captured_rounds_are_the_plain_ones(kind, target, recorder, law)
+        graphs = assert_captured_rounds_are_the_plain_ones(kind, target, recorder, distribution)
     # Three, two or one rows; a batch that happens to be all greedy has graphs of its own.
     assert recorder.captures == graphs.num_graphs <= 4
 
 
-def assert_captured_trees_are_the_plain_ones(kind: str, target: Target, recorder: Any, shape: TreeShape, law: dict) -> int:
+def assert_captured_trees_are_the_plain_ones(
+    kind: str, target: Target, recorder: Any, shape: TreeShape, distribution: dict
+) -> int:
     drafter = make_drafter(kind, target)
     plain, captured = new_pool(drafter, target), new_pool(drafter, target)
     drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
@@ -266,23 +346,37 @@ def assert_captured_trees_are_the_plain_ones(kind: str, target: Target, recorder
                 parameter.data.mul_(1.1)
         starts = (3 + seed, 0, 5)[: len(num_draft)]
         found, expected = (
-            drafter.propose_tree(inputs_for(drafter, target, starts, num_draft, law, pool, seed), shape)
+            drafter.propose_tree(
+                inputs_for(drafter, target, starts, num_draft, distribution, pool, seed), shape
+            )
             for pool in (captured, plain)
         )
-        for one, other in ((found.tokens, expected.tokens), (found.parents, expected.parents), (found.q_rows, expected.q_rows)):
+        for one, other in (
+            (found.tokens, expected.tokens),
+            (found.parents, expected.parents),
+            (found.q_rows, expected.q_rows),
+        ):
             assert torch.equal(one, other)
         if expected.logits is not None:
-            torch.testing.assert_close(found.logits.softmax(-1), expected.logits.softmax(-1), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                found.logits.softmax(-1), expected.logits.softmax(-1), atol=1e-4, rtol=1e-4
+            )
         assert found.sound.all() and expected.sound.all()
     return drafter.level_graphs.num_graphs
 
 
 @pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))])
-def test_captured_levels_grow_the_same_trees(kind: str, target: Target, shape: TreeShape, law: dict) -> None:
+@pytest.mark.parametrize(
+    "shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))]
+)
+def test_captured_levels_grow_the_same_trees(
+    kind: str, target: Target, shape: TreeShape, distribution: dict
+) -> None:
     recorder = FakeRecorder()
     with torch.inference_mode():
-        num_graphs = assert_captured_trees_are_the_plain_ones(kind, target, recorder, shape, law)
+        num_graphs = assert_captured_trees_are_the_plain_ones(
+            kind, target, recorder, shape, distribution
+        )
     # Three, two or one rows, and levels of two widths.
     assert recorder.captures == num_graphs <= 6
 
@@ -295,7 +389,9 @@ def test_a_graph_serves_every_k_and_stays_where_it_is(target: Target) -> None:
     for k in (3, 5, 6, 4):
         drafter.propose(inputs_for(drafter, target, (3, 0, 5), (k, k - 1, k), SAMPLED, pool))
         buffers = drafter._graphs._buffers
-        addresses.add((buffers.tokens.data_ptr(), buffers.hidden.data_ptr(), buffers.tables.data_ptr()))
+        addresses.add(
+            (buffers.tokens.data_ptr(), buffers.hidden.data_ptr(), buffers.tables.data_ptr())
+        )
     assert recorder.captures == 1 and len(addresses) == 1
 
 
@@ -312,7 +408,9 @@ def test_broken_weights_leave_the_null_block_alone(target: Target) -> None:
     assert all(torch.isfinite(tensor[:BLOCK]).all() for tensor in (*pool.keys, *pool.values))
 
 
-def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
     class Failing:
         def record(self, run: Callable[[], Draw]) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -321,34 +419,46 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(target: Target,
     pool = new_pool(drafter, target)
     drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=Failing())
     for _ in range(2):
-        assert drafter.propose(inputs_for(drafter, target, (3, 0), (3, 3), GREEDY, pool)).lengths.tolist() == [3, 3]
+        assert drafter.propose(
+            inputs_for(drafter, target, (3, 0), (3, 3), GREEDY, pool)
+        ).lengths.tolist() == [3, 3]
     assert caplog.text.count("cannot be captured") == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", CHAINS)
-def test_cuda_graphs_draft_the_same(kind: str, tiny_target: Callable[..., str], law: dict) -> None:
+def test_cuda_graphs_draft_the_same(
+    kind: str, tiny_target: Callable[..., str], distribution: dict
+) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
     with torch.inference_mode():
-        assert_captured_rounds_are_the_plain_ones(kind, target, CudaRecorder(), law)
+        assert_captured_rounds_are_the_plain_ones(kind, target, CudaRecorder(), distribution)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))])
-def test_cuda_graphs_grow_the_same_trees(tiny_target: Callable[..., str], shape: TreeShape, law: dict) -> None:
+@pytest.mark.parametrize(
+    "shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))]
+)
+def test_cuda_graphs_grow_the_same_trees(
+    tiny_target: Callable[..., str], shape: TreeShape, distribution: dict
+) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
     with torch.inference_mode():
-        assert_captured_trees_are_the_plain_ones("eagle3", target, CudaRecorder(), shape, law)
+        assert_captured_trees_are_the_plain_ones(
+            "eagle3", target, CudaRecorder(), shape, distribution
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_round_waits_as_often_at_any_k(kind: str, tiny_target: Callable[..., str], law: dict) -> None:
+def test_a_round_waits_as_often_at_any_k(
+    kind: str, tiny_target: Callable[..., str], distribution: dict
+) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
     drafter = make_drafter(kind, target)
     pool, waits = new_pool(drafter, target), []
     for k in (2, 2, 4):  # the first one compiles
-        inputs = inputs_for(drafter, target, (3, 0, 5), (k, k, k), law, pool)
+        inputs = inputs_for(drafter, target, (3, 0, 5), (k, k, k), distribution, pool)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with torch.inference_mode(), warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,5 @@
-"""EAGLE-3 drafts as others publish them: each naming is loaded without a record of ours and drafts what the portable one does."""
+"""EAGLE-3 drafts as others publish them: each naming is loaded without a record of ours and drafts
+what the portable one does."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ from draftsmith.files import read_json, write_json
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
 LAYER = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "rope_theta", "attention_bias",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "rope_theta",
+    "attention_bias",
 )  # fmt: skip
 
 
@@ -47,24 +50,39 @@ def portable(target: Target, tmp_path: Path) -> Path:
 
 def first_eagle3(folder: Path, config: Config, tensors: Tensors, target: Target) -> None:
     """yuhuili's: no layer ids, no width of the target, weights pickled."""
-    kept = {key: config[key] for key in (*LAYER, "draft_vocab_size", "model_type", "tie_word_embeddings")}
-    write_json(folder / "config.json", {**kept, "architectures": ["LlamaForCausalLMEagle3"], "bias": False})
+    kept = {
+        key: config[key]
+        for key in (*LAYER, "draft_vocab_size", "model_type", "tie_word_embeddings")
+    }
+    write_json(
+        folder / "config.json", {**kept, "architectures": ["LlamaForCausalLMEagle3"], "bias": False}
+    )
     torch.save(tensors, folder / "pytorch_model.bin")
 
 
 def specforge(folder: Path, config: Config, tensors: Tensors, target: Target) -> None:
-    """Layer ids under `eagle_config` alone, counted by outputs; the target's embeddings come along."""
-    kept = {key: value for key, value in config.items() if not key.startswith(("eagle_aux", "num_aux"))}
+    """Layer ids under `eagle_config` alone, counted by outputs; the target's embeddings
+    come along."""
+    kept = {
+        key: value for key, value in config.items() if not key.startswith(("eagle_aux", "num_aux"))
+    }
     write_json(folder / "config.json", kept)
-    save_file({**tensors, "embed_tokens.weight": target.embed(torch.arange(target.vocab_size))}, folder / "model.safetensors")
+    save_file(
+        {**tensors, "embed_tokens.weight": target.embed(torch.arange(target.vocab_size))},
+        folder / "model.safetensors",
+    )
 
 
 def speculators(folder: Path, config: Config, tensors: Tensors, target: Target) -> None:
     """Red Hat's: the layer nested, its tensors under `layers.0.`, the norms' flags at the top."""
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     values = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.1.0",
-        "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None, "norm_before_residual": False,
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "speculators_version": (
+            "0.1.0"
+        ),
+        "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None,
+        "norm_before_residual": False,
         "eagle_aux_hidden_state_layer_ids": None,
         "transformer_layer_config": {key: config[key] for key in LAYER} | {"model_type": "llama"},
         "speculators_config": {
@@ -74,7 +92,10 @@ def speculators(folder: Path, config: Config, tensors: Tensors, target: Target) 
         },
     }  # fmt: skip
     write_json(folder / "config.json", values)
-    save_file({**named, "embed_tokens.weight": target.embed(torch.arange(target.vocab_size))}, folder / "model.safetensors")
+    save_file(
+        {**named, "embed_tokens.weight": target.embed(torch.arange(target.vocab_size))},
+        folder / "model.safetensors",
+    )
 
 
 def sharded(folder: Path, config: Config, tensors: Tensors, target: Target) -> None:
@@ -88,7 +109,7 @@ def sharded(folder: Path, config: Config, tensors: Tensors, target: Target) -> N
 
 
 @torch.no_grad()
-def laws(folder: Path, target: Target) -> list[torch.Tensor]:
+def distributions(folder: Path, target: Target) -> list[torch.Tensor]:
     drafter = checkpoint.load(folder, target)
     assert isinstance(drafter, Eagle3) and drafter.vocab_map is not None
     ids = torch.randint(3, target.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -104,8 +125,15 @@ def test_a_published_draft_is_the_draft_it_is(
 ) -> None:
     folder = tmp_path / "published"
     folder.mkdir()
-    publish(folder, read_json(portable / "config.json"), load_file(portable / "model.safetensors"), target)
-    for theirs, ours in zip(laws(folder, target), laws(portable, target), strict=True):
+    publish(
+        folder,
+        read_json(portable / "config.json"),
+        load_file(portable / "model.safetensors"),
+        target,
+    )
+    for theirs, ours in zip(
+        distributions(folder, target), distributions(portable, target), strict=True
+    ):
         torch.testing.assert_close(theirs, ours)
 
 

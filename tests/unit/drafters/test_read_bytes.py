@@ -1,4 +1,5 @@
-"""What drafting reads of weights, family by family: chains all of it a token, blocks once a proposal."""
+"""What drafting reads of weights, family by family: chains all of it a token, blocks once a
+proposal."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mlp import Mlp
-from draftsmith.drafters.options import OPTIONS, DraftLmOptions, DsparkOptions, Eagle3Options, MedusaOptions
+from draftsmith.drafters.options import (
+    OPTIONS,
+    DraftLmOptions,
+    DsparkOptions,
+    Eagle3Options,
+    MedusaOptions,
+)
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
@@ -18,7 +25,10 @@ from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.weights import ReadBytes, TellsReads, weight_bytes
 
 FLOAT = 4
-SIZES = {"dspark": DsparkOptions(markov_rank=6), "draft-lm": DraftLmOptions(num_layers=1, hidden_size=24, num_attention_heads=2)}
+SIZES = {
+    "dspark": DsparkOptions(markov_rank=6),
+    "draft-lm": DraftLmOptions(num_layers=1, hidden_size=24, num_attention_heads=2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +37,14 @@ def target(tiny_target) -> Target:
 
 
 def reads(family: str, target: Target) -> tuple[ReadBytes, int]:
-    """What the draft tells, and all that there is to read: its own weights but embeddings, and the head."""
+    """What the draft tells, and all that there is to read: its own weights but embeddings, and the
+    head."""
     draft = FAMILIES[family].create(SIZES.get(family) or OPTIONS[family](), target, seed=0)
-    names = {name for name, _ in draft.named_parameters() if "embed_tokens" not in name and "markov_w1" not in name}
+    names = {
+        name
+        for name, _ in draft.named_parameters()
+        if "embed_tokens" not in name and "markov_w1" not in name
+    }
     own = sum(weight.numel() for name, weight in draft.named_parameters() if name in names)
     # A head of its own, the draft LM's tied to its embedding, the target's.
     width = {"eagle3": 0, "p-eagle": 0, "draft-lm": 24}.get(family, target.hidden_size)
@@ -65,9 +80,13 @@ def test_heads_and_recurrent_steps_read_what_is_theirs(target: Target) -> None:
 
 
 def test_a_draft_lm_without_a_plain_head_is_told_too(target: Target, tiny_target) -> None:
-    """Its soft cap keeps it from being trained; tied weights are read as the head, not as the embedding."""
+    """Its soft cap keeps it from being trained; tied weights are read as the head, not as the
+    embedding."""
     draft = checkpoint.load(Path(tiny_target("gemma2")), target)
-    assert draft.read_bytes() == (0, sum(weight.numel() * weight.element_size() for weight in draft.parameters()))
+    assert draft.read_bytes() == (
+        0,
+        sum(weight.numel() * weight.element_size() for weight in draft.parameters()),
+    )
 
 
 def test_text_reads_nothing_and_beside_a_draft_says_nothing(target: Target) -> None:

@@ -1,4 +1,5 @@
-"""Kernel tests run interpreted on a machine without CUDA (tests/conftest.py sees to it), compiled on one with it."""
+"""Kernel tests run interpreted on a machine without CUDA (tests/conftest.py sees to it), compiled
+on one with it."""
 
 from __future__ import annotations
 

@@ -18,21 +18,32 @@ from draftsmith.kernels.acceptance import (
 
 
 def test_overlap_by_hand() -> None:
-    p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]).log(), torch.tensor([[0.2, 0.3, 0.5], [0.0, 1.0, 0.0]]).log()
+    p, q = (
+        torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]).log(),
+        torch.tensor([[0.2, 0.3, 0.5], [0.0, 1.0, 0.0]]).log(),
+    )
     torch.testing.assert_close(overlap(p, q), torch.tensor([0.5, 0.0]))
     torch.testing.assert_close(overlap(p, p), torch.ones(2))
 
 
-def test_overlap_of_no_law_is_zero() -> None:
+def test_overlap_of_no_distribution_is_zero() -> None:
     p = torch.zeros(3, 4)
-    q = torch.stack([torch.full((4,), math.nan), torch.full((4,), -math.inf), torch.tensor([0.0, math.nan, 0.0, 0.0])])
+    q = torch.stack(
+        [
+            torch.full((4,), math.nan),
+            torch.full((4,), -math.inf),
+            torch.tensor([0.0, math.nan, 0.0, 0.0]),
+        ]
+    )
     assert overlap(p, q).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_keep_probability_by_hand() -> None:
     p = torch.tensor([0.5, 0.5, 0.0]).log().expand(3, 3)
     q = torch.tensor([0.1, 0.7, 0.2]).log().expand(3, 3)
-    torch.testing.assert_close(keep_probability(p, q, torch.tensor([0, 1, 2])), torch.tensor([0.2, 1.0, 1.0]))
+    torch.testing.assert_close(
+        keep_probability(p, q, torch.tensor([0, 1, 2])), torch.tensor([0.2, 1.0, 1.0])
+    )
     nothing = torch.full((3, 3), -math.inf)
     assert keep_probability(p, nothing, torch.tensor([0, 1, 2])).tolist() == [0.0, 0.0, 0.0]
 
@@ -82,7 +93,9 @@ def test_expected_rounds_is_what_rounds_take() -> None:
     mean = sum(counts) / len(counts)
     deviation = math.sqrt(sum((c - mean) ** 2 for c in counts) / len(counts) / len(counts))
     assert abs(mean - expected_rounds(keep)) < 5 * deviation
-    assert abs(mean - expected_rounds(keep.roll(1, dims=1))) > 5 * deviation, "the depths must matter"
+    assert abs(mean - expected_rounds(keep.roll(1, dims=1))) > 5 * deviation, (
+        "the depths must matter"
+    )
 
 
 def test_expected_rounds_at_the_ends() -> None:
@@ -138,7 +151,10 @@ def test_wilson_covers_at_its_rate() -> None:
     generator = torch.Generator().manual_seed(0)
     for rate in (0.03, 0.5, 0.95):
         successes = (torch.rand(2000, 60, generator=generator) < rate).sum(-1).tolist()
-        covered = sum(low <= rate <= high for low, high in (wilson(count, 60) for count in successes)) / 2000
+        covered = (
+            sum(low <= rate <= high for low, high in (wilson(count, 60) for count in successes))
+            / 2000
+        )
         assert 0.92 < covered < 0.985
     assert wilson(0, 0) == (0.0, 1.0)
 

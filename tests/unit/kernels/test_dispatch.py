@@ -23,7 +23,10 @@ def test_auto_is_triton_on_cuda_only(compiled: None) -> None:
 
 def test_float64_is_torchs_unless_asked_for(compiled: None) -> None:
     """The Triton kernels compute in float32."""
-    assert [choose("auto", CUDA, dtype) for dtype in (torch.float64, torch.bfloat16)] == ["torch", "triton"]
+    assert [choose("auto", CUDA, dtype) for dtype in (torch.float64, torch.bfloat16)] == [
+        "torch",
+        "triton",
+    ]
     assert choose("triton", CUDA, torch.float64) == "triton"
 
 

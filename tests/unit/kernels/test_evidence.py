@@ -13,7 +13,9 @@ from draftsmith.kernels.evidence import blocks, log_evidence
 
 OUTCOMES, DRAWS = 3, 4
 # The distributions of every draw after every text of earlier ones, as weights.
-WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=OUTCOMES * OUTCOMES**DRAWS, max_size=OUTCOMES * OUTCOMES**DRAWS)
+WEIGHTS = st.lists(
+    st.floats(0.01, 1.0), min_size=OUTCOMES * OUTCOMES**DRAWS, max_size=OUTCOMES * OUTCOMES**DRAWS
+)
 
 
 def mean_evidence(weights: list[float], wrong: list[float]) -> float:
@@ -25,7 +27,9 @@ def mean_evidence(weights: list[float], wrong: list[float]) -> float:
         chance = math.prod(float(true[row, token]) for row, token in zip(rows, text))
         ranks = torch.arange(OUTCOMES).expand(DRAWS, -1)
         prefixes = torch.tensor(rows)[:, None] * OUTCOMES + ranks
-        total += chance * math.exp(log_evidence(held[rows], torch.tensor(text), [ranks, prefixes], strengths=(0.5, 4.0)))
+        total += chance * math.exp(
+            log_evidence(held[rows], torch.tensor(text), [ranks, prefixes], strengths=(0.5, 4.0))
+        )
     return total
 
 
@@ -61,10 +65,17 @@ def test_the_mean_against_other_distributions_is_not_1(quick: None) -> None:
     assert mean_evidence([1.0, 2.0, 3.0] * (size // 3), [3.0, 2.0, 1.0] * (size // 3)) > 1.1
 
 
-def draws(count: int, seed: int, tilt: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Every draw has a distribution of its own; `tilt` moves probability from the likeliest outcome to the second."""
+def draws(
+    count: int, seed: int, tilt: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Every draw has a distribution of its own; `tilt` moves probability from the likeliest outcome
+    to the second."""
     generator = torch.Generator().manual_seed(seed)
-    probs = torch.rand(count, 8, generator=generator, dtype=torch.float64).sort(dim=1, descending=True).values
+    probs = (
+        torch.rand(count, 8, generator=generator, dtype=torch.float64)
+        .sort(dim=1, descending=True)
+        .values
+    )
     probs /= probs.sum(dim=1, keepdim=True)
     true = probs.clone()
     true[:, 0] -= tilt
@@ -76,7 +87,9 @@ def draws(count: int, seed: int, tilt: float = 0.0) -> tuple[torch.Tensor, torch
 def test_false_alarms_are_no_more_than_stated_and_a_bias_is_seen() -> None:
     logs = torch.tensor([log_evidence(*draws(300, seed)) for seed in range(300)])
     assert (logs >= math.log(10)).float().mean() < 0.1
-    assert log_evidence(*draws(3000, 0, tilt=0.1)) > math.log(1e9), "no two draws have one distribution"
+    assert log_evidence(*draws(3000, 0, tilt=0.1)) > math.log(1e9), (
+        "no two draws have one distribution"
+    )
 
 
 def test_what_has_no_probability_is_impossible() -> None:

@@ -1,8 +1,10 @@
-"""Other engines' published test vectors as data, on every way to verify, and corner cases that none of them has.
+"""Other engines' published test vectors as data, on every way to verify, and corner cases that none
+of them has.
 
-Sources: vLLM (tests/v1/sample/test_rejection_sampler.py, tests/v1/spec_decode/), SGLang (test_speculative_sampling.py),
-flashinfer (docstring of chain_speculative_sampling); Apache-2.0. Vectors of features that are not lossless have no counterpart
-here: SGLang's acceptance thresholds below 1, vLLM's synthetic acceptance rates.
+Sources: vLLM (tests/v1/sample/test_rejection_sampler.py, tests/v1/spec_decode/), SGLang
+(test_speculative_sampling.py), flashinfer (docstring of chain_speculative_sampling); Apache-2.0.
+Vectors of features that are not lossless have no counterpart here: SGLang's acceptance thresholds
+below 1, vLLM's synthetic acceptance rates.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import Verdict
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.serve.sampling.state import LawState
+from draftsmith.serve.sampling.state import SamplingState
 
 Verify = Callable[..., Verdict]
 
@@ -42,8 +44,10 @@ def tree_of_a_chain(
     impl: str = "auto",
 ) -> Verdict:
     rows, depth = drafts.shape
-    laws = torch.nn.functional.pad(torch.arange(rows * depth, device=p.device).view(rows, depth), (0, 1), value=-1)
-    told = (None, None) if q is None else (q.flatten(0, 1), laws)
+    distributions = torch.nn.functional.pad(
+        torch.arange(rows * depth, device=p.device).view(rows, depth), (0, 1), value=-1
+    )
+    told = (None, None) if q is None else (q.flatten(0, 1), distributions)
     verdict = verify_tree(p, chain_tree(drafts, lengths), *told, seeds, positions, impl=impl)
     return Verdict(verdict.accepted, verdict.tokens)
 
@@ -86,12 +90,18 @@ VLLM_GREEDY = {
     "multiple sequences": ([[1, 2], [3]], [[1, 2, 5], [3, 4]], [[1, 2, 5], [3, 4, -1]]),
     "single token": ([[1]], [[1, 2]], [[1, 2]]),
     "empty sequence": ([[]], [[5]], [[5]]),
-    "multiple mismatches": ([[1, 2, 3], [4, 5, 6]], [[1, 2, 7, 6], [4, 8, 6, 9]], [[1, 2, 7, -1], [4, 8, -1, -1]]),
+    "multiple mismatches": (
+        [[1, 2, 3], [4, 5, 6]],
+        [[1, 2, 7, 6], [4, 8, 6, 9]],
+        [[1, 2, 7, -1], [4, 8, -1, -1]],
+    ),
 }
 
 
 @pytest.mark.parametrize("drafts, target, expected", VLLM_GREEDY.values(), ids=VLLM_GREEDY.keys())
-def test_vllm_greedy(verify: Verify, drafts: list[list[int]], target: list[list[int]], expected: list[list[int]]) -> None:
+def test_vllm_greedy(
+    verify: Verify, drafts: list[list[int]], target: list[list[int]], expected: list[list[int]]
+) -> None:
     width = max(len(draft) for draft in drafts)
     lengths = ids(*(len(draft) for draft in drafts))
     p = greedy(peaked([token for row in target for token in row]))
@@ -100,7 +110,8 @@ def test_vllm_greedy(verify: Verify, drafts: list[list[int]], target: list[list[
 
 
 def test_vllm_penalties(verify: Verify) -> None:
-    """Every position prefers its token (100) to token 15 (99); the frequency penalty counts the drafted tokens before it."""
+    """Every position prefers its token (100) to token 15 (99); the frequency penalty counts the
+    drafted tokens before it."""
     drafts, target = [[1, 1, 1], [], [1, 1, 1]], [[1, 1, 1, 1], [7], [1, 1, 1, 1]]
     logits = torch.full((9, 20), -100.0)
     logits[range(9), [token for row in target for token in row]] = 100.0
@@ -108,7 +119,13 @@ def test_vllm_penalties(verify: Verify) -> None:
     states = []
     for tokens, penalty in (([5, 6, 2], 1.5), ([6, 3], 1.5), ([7, 4], 0.7)):
         params = SamplingParams(frequency_penalty=penalty, temperature=0.0)
-        state = LawState(params, num_prompt=len(tokens) - 1, vocab_size=20, eos_token_ids=(), device=torch.device("cpu"))
+        state = SamplingState(
+            params,
+            num_prompt=len(tokens) - 1,
+            vocab_size=20,
+            eos_token_ids=(),
+            device=torch.device("cpu"),
+        )
         state.follow(tokens)
         states.append(state)
     p = greedy(Adjustments(states).apply(logits, *chain_prefixes(drafts)))
@@ -133,9 +150,13 @@ def test_vllm_seeds(verify: Verify) -> None:
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.5}])
-def test_vllm_recovered_tokens_stay_inside_the_mask(verify: Verify, filters: dict[str, float]) -> None:
+def test_vllm_recovered_tokens_stay_inside_the_mask(
+    verify: Verify, filters: dict[str, float]
+) -> None:
     p, drafts, lengths, q = random_round(1, 4, 10)
-    kept = process(p, SamplingRows.of([1.0] * 12, **{name: [value] * 12 for name, value in filters.items()}))
+    kept = process(
+        p, SamplingRows.of([1.0] * 12, **{name: [value] * 12 for name, value in filters.items()})
+    )
     assert (kept == -math.inf).sum() > 12
     verdict = verify(kept, drafts, lengths, q, torch.arange(4), torch.arange(4))
     for row, tokens in enumerate(verdict.tokens.tolist()):
@@ -145,44 +166,66 @@ def test_vllm_recovered_tokens_stay_inside_the_mask(verify: Verify, filters: dic
 
 @pytest.mark.parametrize("way", WAYS)
 def test_vllm_more_samples_come_closer(way: str) -> None:
-    """Vocabulary 10: the distance to the target's law shrinks with the number of rounds, the one to a foreign law does not."""
+    """Vocabulary 10: the distance to the target's distribution shrinks with the number of rounds,
+    the one to a foreign distribution does not."""
     p, _, _, q = random_round(2, 1, 10)
     target, foreign = p[0].softmax(-1), torch.full((10,), 0.1)
     distances = []
     for rows in (100, 40_000):
         seeds, positions = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-        laws = q[:, :1].expand(rows, 1, 10)
-        drafts = sample(laws[:, 0], round_seeds(seeds, positions), positions, Purpose.DRAFT)[:, None]
-        verdict = WAYS[way](p[:2].repeat(rows, 1), drafts, torch.ones_like(seeds), laws, seeds, positions)
+        distributions = q[:, :1].expand(rows, 1, 10)
+        drafts = sample(
+            distributions[:, 0], round_seeds(seeds, positions), positions, Purpose.DRAFT
+        )[:, None]
+        verdict = WAYS[way](
+            p[:2].repeat(rows, 1), drafts, torch.ones_like(seeds), distributions, seeds, positions
+        )
         seen = torch.bincount(verdict.tokens[:, 0], minlength=10) / rows
-        distances.append([float((seen - law).abs().sum() / 2) for law in (target, foreign)])
+        distances.append(
+            [float((seen - distribution).abs().sum() / 2) for distribution in (target, foreign)]
+        )
     (near_few, far_few), (near, far) = distances
     assert near < near_few / 5 and near < 0.01 and far > far_few / 2
 
 
 def narrow_rounds(way: str, rows: int) -> tuple[torch.Tensor, Verdict]:
-    """vLLM's setting: 16 tokens, q = softmax(-target logits), sampled by our own noise, three drafts a round."""
+    """vLLM's setting: 16 tokens, q = softmax(-target logits), sampled by our own noise, three
+    drafts a round."""
     target = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
     seeds, positions = torch.arange(rows), torch.full((rows,), 11)
     noise = round_seeds(seeds, positions)
     q = -target[:3]
-    drafts = torch.stack([sample(q[i].expand(rows, 16), noise, positions + i, Purpose.DRAFT) for i in range(3)], dim=1)
-    verdict = WAYS[way](target.repeat(rows, 1), drafts, torch.full((rows,), 3), q.expand(rows, 3, 16), seeds, positions)
+    drafts = torch.stack(
+        [sample(q[i].expand(rows, 16), noise, positions + i, Purpose.DRAFT) for i in range(3)],
+        dim=1,
+    )
+    verdict = WAYS[way](
+        target.repeat(rows, 1),
+        drafts,
+        torch.full((rows,), 3),
+        q.expand(rows, 3, 16),
+        seeds,
+        positions,
+    )
     return target, verdict
 
 
 def filled(tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The target continues every round to its last position; in a block, how far a round came tells of its tokens."""
+    """The target continues every round to its last position; in a block, how far a round came tells
+    of its tokens."""
     rows = len(tokens)
     seeds = torch.arange(rows) + 10**6
     places = [torch.full((rows,), place) for place in range(len(target))]
-    added = [sample(law.expand(rows, -1), seeds, place, Purpose.BONUS) for law, place in zip(target, places)]
+    added = [
+        sample(distribution.expand(rows, -1), seeds, place, Purpose.BONUS)
+        for distribution, place in zip(target, places)
+    ]
     return torch.where(tokens < 0, torch.stack(added, dim=1), tokens)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_vllm_narrow_vocabulary_marginals(way: str) -> None:
-    """The law of the token at each position, with vLLM's threshold df + 10 sqrt(2 df)."""
+    """The distribution of the token at each position, with vLLM's threshold df + 10 sqrt(2 df)."""
     target, verdict = narrow_rounds(way, 60_000)
     tokens = filled(verdict.tokens, target)
     for place in range(4):
@@ -207,7 +250,8 @@ def test_vllm_chunks_and_placeholders(verify: Verify) -> None:
 
 
 SGLANG_NODES = {
-    # Their candidate 0 is the last committed token. Nodes in the order of their tests: [candidate, parent node].
+    # Their candidate 0 is the last committed token. Nodes in the order of their tests: [candidate,
+    # parent node].
     "first": [(1, -1), (3, -1), (2, 0), (4, 1), (5, 3)],
     "second": [(4, -1), (1, -1), (5, 0), (2, 1), (3, 3)],
 }
@@ -217,7 +261,9 @@ SGLANG_PEAKS = {"first": {0: 3, 3: 4, 4: 5}, "second": {0: 11, 4: 12}}
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("temperature", [0.01, 0.0])
-def test_sglang_tree(impl: str, temperature: float, device: torch.device, poisoned_empty: None) -> None:
+def test_sglang_tree(
+    impl: str, temperature: float, device: torch.device, poisoned_empty: None
+) -> None:
     """Thresholds 1: predicted 3 4 5 18 and 11 12 18, along their candidates 0 3 4 5 and 0 4 5."""
     logits, tokens, parents = [], [], []
     for name, nodes in SGLANG_NODES.items():
@@ -229,10 +275,15 @@ def test_sglang_tree(impl: str, temperature: float, device: torch.device, poison
         parents.append([parent for _, parent in nodes])
     p = process(torch.stack(logits), SamplingRows.of([temperature] * len(logits)))
     tree = DraftTree(ids(*tokens).to(device), ids(*parents).to(device), ids(5, 5).to(device))
-    verdict = verify_tree(p.to(device), tree, None, None, ids(0, 1).to(device), ids(1, 8).to(device), impl=impl)
+    verdict = verify_tree(
+        p.to(device), tree, None, None, ids(0, 1).to(device), ids(1, 8).to(device), impl=impl
+    )
     assert verdict.accepted.tolist() == [3, 2]
     assert verdict.tokens.tolist() == [[3, 4, 5, 18, -1, -1], [11, 12, 18, -1, -1, -1]]
-    along = [[nodes[node][0] for node in path if node >= 0] for nodes, path in zip(SGLANG_NODES.values(), verdict.nodes.tolist())]
+    along = [
+        [nodes[node][0] for node in path if node >= 0]
+        for nodes, path in zip(SGLANG_NODES.values(), verdict.nodes.tolist())
+    ]
     assert along == [[3, 4, 5], [4, 5]]
 
 
@@ -245,8 +296,13 @@ def test_sglang_chain(way: str) -> None:
     q += p[:3]
     seeds, positions = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     noise = round_seeds(seeds, positions)
-    drafts = torch.stack([sample(q[i].expand(rows, size), noise, positions + i, Purpose.DRAFT) for i in range(3)], dim=1)
-    verdict = WAYS[way](p.repeat(rows, 1), drafts, torch.full((rows,), 3), q.expand(rows, 3, size), seeds, positions)
+    drafts = torch.stack(
+        [sample(q[i].expand(rows, size), noise, positions + i, Purpose.DRAFT) for i in range(3)],
+        dim=1,
+    )
+    verdict = WAYS[way](
+        p.repeat(rows, 1), drafts, torch.full((rows,), 3), q.expand(rows, 3, size), seeds, positions
+    )
     tokens = filled(verdict.tokens, p)
     for place in range(4):
         seen = torch.bincount(tokens[:, place], minlength=size) / rows
@@ -254,15 +310,19 @@ def test_sglang_chain(way: str) -> None:
 
 
 def test_flashinfer_docstring(verify: Verify) -> None:
-    """p / q is 2 at the first token, so it stays; p is 0 at the second one and the residual is token 0 alone."""
+    """p / q is 2 at the first token, so it stays; p is 0 at the second one and the residual is
+    token 0 alone."""
     draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]]).log()
     target = torch.tensor([[0, 0.1, 0.6, 0.3], [1, 0, 0, 0], [0.7, 0.1, 0.1, 0.1]]).log()
     for seed in range(4):
-        assert verify(target, ids([2, 1]), ids(2), draft, ids(seed), ids(0)).tokens.tolist() == [[2, 0, -1]]
+        assert verify(target, ids([2, 1]), ids(2), draft, ids(seed), ids(0)).tokens.tolist() == [
+            [2, 0, -1]
+        ]
 
 
 def test_top_k_then_top_p_is_sequential() -> None:
-    """.35 + .25 + .20 is .80 of everything, but .941 of the four tokens that top-k left: three stay."""
+    """.35 + .25 + .20 is .80 of everything, but .941 of the four tokens that top-k left: three
+    stay."""
     probs = torch.tensor([[0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03]])
     kept = process(probs.log(), SamplingRows.of([1.0], top_k=[4], top_p=[0.82])) > -math.inf
     assert kept.tolist() == [[True] * 3 + [False] * 6]
@@ -290,16 +350,26 @@ def test_vllm_ngram(text: list[int], min_n: int, max_n: int, k: int, expected: l
 
 
 def test_u_of_zero_keeps_nothing_impossible() -> None:
-    """u is never 0 by construction; were it, a token without mass in p or q would still be rejected."""
+    """u is never 0 by construction; were it, a token without mass in p or q would still be
+    rejected."""
     nothing, some = torch.tensor([-math.inf]).double(), torch.tensor([-1.0]).double()
-    assert not accepts(nothing, nothing, some) and not accepts(nothing, some, nothing) and not accepts(nothing, nothing, nothing)
+    assert (
+        not accepts(nothing, nothing, some)
+        and not accepts(nothing, some, nothing)
+        and not accepts(nothing, nothing, nothing)
+    )
     assert accepts(nothing, some, some)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only interpreted kernels can be given another uniform")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="only interpreted kernels can be given another uniform"
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_u_of_zero_keeps_nothing_impossible_in_triton(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows: token without mass in p, in q, in neither; the last one is kept, as u = 0 keeps whatever is possible."""
+def test_u_of_zero_keeps_nothing_impossible_in_triton(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows: token without mass in p, in q, in neither; the last one is kept, as u = 0 keeps
+    whatever is possible."""
     from triton.language import float64
 
     from draftsmith.kernels.verify import block_triton as verify_block_triton
@@ -321,8 +391,13 @@ def test_all_but_one_masked(verify: Verify) -> None:
     p = torch.full((3, size), -math.inf)
     p[0, 4097], p[1, 11], p[2, 4098] = -7.0, 3.0, 0.0
     q = torch.zeros(1, 2, size)
-    assert verify(p, ids([4097, 12]), ids(2), q, ids(1), ids(0)).tokens.tolist()[0] in ([4097, 11, -1], [4097, 11, 4098])
-    assert verify(p, ids([4097, 11]), ids(2), None, ids(1), ids(0)).tokens.tolist() == [[4097, 11, 4098]]
+    assert verify(p, ids([4097, 12]), ids(2), q, ids(1), ids(0)).tokens.tolist()[0] in (
+        [4097, 11, -1],
+        [4097, 11, 4098],
+    )
+    assert verify(p, ids([4097, 11]), ids(2), None, ids(1), ids(0)).tokens.tolist() == [
+        [4097, 11, 4098]
+    ]
     assert verify(p, ids([5, 11]), ids(2), None, ids(1), ids(0)).tokens.tolist() == [[4097, -1, -1]]
 
 
@@ -337,10 +412,16 @@ def test_top_k_of_one_is_greedy(verify: Verify) -> None:
 
 def test_no_residual_mass_and_rows_without_drafts(verify: Verify) -> None:
     """p = q keeps everything; rows with k = 0 between others draw a bonus token."""
-    laws = torch.randn(3, 21, generator=torch.Generator().manual_seed(7))
+    distributions = torch.randn(3, 21, generator=torch.Generator().manual_seed(7))
     seeds = torch.arange(4)
-    drafts = torch.stack([sample(laws[i].expand(4, 21), seeds, seeds + i, Purpose.DRAFT) for i in range(2)], dim=1)
-    p = torch.cat([laws, laws[:1], laws, laws[:1]])
-    verdict = verify(p, drafts, ids(2, 0, 2, 0), laws[:2].expand(4, 2, 21), seeds, seeds)
+    drafts = torch.stack(
+        [sample(distributions[i].expand(4, 21), seeds, seeds + i, Purpose.DRAFT) for i in range(2)],
+        dim=1,
+    )
+    p = torch.cat([distributions, distributions[:1], distributions, distributions[:1]])
+    verdict = verify(p, drafts, ids(2, 0, 2, 0), distributions[:2].expand(4, 2, 21), seeds, seeds)
     assert verdict.accepted.tolist() == [2, 0, 2, 0]
-    assert torch.equal(verdict.tokens[1::2, 0], sample(laws[:1].expand(2, 21), seeds[1::2], seeds[1::2], Purpose.BONUS))
+    assert torch.equal(
+        verdict.tokens[1::2, 0],
+        sample(distributions[:1].expand(2, 21), seeds[1::2], seeds[1::2], Purpose.BONUS),
+    )

@@ -1,4 +1,5 @@
-"""Which steps `scripts/test` runs for which arguments, with programs that only write down how they were called."""
+"""Which steps `scripts/test` runs for which arguments, with programs that only write down how they
+were called."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def calls(checkout: Path, *arguments: str) -> list[str]:
         "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "CALLS": str(checkout / "calls"),
     }  # fmt: skip
     done = subprocess.run(
-        [checkout / "scripts" / "test", *arguments], env=environment, capture_output=True, text=True, timeout=60
+        [checkout / "scripts" / "test", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return (checkout / "calls").read_text().splitlines()
@@ -55,14 +60,23 @@ MUTANTS = "python scripts/mutants.py"
         (("--mutants",), [], [MUTANTS]),
         (("--mutants", "K1", "S3"), [], [f"{MUTANTS} K1 S3"]),
         (("--all", "--mutants"), ["not long and not gpu", "long and not gpu"], [MUTANTS]),
-        (("--mutants", "--all", "K1"), ["not long and not gpu", "long and not gpu"], [f"{MUTANTS} K1"]),
+        (
+            ("--mutants", "--all", "K1"),
+            ["not long and not gpu", "long and not gpu"],
+            [f"{MUTANTS} K1"],
+        ),
         (("--all", "tests/unit"), ["not long and not gpu", "long and not gpu"], []),
     ],
 )
-def test_the_arguments_choose_the_steps(arguments: tuple[str, ...], lanes: list[str], mutants: list[str], checkout: Path) -> None:
+def test_the_arguments_choose_the_steps(
+    arguments: tuple[str, ...], lanes: list[str], mutants: list[str], checkout: Path
+) -> None:
     called = calls(checkout, *arguments)
     pytests = [line for line in called if line.startswith("python -m pytest -m")]
     assert len(pytests) == len(lanes)
-    assert all(line.startswith(f"python -m pytest -m {lane}") for line, lane in zip(pytests, lanes, strict=True))
+    assert all(
+        line.startswith(f"python -m pytest -m {lane}")
+        for line, lane in zip(pytests, lanes, strict=True)
+    )
     assert [line for line in called if line.startswith(MUTANTS)] == mutants
     assert all(("tests/unit" in line) == ("tests/unit" in arguments) for line in pytests)

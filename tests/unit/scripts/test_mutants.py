@@ -1,4 +1,5 @@
-"""The check that wrong edits are noticed (`scripts/test --mutants`): its verdicts on a project of one file, and its own list."""
+"""The check that wrong edits are noticed (`scripts/test --mutants`): its verdicts on a project of
+one file, and its own list."""
 
 from __future__ import annotations
 
@@ -116,7 +117,9 @@ from mutants import check
 sys.exit(check(Path({str(project)!r}), {names!r}, workers=2, preloaded=(), least_limit_s=3.0))
 """
     plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=plain)
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=plain
+    )
     return finished.returncode, finished.stdout + finished.stderr
 
 
@@ -136,17 +139,26 @@ def test_each_edit_gets_its_verdict_and_the_project_stays_as_it_was(project: Pat
         "hang": "killed",
         **invalid,
     }
-    assert "`old` occurs 5 times" in output and "without the edit" in output and "no end after" in output
+    assert (
+        "`old` occurs 5 times" in output
+        and "without the edit" in output
+        and "no end after" in output
+    )
     assert "pytest's status 4" in output and "pytest's status 1" in output
     assert (project / "src" / "sums.py").read_text() == CODE
 
 
 def test_an_edit_that_only_makes_the_code_raise_is_not_killed(project: Path) -> None:
-    """A name that is not there, an assertion of the code's own, another exception than a test expects; but an exception expected
-    in vain is noticed, and so is a wrong result beside a crash."""
+    """A name that is not there, an assertion of the code's own, another exception than a test
+    expects; but an exception expected in vain is noticed, and so is a wrong result beside a crash.
+    """
     status, output = check(project, [NAME, OWN, OTHER, UNRAISED, LATER])
     crashed = dict.fromkeys(("name", "own", "other"), "crashed")
-    assert status == 1 and results(output) == {**crashed, "unraised": "killed", "later": "killed"}, output
+    assert status == 1 and results(output) == {
+        **crashed,
+        "unraised": "killed",
+        "later": "killed",
+    }, output
     assert "NameError in" in output and "3 crashed" in output
 
 
@@ -184,8 +196,10 @@ def test_an_outdated_entry_is_seen(project: Path) -> None:
     (project / "tests" / "mutants").mkdir()
     names = {"text": "gone from", "tests": ["tests/test_sums.py::test_gone"]}
     wrong = [
-        {**KILLED, "id": "old", "old": names["text"]}, {**KILLED, "id": "test", "tests": names["tests"]},
-        {**KILLED, "id": "file", "file": "src/gone.py"}, {**KILLED, "id": "same", "new": KILLED["old"]},
+        {**KILLED, "id": "old", "old": names["text"]},
+        {**KILLED, "id": "test", "tests": names["tests"]},
+        {**KILLED, "id": "file", "file": "src/gone.py"},
+        {**KILLED, "id": "same", "new": KILLED["old"]},
         {**KILLED, "id": "syntax", "new": "0"}, {**KILLED, "id": "none", "tests": []},
     ]  # fmt: skip
     (project / "tests" / "mutants" / "all.yaml").write_text(yaml.safe_dump([KILLED, *wrong]))

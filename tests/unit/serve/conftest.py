@@ -28,21 +28,35 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 class FixedDrafter:
-    """Without weights: draft logits depend on the token before and the depth. `told` are the logits it admits to."""
+    """Without weights: draft logits depend on the token before and the depth. `told` are the logits
+    it admits to."""
 
     family = "fixed"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, vocab_size: int, *, seed: int = 0, sharpness: float = 2.0, told_seed: int | None = None):
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        seed: int = 0,
+        sharpness: float = 2.0,
+        told_seed: int | None = None,
+    ):
         self.table = self._logits(vocab_size, seed, sharpness)
-        self.told = self.table if told_seed is None else self._logits(vocab_size, told_seed, sharpness)
+        self.told = (
+            self.table if told_seed is None else self._logits(vocab_size, told_seed, sharpness)
+        )
         self.calls = 0
 
     @staticmethod
     def _logits(vocab_size: int, seed: int, sharpness: float) -> torch.Tensor:
-        return sharpness * torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(seed))
+        return sharpness * torch.randn(
+            16, vocab_size, generator=torch.Generator().manual_seed(seed)
+        )
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         return None
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
@@ -57,11 +71,18 @@ class FixedDrafter:
         positions = inputs.starts + inputs.lengths
         for step in range(depth):
             rows = (before + step) % len(self.table)
-            drawn = sample(process(self.table[rows], inputs.sampling), inputs.seeds, positions + step, Purpose.DRAFT)
+            drawn = sample(
+                process(self.table[rows], inputs.sampling),
+                inputs.seeds,
+                positions + step,
+                Purpose.DRAFT,
+            )
             logits[:, step] = process(self.told[rows], inputs.sampling)
             tokens[:, step] = before = drawn
         used = torch.arange(depth) < inputs.num_draft[:, None]
-        return Proposal(tokens=torch.where(used, tokens, -1), lengths=inputs.num_draft, logits=logits)
+        return Proposal(
+            tokens=torch.where(used, tokens, -1), lengths=inputs.num_draft, logits=logits
+        )
 
 
 @pytest.fixture(scope="session")
@@ -92,14 +113,18 @@ class OpenAiPenalties:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
         for token, count in Counter(input_ids[0, self.num_prompt :].tolist()).items():
-            # Rounded to the scores' type before it is multiplied, as everybody does who keeps counts in a tensor.
-            scores[0, token] -= torch.tensor(self.params.frequency_penalty, dtype=scores.dtype) * count
+            # Rounded to the scores' type before it is multiplied, as everybody does who keeps
+            # counts in a tensor.
+            scores[0, token] -= (
+                torch.tensor(self.params.frequency_penalty, dtype=scores.dtype) * count
+            )
             scores[0, token] -= self.params.presence_penalty
         return scores
 
 
 class OnlyAllowed:
-    """Not transformers' `PrefixConstrainedLogitsProcessor`: where every allowed token is banned, that one lifts the ban."""
+    """Not transformers' `PrefixConstrainedLogitsProcessor`: where every allowed token is banned,
+    that one lifts the ban."""
 
     def __init__(self, allowed: Collection[int]):
         self.allowed = list(allowed)
@@ -110,10 +135,16 @@ class OnlyAllowed:
         return only
 
 
-def _processors(params: SamplingParams, num_prompt: int, eos_token_ids: Collection[int]) -> LogitsProcessorList:
+def _processors(
+    params: SamplingParams, num_prompt: int, eos_token_ids: Collection[int]
+) -> LogitsProcessorList:
     chosen = LogitsProcessorList()
     if params.logit_bias:
-        chosen.append(SequenceBiasLogitsProcessor([[[token], float(bias)] for token, bias in params.logit_bias]))
+        chosen.append(
+            SequenceBiasLogitsProcessor(
+                [[[token], float(bias)] for token, bias in params.logit_bias]
+            )
+        )
     if params.repetition_penalty != 1:
         chosen.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     chosen.append(OpenAiPenalties(params, num_prompt))
@@ -133,12 +164,19 @@ Adjusted = Callable[[SamplingParams, list[int], int, Collection[int], torch.Tens
 
 @pytest.fixture(scope="session")
 def adjusted() -> Adjusted:
-    """`adjusted(params, text, num_prompt, eos_token_ids, scores)`: raw scores [V] of the token behind `text` as transformers'
-    own processors, in transformers' own order, hand them to its warpers."""
+    """`adjusted(params, text, num_prompt, eos_token_ids, scores)`: raw scores [V] of the token
+    behind `text` as transformers' own processors, in transformers' own order, hand them to its
+    warpers."""
 
     def apply(
-        params: SamplingParams, text: list[int], num_prompt: int, eos_token_ids: Collection[int], scores: torch.Tensor
+        params: SamplingParams,
+        text: list[int],
+        num_prompt: int,
+        eos_token_ids: Collection[int],
+        scores: torch.Tensor,
     ) -> torch.Tensor:
-        return _processors(params, num_prompt, eos_token_ids)(torch.tensor([text]), scores[None].clone())[0]
+        return _processors(params, num_prompt, eos_token_ids)(
+            torch.tensor([text]), scores[None].clone()
+        )[0]
 
     return apply

@@ -26,7 +26,10 @@ NAN = float("nan")
         ({"tune_draft_temperature": True, "draft_sampling": "greedy"}, "which has no temperature"),
         ({"synthetic_acceptance": (0.5, NAN)}, "rates from 0 to 1"),
         ({"synthetic_acceptance": ()}, "rates from 0 to 1"),
-        ({"synthetic_acceptance": (0.5,), "verification": "typical"}, "verification is 'typical' together with synthetic"),
+        (
+            {"synthetic_acceptance": (0.5,), "verification": "typical"},
+            "verification is 'typical' together with synthetic",
+        ),
     ],
 )
 def test_an_engine_is_not_made_of(options, words):
@@ -49,9 +52,18 @@ def test_an_engine_is_not_made_of(options, words):
         ({"api_key": ("right", " ")}, "api_key is empty"),
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
         ({"ngram": True, "fallback": "suffix"}, "fallback is given without a trained draft"),
-        ({"draft": "d", "suffix_max_tree_depth": 3}, "suffix_max_tree_depth is 3 but nothing drafts by suffix"),
-        ({"suffix": True, "prompt_lookup_max": 3}, "prompt_lookup_max is 3 but nothing drafts by ngram"),
-        ({"suffix": True, "suffix_share": 0.5}, "suffix_share is 0.5, which is for suffix beside a draft"),
+        (
+            {"draft": "d", "suffix_max_tree_depth": 3},
+            "suffix_max_tree_depth is 3 but nothing drafts by suffix",
+        ),
+        (
+            {"suffix": True, "prompt_lookup_max": 3},
+            "prompt_lookup_max is 3 but nothing drafts by ngram",
+        ),
+        (
+            {"suffix": True, "suffix_share": 0.5},
+            "suffix_share is 0.5, which is for suffix beside a draft",
+        ),
         ({"ngram": True, "tree": "auto"}, "tree is given with no trained draft"),
         ({"draft": "d", "suffix": True, "tree": "auto"}, "tree is given with suffix"),
         ({"draft": "d", "k": "3", "tree": "auto"}, "k is 3 together with tree 'auto'"),
@@ -62,14 +74,30 @@ def test_an_engine_is_not_made_of(options, words):
 )
 def test_a_server_is_not_started_with(options, words):
     check(ServeConfig(target="t", draft="d"))
-    check(ServeConfig(target="t", draft="d", suffix=True, suffix_share=0.5, fallback="ngram", prompt_lookup_min=1))
+    check(
+        ServeConfig(
+            target="t",
+            draft="d",
+            suffix=True,
+            suffix_share=0.5,
+            fallback="ngram",
+            prompt_lookup_min=1,
+        )
+    )
     with pytest.raises(UserError, match=words):
         check(ServeConfig(target="t", **options))
 
 
-@pytest.mark.parametrize(("device", "words"), [("banana", "which torch does not know"), ("cuda:1", "sees no CUDA device")])
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("banana", "which torch does not know"), ("cuda:1", "sees no CUDA device")],
+)
 def test_a_device_that_is_not_there(device, words, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert device_of(ServeConfig(target="t")) == device_of(ServeConfig(target="t", device="cpu")) == "cpu"
+    assert (
+        device_of(ServeConfig(target="t"))
+        == device_of(ServeConfig(target="t", device="cpu"))
+        == "cpu"
+    )
     with pytest.raises(UserError, match=words):
         device_of(ServeConfig(target="t", device=device))

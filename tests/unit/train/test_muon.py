@@ -1,4 +1,5 @@
-"""The two optimizers in one: who trains what, one schedule for both, and a state that comes back."""
+"""The two optimizers in one: who trains what, one schedule for both, and a state that
+comes back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ TOKENS = 12
 
 def draft(seed: int = 0) -> torch.nn.ModuleDict:
     torch.manual_seed(seed)
-    parts = {"layer": torch.nn.Linear(6, 8), "norm": torch.nn.LayerNorm(8), "lm_head": torch.nn.Linear(8, TOKENS, bias=False)}
+    parts = {
+        "layer": torch.nn.Linear(6, 8),
+        "norm": torch.nn.LayerNorm(8),
+        "lm_head": torch.nn.Linear(8, TOKENS, bias=False),
+    }
     return torch.nn.ModuleDict(parts)
 
 
@@ -36,10 +41,20 @@ def test_matrices_of_layers_are_muons_and_all_else_is_adamws():
     module["layer"].bias.requires_grad_(False)
     muon, adamw = optimizer(module).parts
     assert isinstance(muon, Muon) and isinstance(adamw, AdamW)
-    groups = [[id(one) for one in group["params"]] for group in (*muon.param_groups, *adamw.param_groups)]
+    groups = [
+        [id(one) for one in group["params"]] for group in (*muon.param_groups, *adamw.param_groups)
+    ]
     norm = module["norm"]
-    assert groups == [[id(module["layer"].weight)], [id(module["lm_head"].weight)], [id(norm.weight), id(norm.bias)]]
-    assert [group["weight_decay"] for group in (*muon.param_groups, *adamw.param_groups)] == [0.1, 0.1, 0.0]
+    assert groups == [
+        [id(module["layer"].weight)],
+        [id(module["lm_head"].weight)],
+        [id(norm.weight), id(norm.bias)],
+    ]
+    assert [group["weight_decay"] for group in (*muon.param_groups, *adamw.param_groups)] == [
+        0.1,
+        0.1,
+        0.0,
+    ]
 
 
 def test_one_schedule_moves_both_learning_rates():

@@ -33,11 +33,32 @@ def configure(tiny_target, write_data, tmp_path: Path) -> Callable[..., TrainCon
         {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
         for n, (prompt, answer) in enumerate(zip(prompts, answers))
     ]
-    data = write_data(rows, provenance={"target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0})
+    data = write_data(
+        rows,
+        provenance={
+            "target_revision": target.revision,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+        },
+    )
 
     def config(out: str, family: str = "eagle3", **changes: object) -> TrainConfig:
-        values = {"target": folder, "data": str(data), "out": str(tmp_path / out), "dtype": "float32", "held_out": 0.2}
-        fixed = {"steps": 7, "log_every": 1, "save_every": 4, "batch_size": 4, "eval_prompts": 0, "optim": STEADY}
+        values = {
+            "target": folder,
+            "data": str(data),
+            "out": str(tmp_path / out),
+            "dtype": "float32",
+            "held_out": 0.2,
+        }
+        fixed = {
+            "steps": 7,
+            "log_every": 1,
+            "save_every": 4,
+            "batch_size": 4,
+            "eval_prompts": 0,
+            "optim": STEADY,
+        }
         return TrainConfig(family=family, **values | fixed | changes)
 
     return config
@@ -66,7 +87,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 )
 def test_a_resumed_run_is_the_straight_one_to_the_bit(family: str, changes: dict, configure):
     """Resumed after step 4, between two writings of texts."""
-    straight, resumed, plain = (configure(name, family, **changes) for name in ("straight", "resumed", "plain"))
+    straight, resumed, plain = (
+        configure(name, family, **changes) for name in ("straight", "resumed", "plain")
+    )
     run(straight)
     run(replace(resumed, steps=4))
     run(resumed)
@@ -78,7 +101,10 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(family: str, changes: dict
 
 
 def test_a_run_of_another_seed_sees_other_texts_and_other_noise(configure):
-    first, second = (configure(f"seed-{seed}", on_policy=OWN, unroll=UnrollConfig(noise=0.1), steps=2) for seed in (0, 1))
+    first, second = (
+        configure(f"seed-{seed}", on_policy=OWN, unroll=UnrollConfig(noise=0.1), steps=2)
+        for seed in (0, 1)
+    )
     run(first)
     run(replace(second, seed=1))
     assert losses(first) != losses(second)
@@ -86,10 +112,15 @@ def test_a_run_of_another_seed_sees_other_texts_and_other_noise(configure):
 
 @pytest.mark.parametrize("mean", ["token", "sample"])
 def test_a_step_without_any_position_that_counts_trains_nothing(mean, configure):
-    """A draft that knows nothing yet, and nothing but what it gets right counts: 0 of 0 would be the end of its weights."""
-    kept_only = OnPolicyConfig(share=1.0, refresh=1, k=3, tokens=2, accepted=1.0, first_rejected=0.0, later_rejected=0.0)
+    """A draft that knows nothing yet, and nothing but what it gets right counts: 0 of 0 would be
+    the end of its weights."""
+    kept_only = OnPolicyConfig(
+        share=1.0, refresh=1, k=3, tokens=2, accepted=1.0, first_rejected=0.0, later_rejected=0.0
+    )
     # Rows end behind the first token that was drafted.
-    found = configure(f"kept-{mean}", mean=mean, on_policy=kept_only, batch_size=1, max_length=6, steps=4)
+    found = configure(
+        f"kept-{mean}", mean=mean, on_policy=kept_only, batch_size=1, max_length=6, steps=4
+    )
     run(found)
     assert 0.0 in losses(found)  # the case occurs
     assert all(weight.isfinite().all() for weight in weights(found).values())
@@ -104,12 +135,17 @@ def test_noise_is_uniform_and_a_function_of_seed_step_and_text():
     assert abs(float(noisy.mean())) < 5 * 0.1 / (3 * 5120) ** 0.5
     assert noisy.var().item() == pytest.approx(0.1**2 / 3, rel=0.1)
     assert torch.equal(noisy, FeatureNoise(0.1, 0, 5).added(taps, ids))
-    for other in (FeatureNoise(0.1, 1, 5).added(taps, ids), FeatureNoise(0.1, 0, 6).added(taps, ids)):
+    for other in (
+        FeatureNoise(0.1, 1, 5).added(taps, ids),
+        FeatureNoise(0.1, 0, 6).added(taps, ids),
+    ):
         assert not torch.equal(noisy, other)
     assert not torch.equal(noisy, FeatureNoise(0.1, 0, 5).added(taps, ids + 1))
 
 
-@pytest.mark.parametrize(("family", "noise"), [("draft-lm", 0.1), ("eagle3", -0.1), ("eagle3", float("nan"))])
+@pytest.mark.parametrize(
+    ("family", "noise"), [("draft-lm", 0.1), ("eagle3", -0.1), ("eagle3", float("nan"))]
+)
 def test_noise_that_cannot_be_is_refused_in_one_sentence(family: str, noise: float, configure):
     with pytest.raises(UserError, match=r"unroll\.noise"):
         resolve.check(configure("refused", family, unroll=UnrollConfig(noise=noise)))

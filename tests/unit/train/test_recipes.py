@@ -36,14 +36,19 @@ def test_there_is_a_recipe_for_every_family():
 def test_recipe_is_read_and_resolved(recipe, tmp_path):
     config = config_of(recipe)
     resolve.check(config)
-    assert config != TrainConfig(family=config.family, target="t", data="d", out="o"), "it changes nothing"
+    assert config != TrainConfig(family=config.family, target="t", data="d", out="o"), (
+        "it changes nothing"
+    )
     arguments = training_arguments(config, find_place("float32"), folder=tmp_path, max_steps=10)
     assert arguments.learning_rate == config.optim.lr
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
 def test_a_recipe_of_another_family_is_refused_where_it_speaks_of_it(recipe):
-    speaks = any(section in read_yaml(recipe) for section in (family.replace("-", "_") for family in FAMILIES))
+    speaks = any(
+        section in read_yaml(recipe)
+        for section in (family.replace("-", "_") for family in FAMILIES)
+    )
     other = "mtp" if family_of(recipe) != "mtp" else "eagle3"
     config = config_of(recipe, family=other)
     if not speaks:
@@ -58,7 +63,11 @@ def test_zero_recipes_leave_the_numbers_to_the_command_line(stage):
     assert resolve.zero_stage(str(path)) == stage
     config = resolve.deepspeed_config(str(path))
     assert config["optimizer"]["params"]["torch_adam"] is True
-    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+    for name in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
         assert config[name] == "auto"
 
 

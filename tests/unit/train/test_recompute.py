@@ -24,9 +24,11 @@ def gradients(drafter: torch.nn.Module, batch: UnrollBatch) -> tuple[dict[str, t
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = sum(step.hidden.pow(2).mean() for step in drafter.unroll(batch))
     loss.backward()
-    return {name: parameter.grad for name, parameter in drafter.named_parameters() if parameter.grad is not None}, sum(
-        kept.values()
-    )
+    return {
+        name: parameter.grad
+        for name, parameter in drafter.named_parameters()
+        if parameter.grad is not None
+    }, sum(kept.values())
 
 
 @pytest.mark.parametrize("family", ["eagle3", "mtp", "draft-lm", "dflash"])
@@ -46,6 +48,8 @@ def test_gradients_are_the_same_and_less_is_kept(family, tiny_target):
 
 
 def test_a_draft_without_mlps_is_refused(tiny_target):
-    drafter = FAMILIES["medusa"].create(OPTIONS["medusa"](), Target.load(tiny_target("llama")), seed=0)
+    drafter = FAMILIES["medusa"].create(
+        OPTIONS["medusa"](), Target.load(tiny_target("llama")), seed=0
+    )
     with pytest.raises(UserError, match="nothing to recompute in a draft of family 'medusa'"):
         recompute_mlps(drafter, "medusa")

@@ -44,7 +44,9 @@ def test_options_of_the_chosen_family_and_no_other():
     assert resolve.drafter_options(config()) == Eagle3Options()
     chosen = Eagle3Options(draft_vocab_size=7)
     assert resolve.drafter_options(config(eagle3=chosen)) is chosen
-    with pytest.raises(UserError, match="options under 'draft_lm' are given but the family is 'eagle3'"):
+    with pytest.raises(
+        UserError, match="options under 'draft_lm' are given but the family is 'eagle3'"
+    ):
         resolve.drafter_options(config(eagle3=chosen, draft_lm=DraftLmOptions()))
 
 
@@ -52,13 +54,21 @@ def test_a_record_read_back_is_the_same_run_but_for_what_may_change():
     first = config(eagle3=Eagle3Options(taps=(1, 2)), steps=5)
     recorded = json.loads(json.dumps(to_dict(first)))
     assert resolve.different_from(first, recorded) is None
-    assert resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 2)), steps=9, log_every=1), recorded) is None
-    assert resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 3)), steps=5), recorded) == "eagle3.taps: [1, 2] -> [1, 3]"
+    assert (
+        resolve.different_from(
+            config(eagle3=Eagle3Options(taps=(1, 2)), steps=9, log_every=1), recorded
+        )
+        is None
+    )
+    assert (
+        resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 3)), steps=5), recorded)
+        == "eagle3.taps: [1, 2] -> [1, 3]"
+    )
     gone = resolve.different_from(config(steps=5), recorded)
     assert gone.startswith("eagle3.") and gone.endswith("-> None")
-    assert resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 2)), optim=OptimConfig(lr=1.0)), recorded).startswith(
-        "optim.lr"
-    )
+    assert resolve.different_from(
+        config(eagle3=Eagle3Options(taps=(1, 2)), optim=OptimConfig(lr=1.0)), recorded
+    ).startswith("optim.lr")
 
 
 def test_a_record_older_than_an_option_had_its_default():
@@ -82,7 +92,10 @@ def test_an_option_of_the_record_that_is_none_any_more_is_named():
     recorded = json.loads(json.dumps(to_dict(config())))
     recorded["unroll"]["speed"] = 3
     recorded["colour"] = None  # never given, so nothing is lost
-    assert resolve.different_from(config(), recorded) == "unroll.speed was 3 and is no option of this version"
+    assert (
+        resolve.different_from(config(), recorded)
+        == "unroll.speed was 3 and is no option of this version"
+    )
 
 
 def test_a_divergence_that_is_none_is_named_before_anything_loads():

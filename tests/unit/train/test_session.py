@@ -44,19 +44,38 @@ def configure(tiny_target, write_data, tmp_path: Path) -> Callable[..., TrainCon
         {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
         for n, (prompt, answer) in enumerate(zip(prompts, answers))
     ]
-    data = write_data(rows, provenance={"target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0})
+    data = write_data(
+        rows,
+        provenance={
+            "target_revision": target.revision,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+        },
+    )
 
     def config(family: str = "eagle3", **changes: object) -> TrainConfig:
-        values = {"target": folder, "data": str(data), "out": str(tmp_path / "draft"), "dtype": "float32", "held_out": 0.2}
+        values = {
+            "target": folder,
+            "data": str(data),
+            "out": str(tmp_path / "draft"),
+            "dtype": "float32",
+            "held_out": 0.2,
+        }
         return TrainConfig(
-            family=family, **values | {"steps": 40, "log_every": 5, "batch_size": 8, "optim": FAST, "eval_prompts": 0} | changes
+            family=family,
+            **values
+            | {"steps": 40, "log_every": 5, "batch_size": 8, "optim": FAST, "eval_prompts": 0}
+            | changes,
         )
 
     return config
 
 
 def metrics(config: TrainConfig) -> list[dict]:
-    return [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,24 +107,41 @@ def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
         assert found["tau"]["low"] <= found["tau"]["value"] <= found["tau"]["high"]
     # Teacher forcing knows what greedy rounds will do.
     assert greedy["measured"]["tau"]["value"] == pytest.approx(greedy["tau"]["value"])
-    assert greedy["measured"]["offered"][0] <= greedy["measured"]["rounds"] < greedy["measured"]["tokens"]
+    assert (
+        greedy["measured"]["offered"][0]
+        <= greedy["measured"]["rounds"]
+        < greedy["measured"]["tokens"]
+    )
     target = Target.load(config.target)
     # The draft on disk is the one that was measured.
     corpus = session.load_corpus(config, target)
     draft = checkpoint.load(config.out, target)
-    again = measure(draft, target, corpus.held_out.first(8), k=config.unroll.steps, max_new_tokens=12, batch_size=8)
-    assert [one.to_dict()["measured"] for one in again.measurements] == [greedy["measured"], sampled["measured"]]
+    again = measure(
+        draft,
+        target,
+        corpus.held_out.first(8),
+        k=config.unroll.steps,
+        max_new_tokens=12,
+        batch_size=8,
+    )
+    assert [one.to_dict()["measured"] for one in again.measurements] == [
+        greedy["measured"],
+        sampled["measured"],
+    ]
     assert (Path(config.out) / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("divergence", ["reverse-kl", "jsd:0.3", "tv", "tvd++", "lk-alpha", "lk-hybrid", "ce"])
+@pytest.mark.parametrize(
+    "divergence", ["reverse-kl", "jsd:0.3", "tv", "tvd++", "lk-alpha", "lk-hybrid", "ce"]
+)
 def test_every_divergence_trains_a_draft(divergence, configure):
     config = configure(divergence=divergence, eagle3=Eagle3Options(draft_vocab_size=200))
     run(config)
     first, *_, last = metrics(config)
     key = f"{kind_of(divergence).metric}_1"
     assert last[key] < first[key]
-    # Cross entropy learns twenty sampled texts by heart, which is not the law they came from.
+    # Cross entropy learns twenty sampled texts by heart, which is not the distribution they came
+    # from.
     assert last["alpha_1"] > first["alpha_1"] + 0.05 or divergence == "ce"
     assert checkpoint.read_metadata(config.out)["training"]["config"]["divergence"] == divergence
     with pytest.raises(UserError, match=r"divergence: '.*' -> 'forward-kl'"):
@@ -113,10 +149,18 @@ def test_every_divergence_trains_a_draft(divergence, configure):
 
 
 def test_a_sample_mean_is_a_token_mean_of_texts_of_one_length(configure):
-    """12 answered tokens a text; 20 texts in batches of 6 leave one of 2, which must not count as 6."""
+    """12 answered tokens a text; 20 texts in batches of 6 leave one of 2, which must not count as
+    6."""
     losses = []
     for mean in ("token", "sample"):
-        config = configure(mean=mean, steps=3, log_every=1, out=f"{configure().out}-{mean}", batch_size=6, accumulate=2)
+        config = configure(
+            mean=mean,
+            steps=3,
+            log_every=1,
+            out=f"{configure().out}-{mean}",
+            batch_size=6,
+            accumulate=2,
+        )
         run(config)
         losses.append([line["loss"] for line in metrics(config) if "loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -131,13 +175,17 @@ def test_a_sample_mean_counts_a_short_text_like_a_long_one(tiny_target, table_dr
     labels = torch.stack([long[0], short[1]])
 
     def loss(rows: slice, num_items: int, mean: str) -> float:
-        trainee = trainer.Trainee(table_drafter(288), LiveTeacher(target), UnrollConfig(steps=1), mean=mean)
+        trainee = trainer.Trainee(
+            table_drafter(288), LiveTeacher(target), UnrollConfig(steps=1), mean=mean
+        )
         return trainee(ids[rows], mask[rows], labels[rows], torch.tensor(num_items))["loss"].item()
 
     apart = [loss(slice(0, 1), 9, "token"), loss(slice(1, 2), 2, "token")]
     assert abs(apart[0] - apart[1]) > 1e-2
     assert loss(slice(0, 2), 2, "sample") == pytest.approx(sum(apart) / 2, rel=1e-5)
-    assert loss(slice(0, 2), 11, "token") == pytest.approx((9 * apart[0] + 2 * apart[1]) / 11, rel=1e-5)
+    assert loss(slice(0, 2), 11, "token") == pytest.approx(
+        (9 * apart[0] + 2 * apart[1]) / 11, rel=1e-5
+    )
 
 
 def test_mass_outside_the_draft_vocabulary_is_told(configure):
@@ -166,7 +214,9 @@ def test_a_lost_run_stops_with_one_sentence_and_keeps_its_checkpoint(configure, 
     monkeypatch.setattr(trainer, "unrolled_loss", honest)
     run(config)
     lines = metrics(config)
-    assert [line["step"] for line in lines] == [1, *range(5, 41, 5)] and lines[-1]["loss"] < lines[0]["loss"]
+    assert [line["step"] for line in lines] == [1, *range(5, 41, 5)] and lines[-1]["loss"] < lines[
+        0
+    ]["loss"]
 
 
 def test_the_clock_ends_the_run_and_the_schedule(configure):
@@ -179,7 +229,9 @@ def test_the_clock_ends_the_run_and_the_schedule(configure):
     assert last["learning_rate"] < 0.2 * config.optim.lr
 
 
-def test_held_out_prompts_are_decoded_while_training_and_the_best_draft_is_kept(configure, monkeypatch):
+def test_held_out_prompts_are_decoded_while_training_and_the_best_draft_is_kept(
+    configure, monkeypatch
+):
     """Weights that are spoiled late in the run must not be what it leaves."""
     config = configure(steps=30, eval_every=10, **DECODED)
     measured = session.measure
@@ -201,21 +253,38 @@ def test_held_out_prompts_are_decoded_while_training_and_the_best_draft_is_kept(
     assert taus[2] < taus[1], "the control: the last draft is a bad one"
     for line in evaluated:
         assert line["eval_tau_low"] <= line["eval_tau"] <= line["eval_tau_high"]
-        assert {"eval_tau_t0", "eval_tau_t1", "eval_predicted_tau_t0", "eval_alpha_1_t1", "eval_offered_1_t1"} <= line.keys()
+        assert {
+            "eval_tau_t0",
+            "eval_tau_t1",
+            "eval_predicted_tau_t0",
+            "eval_alpha_1_t1",
+            "eval_offered_1_t1",
+        } <= line.keys()
     record = checkpoint.read_metadata(config.out)
     best = max(evaluated, key=lambda line: (line["eval_tau"], line["step"]))
-    assert record["training"]["steps"] == 30 and record["training"]["kept_step"] == best["step"] != 30
+    assert (
+        record["training"]["steps"] == 30 and record["training"]["kept_step"] == best["step"] != 30
+    )
     assert record["evaluation"][0]["measured"]["tau"]["value"] == pytest.approx(best["eval_tau_t0"])
     assert not list((Path(config.out) / "training").glob("best-30*"))
     target = Target.load(config.target)
     corpus = session.load_corpus(config, target)
     draft = checkpoint.load(config.out, target)
-    kept = measure(draft, target, corpus.held_out.first(8), k=config.unroll.steps, max_new_tokens=12, batch_size=8)
+    kept = measure(
+        draft,
+        target,
+        corpus.held_out.first(8),
+        k=config.unroll.steps,
+        max_new_tokens=12,
+        batch_size=8,
+    )
     assert kept.tau.value == pytest.approx(best["eval_tau"])
 
 
 def test_a_tracker_that_is_not_installed_is_one_sentence(configure):
-    with pytest.raises(UserError, match="'report_to' names 'abacus', which is no tracker installed here"):
+    with pytest.raises(
+        UserError, match="'report_to' names 'abacus', which is no tracker installed here"
+    ):
         run(configure(report_to=("abacus",)))
 
 
@@ -228,11 +297,18 @@ def test_without_held_out_prompts_the_last_draft_is_kept(configure):
 
 def test_merged_lora_is_the_trained_model(configure, tiny_target, monkeypatch):
     start = tiny_target("llama", 1)
-    config = configure("draft-lm", draft_lm=DraftLmOptions(init=start, lora=LoraOptions(rank=2)), steps=10)
+    config = configure(
+        "draft-lm", draft_lm=DraftLmOptions(init=start, lora=LoraOptions(rank=2)), steps=10
+    )
     trained = []
     save = checkpoint.save
     monkeypatch.setattr(
-        checkpoint, "save", lambda drafter, *rest, **options: (trained.append(drafter), save(drafter, *rest, **options))
+        checkpoint,
+        "save",
+        lambda drafter, *rest, **options: (
+            trained.append(drafter),
+            save(drafter, *rest, **options),
+        ),
     )
     run(config)
     target = Target.load(config.target)
@@ -245,7 +321,8 @@ def test_merged_lora_is_the_trained_model(configure, tiny_target, monkeypatch):
         return step.hidden @ drafter.head_weight().T
 
     merged = logits(checkpoint.load(config.out, target))
-    # W + B A in one product instead of two: float32 rounds the sum of 32 terms of order 1 otherwise, a few 1e-6 a layer.
+    # W + B A in one product instead of two: float32 rounds the sum of 32 terms of order 1
+    # otherwise, a few 1e-6 a layer.
     assert torch.allclose(merged, logits(trained[0].eval()), atol=1e-4)
     # Control: training moved it away from where it began.
     untrained = session.FAMILIES["draft-lm"].create(DraftLmOptions(init=start), target, seed=0)
@@ -258,17 +335,26 @@ def test_weights_of_the_target_are_not_trained(configure):
     target = Target.load(config.target)
     corpus = session.load_corpus(config, target)
     place = session.find_place("float32")
-    trainee = trainer.Trainee(session.new_drafter(config, place, target, corpus), LiveTeacher(target), config.unroll)
+    trainee = trainer.Trainee(
+        session.new_drafter(config, place, target, corpus), LiveTeacher(target), config.unroll
+    )
     owned = {parameter.data_ptr() for parameter in trainee.parameters()}
     assert owned and not owned & {parameter.data_ptr() for parameter in target.model.parameters()}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_head_that_is_not_trained_stays_the_targets(optimizer, configure):
-    config = configure(steps=2, eagle3=Eagle3Options(train_head=False), optim=OptimConfig(lr=1e-2, optimizer=optimizer))
+    config = configure(
+        steps=2,
+        eagle3=Eagle3Options(train_head=False),
+        optim=OptimConfig(lr=1e-2, optimizer=optimizer),
+    )
     run(config)
     target = Target.load(config.target)
-    trained, new = checkpoint.load(config.out, target), Eagle3.create(config.eagle3, target, seed=config.seed)
+    trained, new = (
+        checkpoint.load(config.out, target),
+        Eagle3.create(config.eagle3, target, seed=config.seed),
+    )
     assert torch.equal(trained.lm_head.weight, target.output_weight)
     assert not torch.equal(trained.midlayer.mlp.down_proj.weight, new.midlayer.mlp.down_proj.weight)
     assert not torch.equal(trained.norm.weight, new.norm.weight)
@@ -283,7 +369,9 @@ def test_the_seed_and_nothing_else_decides(configure):
     assert runs["one"] == runs["same"] and runs["one"] != runs["other"]
 
 
-@pytest.mark.parametrize(("family", "optimizer"), [("mtp", "adamw"), ("draft-lm", "adamw"), ("mtp", "muon")])
+@pytest.mark.parametrize(
+    ("family", "optimizer"), [("mtp", "adamw"), ("draft-lm", "adamw"), ("mtp", "muon")]
+)
 def test_more_steps_go_on_where_fewer_ended(family, optimizer, configure):
     """Also with tied weights (draft-lm), which a checkpoint holds once, and with two optimizers."""
     constant = {"optim": OptimConfig(optimizer=optimizer, lr=1e-2, schedule="constant", warmup=0.0)}
@@ -299,10 +387,18 @@ def test_more_steps_go_on_where_fewer_ended(family, optimizer, configure):
 @pytest.mark.parametrize("family", ["eagle3", "mtp", "medusa", "dspark"])
 def test_a_trained_draft_is_trained_further(family, configure):
     run(first := configure(family))
-    run(further := configure(family, init=first.out, out=first.out + "-further", steps=10, divergence="tvd++"))
+    run(
+        further := configure(
+            family, init=first.out, out=first.out + "-further", steps=10, divergence="tvd++"
+        )
+    )
     assert metrics(further)[0]["alpha_1"] > metrics(first)[0]["alpha_1"] + 0.01
-    before, after = (load_file(Path(config.out) / "model.safetensors") for config in (first, further))
-    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+    before, after = (
+        load_file(Path(config.out) / "model.safetensors") for config in (first, further)
+    )
+    assert before.keys() == after.keys() and any(
+        not torch.equal(before[name], after[name]) for name in before
+    )
     with pytest.raises(UserError, match=f"a draft of family '{family}'; train {family} with it"):
         run(configure("mlp", init=first.out, out=first.out + "-other"))
 
@@ -328,15 +424,27 @@ def error_of(capsys, *arguments: str) -> str:
         (("eagle3", "optim.lrr=1"), "unknown option 'optim.lrr'; did you mean 'optim.lr'?"),
         (("eagle3", "--steps", "many"), "option 'steps' is 'many'"),
         (("eagle3", "--steps", "0"), "'steps' is 0"),
-        (("eagle3", "mtp.intermediate_size=4"), "options under 'mtp' are given but the family is 'eagle3'"),
-        (("eagle3", "--init", "D", "eagle3.train_head=false"), "options under 'eagle3' are of a new draft"),
+        (
+            ("eagle3", "mtp.intermediate_size=4"),
+            "options under 'mtp' are given but the family is 'eagle3'",
+        ),
+        (
+            ("eagle3", "--init", "D", "eagle3.train_head=false"),
+            "options under 'eagle3' are of a new draft",
+        ),
         (("draft-lm", "--init", "D"), "give it as draft_lm.init"),
         (("eagle3", "optim.schedule=staircase"), "must be one of cosine, linear, constant"),
         (("eagle3", "unroll.steps=0"), "unroll.steps"),
         (("eagle3", "optim.warmup=2"), "between 0 and 1"),
-        (("eagle3", "--deepspeed", "no/such.json"), "DeepSpeed config 'no/such.json' does not exist"),
+        (
+            ("eagle3", "--deepspeed", "no/such.json"),
+            "DeepSpeed config 'no/such.json' does not exist",
+        ),
         (("eagle3", "--deepspeed", str(RECIPES / "zero2.json")), "use torchrun"),
-        (("eagle3", "--deepspeed", str(RECIPES / "zero2.json"), "optim.optimizer=muon"), "leave one of the two out"),
+        (
+            ("eagle3", "--deepspeed", str(RECIPES / "zero2.json"), "optim.optimizer=muon"),
+            "leave one of the two out",
+        ),
     ],
 )
 def test_bad_options_are_one_sentence(arguments, said, configure, capsys):
@@ -353,7 +461,9 @@ def test_what_is_damaged_or_cannot_be_written_is_one_sentence(configure, tmp_pat
     run(config)
     weights = tmp_path / "draft" / "training" / "checkpoint-2" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"checkpoint-2' cannot be read .* delete this folder and start again"):
+    with pytest.raises(
+        UserError, match=r"checkpoint-2' cannot be read .* delete this folder and start again"
+    ):
         run(replace(config, steps=3))
     shutil.rmtree(weights.parent)
     run(replace(config, steps=3))
@@ -363,21 +473,39 @@ def test_bad_folders_are_one_sentence(configure, capsys, tmp_path):
     config = configure()
     file = tmp_path / "file"
     file.write_text("")
-    assert "no/such/target" in error_of(capsys, "mtp", "--target", "no/such/target", "--data", config.data, "--out", config.out)
-    assert "is not a folder" in error_of(capsys, "mtp", "--target", config.target, "--data", "no/such", "--out", config.out)
-    assert "is a file" in error_of(capsys, "mtp", "--target", config.target, "--data", config.data, "--out", str(file))
+    assert "no/such/target" in error_of(
+        capsys, "mtp", "--target", "no/such/target", "--data", config.data, "--out", config.out
+    )
+    assert "is not a folder" in error_of(
+        capsys, "mtp", "--target", config.target, "--data", "no/such", "--out", config.out
+    )
+    assert "is a file" in error_of(
+        capsys, "mtp", "--target", config.target, "--data", config.data, "--out", str(file)
+    )
 
 
 @pytest.mark.parametrize("family", ["eagle3", "draft-lm"])
 def test_a_packed_run_learns_and_resumes_exactly(configure, family):
     # The learning rate must not depend on where a run is to end.
     optim = OptimConfig(lr=1e-2, schedule="constant", warmup=0.0)
-    settings = {"packing": True, "max_length": 64, "batch_size": 2, "accumulate": 2, "log_every": 1, "save_every": 7}
-    straight = configure(family, **settings, optim=optim, steps=24, out=f"{configure().out}-straight")
+    settings = {
+        "packing": True,
+        "max_length": 64,
+        "batch_size": 2,
+        "accumulate": 2,
+        "log_every": 1,
+        "save_every": 7,
+    }
+    straight = configure(
+        family, **settings, optim=optim, steps=24, out=f"{configure().out}-straight"
+    )
     run(straight)
     interrupted = replace(straight, out=f"{configure().out}-interrupted")
     run(replace(interrupted, steps=14))
     run(interrupted)
-    losses, again = ([line["loss"] for line in metrics(config) if "loss" in line] for config in (straight, interrupted))
+    losses, again = (
+        [line["loss"] for line in metrics(config) if "loss" in line]
+        for config in (straight, interrupted)
+    )
     assert sum(losses[-3:]) < sum(losses[:3])
     assert again == losses

@@ -1,4 +1,5 @@
-"""The model repository for NVIDIA Triton's vLLM backend: its folders, the model configuration, vLLM's arguments."""
+"""The model repository for NVIDIA Triton's vLLM backend: its folders, the model configuration,
+vLLM's arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from draftsmith.train.export.layouts.triton import draft_folder, model_name
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Protobuf's text format as far as a model configuration goes: scalars, messages and lists of messages."""
+    """Protobuf's text format as far as a model configuration goes: scalars, messages and lists of
+    messages."""
     tokens = re.findall(r'"[^"]*"|[\w.-]+|[{}\[\]:,]', re.sub(r"#.*", "", text))
 
     def message(end: str | None) -> dict[str, Any]:
@@ -60,9 +62,15 @@ def parse(text: str) -> dict[str, Any]:
 def make(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str], Path]:
     def repository(family: str) -> Path:
         target = Target.load(tiny_target("llama"), dtype=torch.float32)
-        checkpoint.save(FAMILIES[family].create(OPTIONS[family](), target, seed=0), tmp_path / "draft", target)
+        checkpoint.save(
+            FAMILIES[family].create(OPTIONS[family](), target, seed=0), tmp_path / "draft", target
+        )
         config = ExportConfig(
-            draft=str(tmp_path / "draft"), to="triton", out=str(tmp_path / "models"), speculative_tokens=4, prove=False
+            draft=str(tmp_path / "draft"),
+            to="triton",
+            out=str(tmp_path / "models"),
+            speculative_tokens=4,
+            prove=False,
         )
         assert run(config) == 0
         return tmp_path / "models"
@@ -70,7 +78,9 @@ def make(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str], Pat
     return repository
 
 
-def test_the_repository_is_a_model_of_one_version(make: Callable[[str], Path], tiny_target: Callable[..., str]) -> None:
+def test_the_repository_is_a_model_of_one_version(
+    make: Callable[[str], Path], tiny_target: Callable[..., str]
+) -> None:
     out = make("eagle3")
     name = Path(tiny_target("llama")).name
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == [name]
@@ -86,7 +96,11 @@ def test_the_repository_is_a_model_of_one_version(make: Callable[[str], Path], t
     draft = (out / name / "1" / "draft").resolve()
     assert read_json(out / name / "1" / "model.json") == {
         "model": str(Path(tiny_target("llama")).resolve()),
-        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 4, "model": str(draft)},
+        "speculative_config": {
+            "method": "eagle3",
+            "num_speculative_tokens": 4,
+            "model": str(draft),
+        },
     }
     assert read_json(draft / "config.json")["architectures"] == ["LlamaForCausalLMEagle3"]
     assert "tritonserver --model-repository" in (out / "README.md").read_text()
@@ -114,6 +128,13 @@ def test_names_and_refusals(make: Callable[[str], Path], tmp_path: Path) -> None
     assert model_name("Qwen/Qwen3-8B") == "Qwen3-8B" and model_name("/data/my model/") == "my-model"
     make("eagle3")
     with pytest.raises(UserError, match="names folders of this machine"):
-        run(ExportConfig(draft=str(tmp_path / "draft"), to="triton", out=str(tmp_path / "models"), push="ann/pair"))
+        run(
+            ExportConfig(
+                draft=str(tmp_path / "draft"),
+                to="triton",
+                out=str(tmp_path / "models"),
+                push="ann/pair",
+            )
+        )
     config = ExportConfig(draft=str(tmp_path / "draft"), to="triton", out=str(tmp_path / "models"))
     assert open_source(config).out == tmp_path / "models"

@@ -1,4 +1,5 @@
-"""DFlash and DSpark as vLLM and SGLang read them alike: the checkpoint as it is, once it is what they expect."""
+"""DFlash and DSpark as vLLM and SGLang read them alike: the checkpoint as it is, once it is what
+they expect."""
 
 from __future__ import annotations
 
@@ -16,22 +17,32 @@ def write_portable(source: Source, out: Path) -> None:
     for key in ("vocab_size", "hidden_size"):
         if config.get(key) != target[key]:
             raise UserError(
-                f"the draft was made for a target with {key} {config.get(key)}, {source.target_name!r} has {target[key]}"
+                f"the draft was made for a target with {key} {config.get(key)}, "
+                f"{source.target_name!r} has {target[key]}"
             )
     if scales_its_embeddings(source):
         raise UserError(
-            f"{source.target_name!r} scales its token embeddings, which engines do not do for a draft that shares them"
+            f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
+            "draft that shares them"
         )
     check_layers({**config, **(config.get("dflash_config") or {})}, target["num_hidden_layers"])
     tensors = read_weights(source.draft)
     expected = expected_shapes(config)
     for name, shape in expected.items():
         if name not in tensors:
-            raise UserError(f"weight {name!r} is missing from the draft; engines would serve random numbers in its place")
+            raise UserError(
+                f"weight {name!r} is missing from the draft; engines would serve random numbers "
+                "in its place"
+            )
         if tuple(tensors[name].shape) != shape:
-            raise UserError(f"weight {name!r} has shape {list(tensors[name].shape)}, its config.json implies {list(shape)}")
+            raise UserError(
+                f"weight {name!r} has shape {list(tensors[name].shape)}, its config.json implies "
+                f"{list(shape)}"
+            )
     if unknown := sorted(tensors.keys() - expected.keys()):
-        raise UserError(f"weight {unknown[0]!r} has no place in the {source.family} layout; remove it")
+        raise UserError(
+            f"weight {unknown[0]!r} has no place in the {source.family} layout; remove it"
+        )
     write_weights(out, config, tensors)
 
 
@@ -40,10 +51,14 @@ def check_layers(values: dict[str, Any], num_layers: int) -> None:
     layers = values["target_layer_ids"]
     if layers != sorted(set(layers)):
         raise UserError(
-            f"the draft taps the outputs of layers {layers}; engines hand them over in order, so train with ascending taps"
+            f"the draft taps the outputs of layers {layers}; engines hand them over in order, so "
+            "train with ascending taps"
         )
     if layers[0] < 0 or layers[-1] > num_layers - 2:
-        raise UserError(f"the draft taps the outputs of layers {layers} of {num_layers}; engines can read 0 to {num_layers - 2}")
+        raise UserError(
+            f"the draft taps the outputs of layers {layers} of {num_layers}; engines can read 0 "
+            f"to {num_layers - 2}"
+        )
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -73,7 +88,10 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             }.items()
         }
     if rank := config.get("markov_rank"):
-        shapes |= dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), (config["vocab_size"], rank))
+        shapes |= dict.fromkeys(
+            ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+            (config["vocab_size"], rank),
+        )
     if config.get("enable_confidence_head"):
         width = hidden + (config["markov_rank"] if config["confidence_head_with_markov"] else 0)
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}

@@ -1,4 +1,5 @@
-"""EAGLE-1 for vLLM and SGLang. The two differ in one tensor: SGLang's projection has a bias, vLLM's has none and refuses one."""
+"""EAGLE-1 for vLLM and SGLang. The two differ in one tensor: SGLang's projection has a bias, vLLM's
+has none and refuses one."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def write_vllm(source: Source, out: Path) -> None:
     tensors = checked(source)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bool(bias.any()):
-        raise UserError("the draft's fc has a bias, which vLLM's EAGLE-1 cannot express; export it --to sglang")
+        raise UserError(
+            "the draft's fc has a bias, which vLLM's EAGLE-1 cannot express; export it --to sglang"
+        )
     write_weights(out, {**source.config, "architectures": [VLLM], "bias": False}, tensors)
 
 
@@ -31,34 +34,53 @@ def write_sglang(source: Source, out: Path) -> None:
 
 
 def checked(source: Source) -> dict[str, torch.Tensor]:
-    """The draft's tensors, once names and shapes are what engines expect: SGLang would serve random numbers for others."""
-    config, target, tensors = source.config, text_config(source.target_config), read_weights(source.draft)
+    """The draft's tensors, once names and shapes are what engines expect: SGLang would serve random
+    numbers for others."""
+    config, target, tensors = (
+        source.config,
+        text_config(source.target_config),
+        read_weights(source.draft),
+    )
     for key in ("vocab_size", "hidden_size"):
         if config.get(key) != target[key]:
             raise UserError(
-                f"the draft was made for a target with {key} {config.get(key)}, {source.target_name!r} has {target[key]}"
+                f"the draft was made for a target with {key} {config.get(key)}, "
+                f"{source.target_name!r} has {target[key]}"
             )
     if "embed_tokens.weight" not in tensors and scales_its_embeddings(source):
         raise UserError(
-            f"{source.target_name!r} scales its token embeddings, which engines do not do for a draft that shares them; "
+            f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
+            "draft that shares them; "
             "save the draft with embeddings of its own"
         )
     expected, hidden = expected_shapes(config), config["hidden_size"]
     optional = {"fc.bias": (hidden,), "embed_tokens.weight": (config["vocab_size"], hidden)}
     for name, shape in expected.items():
         if name not in tensors:
-            raise UserError(f"weight {name!r} is missing from the draft; engines would serve random numbers in its place")
+            raise UserError(
+                f"weight {name!r} is missing from the draft; engines would serve random numbers "
+                "in its place"
+            )
         if tuple(tensors[name].shape) != shape:
-            raise UserError(f"weight {name!r} has shape {list(tensors[name].shape)}, its config.json implies {list(shape)}")
+            raise UserError(
+                f"weight {name!r} has shape {list(tensors[name].shape)}, its config.json implies "
+                f"{list(shape)}"
+            )
     for name, tensor in tensors.items():
         if name not in expected and optional.get(name) != tuple(tensor.shape):
-            raise UserError(f"weight {name!r} of shape {list(tensor.shape)} has no place in the EAGLE-1 layout; remove it")
+            raise UserError(
+                f"weight {name!r} of shape {list(tensor.shape)} has no place in the EAGLE-1 "
+                "layout; remove it"
+            )
     return tensors
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    queries, keys = (
+        config[heads] * config["head_dim"]
+        for heads in ("num_attention_heads", "num_key_value_heads")
+    )
     return {
         "fc.weight": (hidden, 2 * hidden),
         "layers.0.self_attn.q_proj.weight": (queries, hidden),

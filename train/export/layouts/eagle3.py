@@ -1,8 +1,9 @@
 """EAGLE-3 in the portable layout of vLLM and SGLang, and in vLLM's `speculators` layout.
 
-The two engines read the tapped layers from different keys with different meanings, ignore what they do not know (SGLang)
-or refuse it (vLLM), and both take the taps in layer order whatever the config says. All of that is checked here, because
-a draft that breaks one of these rules is served without complaint and accepts nothing.
+The two engines read the tapped layers from different keys with different meanings, ignore what they
+do not know (SGLang) or refuse it (vLLM), and both take the taps in layer order whatever the config
+says. All of that is checked here, because a draft that breaks one of these rules is served without
+complaint and accepts nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(1, config["num_hidden_layers"]):
         shapes |= plain_layer_shapes(f"layers.{layer}.", config)
     if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (config["num_aux_hidden_states"] * config["target_hidden_size"],)
+        shapes["input_norm.weight"] = (
+            config["num_aux_hidden_states"] * config["target_hidden_size"],
+        )
     if config.get("fc_norm"):
         names = [f"fc_norm.{index}.weight" for index in range(config["num_aux_hidden_states"])]
         shapes |= dict.fromkeys(names, (config["target_hidden_size"],))
@@ -78,7 +81,8 @@ def optional_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_portable(source: Source, out: Path) -> None:
-    """For vLLM and SGLang alike: the checkpoint as it is, once it is known to mean the same in both."""
+    """For vLLM and SGLang alike: the checkpoint as it is, once it is known to mean the same in
+    both."""
     check_sglang(source.config)
     write_vllm(source, out)
 
@@ -86,7 +90,11 @@ def write_portable(source: Source, out: Path) -> None:
 def write_vllm(source: Source, out: Path) -> None:
     check(source)
     # SGLang leaves the layer at random values if it is called `layers.0`, before 0.5.23.
-    write_weights(out, source.config, {portable_name(name): tensor for name, tensor in read_weights(source.draft).items()})
+    write_weights(
+        out,
+        source.config,
+        {portable_name(name): tensor for name, tensor in read_weights(source.draft).items()},
+    )
 
 
 def write_speculators(source: Source, out: Path) -> None:
@@ -96,12 +104,19 @@ def write_speculators(source: Source, out: Path) -> None:
 
 
 def speculators_tensors(draft: Path) -> dict[str, torch.Tensor]:
-    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_weights(draft).items()}
+    return {
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in read_weights(draft).items()
+    }
 
 
 def speculators_config(source: Source) -> dict[str, Any]:
     config = dict(source.config)
-    layer = {key: value for key, value in config.items() if key not in ("architectures", "eagle_config", "dtype")}
+    layer = {
+        key: value
+        for key, value in config.items()
+        if key not in ("architectures", "eagle_config", "dtype")
+    }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -121,14 +136,20 @@ def speculators_config(source: Source) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": source.num_speculative_tokens}],
-            "verifier": {"name_or_path": source.target_name, "architectures": source.target_config["architectures"]},
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": source.num_speculative_tokens}
+            ],
+            "verifier": {
+                "name_or_path": source.target_name,
+                "architectures": source.target_config["architectures"],
+            },
         },
     }
 
 
 def check(source: Source, *, more: dict[str, tuple[int, ...]] | None = None) -> None:
-    """Everything that would make an engine load the draft wrongly or not at all; `more` weights belong to the layout too."""
+    """Everything that would make an engine load the draft wrongly or not at all; `more` weights
+    belong to the layout too."""
     config = source.config
     check_config(config)
     check_taps(config, source.target_config)
@@ -141,58 +162,93 @@ def check(source: Source, *, more: dict[str, tuple[int, ...]] | None = None) -> 
 
 def check_config(config: dict[str, Any]) -> None:
     required = (
-        "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size",
+        "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
+        "vocab_size",
         "draft_vocab_size", "tie_word_embeddings", "target_hidden_size", "num_aux_hidden_states",
         "eagle_aux_hidden_state_layer_ids", "eagle_config",
     )  # fmt: skip
     for key in required:
         if config.get(key) is None:
-            raise UserError(f"config.json of the draft lacks {key!r}, which an engine reads; train or save the draft again")
+            raise UserError(
+                f"config.json of the draft lacks {key!r}, which an engine reads; train or save "
+                "the draft again"
+            )
     if config["architectures"][0] not in ARCHITECTURES or config["model_type"] != "llama":
-        raise UserError(f"architecture {config['architectures'][0]!r} is not the portable EAGLE-3 one ({ARCHITECTURES[0]})")
+        raise UserError(
+            f"architecture {config['architectures'][0]!r} is not the portable EAGLE-3 one "
+            f"({ARCHITECTURES[0]})"
+        )
     fixed = {"hidden_act": "silu", "tie_word_embeddings": False}
     for key, value in fixed.items():
         if config[key] != value:
-            raise UserError(f"the draft has {key}={config[key]!r}, which the EAGLE-3 layout cannot express; it must be {value!r}")
+            raise UserError(
+                f"the draft has {key}={config[key]!r}, which the EAGLE-3 layout cannot express; "
+                f"it must be {value!r}"
+            )
     if config.get("attention_bias"):
-        raise UserError("the draft has attention_bias=True, which draftsmith does not export; train it without")
+        raise UserError(
+            "the draft has attention_bias=True, which draftsmith does not export; train it without"
+        )
 
 
 def check_taps(config: dict[str, Any], target_config: dict[str, Any]) -> None:
-    raw, nested = config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"].get("eagle_aux_hidden_state_layer_ids")
+    raw, nested = (
+        config["eagle_aux_hidden_state_layer_ids"],
+        config["eagle_config"].get("eagle_aux_hidden_state_layer_ids"),
+    )
     if nested != [tap - 1 for tap in raw]:
         raise UserError(
-            f"the draft taps layers {raw} but its eagle_config says {nested}; SGLang would read other layers than vLLM, write "
+            f"the draft taps layers {raw} but its eagle_config says {nested}; SGLang would read "
+            "other layers than vLLM, write "
             f"{[tap - 1 for tap in raw]}"
         )
     if not config["eagle_config"].get("use_aux_hidden_state"):
-        raise UserError("eagle_config.use_aux_hidden_state is not true, so engines would drop fc; save the draft again")
+        raise UserError(
+            "eagle_config.use_aux_hidden_state is not true, so engines would drop fc; save the "
+            "draft again"
+        )
     if raw != sorted(set(raw)):
         raise UserError(
-            f"the draft taps layers {raw}; engines hand the taps over in layer order, so train with {sorted(set(raw))}"
+            f"the draft taps layers {raw}; engines hand the taps over in layer order, so train "
+            f"with {sorted(set(raw))}"
         )
     if len(raw) != config["num_aux_hidden_states"]:
-        raise UserError(f"the draft taps {len(raw)} layers but num_aux_hidden_states is {config['num_aux_hidden_states']}")
+        raise UserError(
+            f"the draft taps {len(raw)} layers but num_aux_hidden_states is "
+            f"{config['num_aux_hidden_states']}"
+        )
     layers = text_config(target_config)["num_hidden_layers"]
     if raw[0] < 1 or raw[-1] >= layers:
-        raise UserError(f"the draft taps layers {raw} of a target with {layers}; engines can read 1 to {layers - 1}")
+        raise UserError(
+            f"the draft taps layers {raw} of a target with {layers}; engines can read 1 to "
+            f"{layers - 1}"
+        )
 
 
 def check_target(source: Source) -> None:
     config, target = source.config, text_config(source.target_config)
-    for key, own in (("vocab_size", config["vocab_size"]), ("hidden_size", config["target_hidden_size"])):
+    for key, own in (
+        ("vocab_size", config["vocab_size"]),
+        ("hidden_size", config["target_hidden_size"]),
+    ):
         if own != target[key]:
-            raise UserError(f"the draft was made for a target with {key} {own}, {source.target_name!r} has {target[key]}")
+            raise UserError(
+                f"the draft was made for a target with {key} {own}, {source.target_name!r} has "
+                f"{target[key]}"
+            )
     if "embed_tokens.weight" not in tensor_shapes(source.draft) and scales_its_embeddings(source):
         raise UserError(
-            f"{source.target_name!r} scales its token embeddings, which engines do not do for a draft that shares them; "
+            f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
+            "draft that shares them; "
             "save the draft with embeddings of its own"
         )
 
 
 def scales_its_embeddings(source: Source) -> bool:
-    """Whether the target's embedding module is more than a table, found by building the model without weights."""
+    """Whether the target's embedding module is more than a table, found by building the model
+    without weights."""
     trust = source.trust_remote_code
     config = load_config(source.target, trust_remote_code=trust)
     with torch.device("meta"):
@@ -200,17 +256,28 @@ def scales_its_embeddings(source: Source) -> bool:
     return type(embedding) is not torch.nn.Embedding
 
 
-def check_names(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], more: dict[str, tuple[int, ...]]) -> None:
+def check_names(
+    config: dict[str, Any], shapes: dict[str, tuple[int, ...]], more: dict[str, tuple[int, ...]]
+) -> None:
     named = {portable_name(name): shape for name, shape in shapes.items()}
     expected, allowed = expected_shapes(config) | more, optional_shapes(config)
     for name, shape in expected.items():
         if name not in named:
-            raise UserError(f"weight {name!r} is missing from the draft; engines would serve random numbers in its place")
+            raise UserError(
+                f"weight {name!r} is missing from the draft; engines would serve random numbers "
+                "in its place"
+            )
         if named[name] != shape:
-            raise UserError(f"weight {name!r} has shape {list(named[name])}, its config.json implies {list(shape)}")
+            raise UserError(
+                f"weight {name!r} has shape {list(named[name])}, its config.json implies "
+                f"{list(shape)}"
+            )
     for name, shape in named.items():
         if allowed.get(name, expected.get(name)) != shape:
-            raise UserError(f"weight {name!r} of shape {list(shape)} has no place in the EAGLE-3 layout; remove it")
+            raise UserError(
+                f"weight {name!r} of shape {list(shape)} has no place in the EAGLE-3 layout; "
+                "remove it"
+            )
 
 
 def portable_name(name: str) -> str:
@@ -220,9 +287,15 @@ def portable_name(name: str) -> str:
 def check_vocab_map(config: dict[str, Any], offsets: torch.Tensor) -> None:
     """`offsets` [Vd] int64: the target's id of draft token i is i + offsets[i]."""
     ids = torch.arange(len(offsets)) + offsets
-    if offsets.dtype != torch.int64 or ids.min() < 0 or ids.max() >= config["vocab_size"] or len(ids.unique()) != len(ids):
+    if (
+        offsets.dtype != torch.int64
+        or ids.min() < 0
+        or ids.max() >= config["vocab_size"]
+        or len(ids.unique()) != len(ids)
+    ):
         raise UserError(
-            f"d2t does not map {len(offsets)} draft tokens to distinct ids below {config['vocab_size']}; "
+            f"d2t does not map {len(offsets)} draft tokens to distinct ids below "
+            f"{config['vocab_size']}; "
             "it must hold int64 offsets"
         )
 
@@ -230,9 +303,13 @@ def check_vocab_map(config: dict[str, Any], offsets: torch.Tensor) -> None:
 def check_sglang(config: dict[str, Any]) -> None:
     if config["num_hidden_layers"] != 1:
         raise UserError(
-            f"the draft has num_hidden_layers={config['num_hidden_layers']}, and SGLang norms later layers in its own way; "
+            f"the draft has num_hidden_layers={config['num_hidden_layers']}, and SGLang norms "
+            "later layers in its own way; "
             "export it --to vllm"
         )
     # SGLang 0.5.23 has the other norms that vLLM has.
     if config.get("norm_before_residual"):
-        raise UserError("the draft has norm_before_residual=true, which SGLang cannot express; export it --to vllm")
+        raise UserError(
+            "the draft has norm_before_residual=true, which SGLang cannot express; export it --to "
+            "vllm"
+        )

@@ -1,5 +1,6 @@
-"""Medusa as vLLM up to 0.32 reads it, with one table for all heads, and in the original layout of FasterDecoding, TGI and
-TensorRT-LLM, with a table for each. Both want the target's table written out, because neither looks for it in the target.
+"""Medusa as vLLM up to 0.32 reads it, with one table for all heads, and in the original layout of
+FasterDecoding, TGI and TensorRT-LLM, with a table for each. Both want the target's table written
+out, because neither looks for it in the target.
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ def write_vllm(source: Source, out: Path) -> None:
     tensors = read_tensors(source.draft)
     numbers_of(source.config, source.draft)
     if source.config.get("model_type") != "medusa":
-        raise UserError("the draft is in Medusa's original layout, which vLLM reads as it is; serve it without an export")
+        raise UserError(
+            "the draft is in Medusa's original layout, which vLLM reads as it is; serve it "
+            "without an export"
+        )
     if source.config.get("original_lm_head"):
-        tensors["lm_head.weight"] = target_table(source).to(tensors["blocks.0.layers.0.weight"].dtype)
+        tensors["lm_head.weight"] = target_table(source).to(
+            tensors["blocks.0.layers.0.weight"].dtype
+        )
     write_weights(out, source.config, tensors)
 
 
 def write_original(source: Source, out: Path) -> None:
     num_heads, num_layers = numbers_of(source.config, source.draft)
-    tensors = {own_name(name, num_layers): tensor for name, tensor in read_tensors(source.draft).items()}
+    tensors = {
+        own_name(name, num_layers): tensor for name, tensor in read_tensors(source.draft).items()
+    }
     table = None if "tables.0.weight" in tensors else target_table(source)
     written = {}
     for head in range(num_heads):
@@ -39,11 +47,22 @@ def write_original(source: Source, out: Path) -> None:
             weight = tensors[f"heads.{head}.{layer}.linear.weight"]
             # The layout's blocks always have a bias.
             bias = tensors.get(f"heads.{head}.{layer}.linear.bias", torch.zeros_like(weight[:, 0]))
-            written |= {f"{head}.{layer}.linear.weight": weight, f"{head}.{layer}.linear.bias": bias}
-        own = tensors[f"tables.{head}.weight"] if table is None else table.to(written[f"{head}.0.linear.weight"].dtype)
+            written |= {
+                f"{head}.{layer}.linear.weight": weight,
+                f"{head}.{layer}.linear.bias": bias,
+            }
+        own = (
+            tensors[f"tables.{head}.weight"]
+            if table is None
+            else table.to(written[f"{head}.0.linear.weight"].dtype)
+        )
         written[f"{head}.{num_layers}.weight"] = own.clone()
     save_file(written, out / ORIGINAL_WEIGHTS, metadata={"format": "pt"})
-    config = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "base_model_name_or_path": source.target_name}
+    config = {
+        "medusa_num_heads": num_heads,
+        "medusa_num_layers": num_layers,
+        "base_model_name_or_path": source.target_name,
+    }
     write_config(out, config)
 
 
@@ -56,5 +75,6 @@ def target_table(source: Source) -> torch.Tensor:
             if name in weights.keys():  # noqa: SIM118 - not a dict
                 return weights.get_tensor(name)
     raise UserError(
-        f"{source.target_name!r} has no weight {name!r} for the heads to speak through; this target cannot be exported"
+        f"{source.target_name!r} has no weight {name!r} for the heads to speak through; this "
+        "target cannot be exported"
     )

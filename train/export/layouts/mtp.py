@@ -1,4 +1,5 @@
-"""An MTP module as part of its target's folder, which engines serve with `method: mtp`: in the layout it came in, or MiMo's."""
+"""An MTP module as part of its target's folder, which engines serve with `method: mtp`: in the
+layout it came in, or MiMo's."""
 
 from __future__ import annotations
 
@@ -14,9 +15,17 @@ from draftsmith.drafters.heads.mtp_deepseek import is_appended
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.train.export.layouts.source import Source, copy_tokenizer, file_shapes, tensor_shapes, weight_files, write_config
+from draftsmith.train.export.layouts.source import (
+    Source,
+    copy_tokenizer,
+    file_shapes,
+    tensor_shapes,
+    weight_files,
+    write_config,
+)
 
-# Same block as Qwen2 up to the biases. Others differ in what the tensors mean (Gemma's norms), not only in which there are.
+# Same block as Qwen2 up to the biases. Others differ in what the tensors mean (Gemma's norms), not
+# only in which there are.
 TARGETS = ("llama", "mistral", "qwen2")
 MODULE = "model.mtp_layers.0."
 PROJECTIONS = ("q", "k", "v")
@@ -26,7 +35,11 @@ def write_stitched(source: Source, out: Path) -> None:
     check_target(source)
     draft = read_weights(source.draft)
     module = mimo_tensors(draft)
-    target_shapes = {name: shape for name, shape in tensor_shapes(source.target).items() if not name.startswith(MODULE)}
+    target_shapes = {
+        name: shape
+        for name, shape in tensor_shapes(source.target).items()
+        if not name.startswith(MODULE)
+    }
     check_layer(module, target_shapes)
     stitched = module | zero_biases(module, target_shapes)
     stitch(source.target, out, stitched, replaces=lambda name: name.startswith(MODULE))
@@ -39,7 +52,8 @@ def check_target(source: Source) -> None:
     kind = config["model_type"]
     if kind not in TARGETS:
         raise UserError(
-            f"no engine layout holds an MTP module for a {kind!r} target; MTP is exported for {', '.join(TARGETS)}, "
+            f"no engine layout holds an MTP module for a {kind!r} target; MTP is exported for "
+            f"{', '.join(TARGETS)}, "
             "train an eagle3 draft for this one"
         )
     heads = config["num_attention_heads"]
@@ -47,16 +61,25 @@ def check_target(source: Source) -> None:
         "mlp_bias": config.get("mlp_bias", False),
         "hidden_act": config["hidden_act"] != "silu",
         "sliding_window": uses_window(config),
-        "head_dim": (config.get("head_dim") or config["hidden_size"] // heads) != config["hidden_size"] // heads,
+        "head_dim": (config.get("head_dim") or config["hidden_size"] // heads)
+        != config["hidden_size"] // heads,
     }
     for key, wrong in refused.items():
         if wrong:
             raise UserError(
-                f"{source.target_name!r} has {key}={config.get(key)!r}, which MiMo's layout cannot express; train an eagle3 draft"
+                f"{source.target_name!r} has {key}={config.get(key)!r}, which MiMo's layout "
+                "cannot express; train an eagle3 draft"
             )
-    odd = [name for name in tensor_shapes(source.target) if name.endswith("o_proj.bias") or "_norm.weight" in name]
+    odd = [
+        name
+        for name in tensor_shapes(source.target)
+        if name.endswith("o_proj.bias") or "_norm.weight" in name
+    ]
     if odd:
-        raise UserError(f"{source.target_name!r} has weights like {odd[0]!r}, which MiMo's layout lacks; train an eagle3 draft")
+        raise UserError(
+            f"{source.target_name!r} has weights like {odd[0]!r}, which MiMo's layout lacks; "
+            "train an eagle3 draft"
+        )
 
 
 def uses_window(config: dict[str, Any]) -> bool:
@@ -65,7 +88,8 @@ def uses_window(config: dict[str, Any]) -> bool:
 
 
 def mimo_tensors(draft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our module under MiMo's names. Its projection reads [hidden, embedding], ours [embedding, hidden]."""
+    """Our module under MiMo's names. Its projection reads [hidden, embedding], ours [embedding,
+    hidden]."""
     renamed = {}
     for name, tensor in draft.items():
         if name == "eh_proj.weight":
@@ -91,23 +115,33 @@ def check_layer(module: dict[str, torch.Tensor], target_shapes: dict[str, tuple[
         own = name.replace("model.layers.0.", MODULE)
         if name.startswith("model.layers.0.") and not name.endswith(".bias"):
             if own not in module:
-                raise UserError(f"weight {own!r} is missing from the MTP draft; train or save the draft again")
+                raise UserError(
+                    f"weight {own!r} is missing from the MTP draft; train or save the draft again"
+                )
             if tuple(module[own].shape) != shape:
                 raise UserError(
-                    f"weight {own!r} has shape {list(module[own].shape)} where the target's layers have {list(shape)}; "
+                    f"weight {own!r} has shape {list(module[own].shape)} where the target's "
+                    f"layers have {list(shape)}; "
                     "MiMo's layout wants an MTP layer of the target's shape"
                 )
 
 
-def zero_biases(module: dict[str, torch.Tensor], target_shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+def zero_biases(
+    module: dict[str, torch.Tensor], target_shapes: dict[str, tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
     """The q, k and v biases that a Qwen2 block has and this target or module lacks."""
     weights = {name: shape for name, shape in target_shapes.items() if ".self_attn." in name}
-    weights |= {name: tuple(tensor.shape) for name, tensor in module.items() if ".self_attn." in name}
+    weights |= {
+        name: tuple(tensor.shape) for name, tensor in module.items() if ".self_attn." in name
+    }
     dtype = next(iter(module.values())).dtype
     biases = {}
     for name, shape in weights.items():
         bias = name.replace(".weight", ".bias")
-        if any(name.endswith(f"{kind}_proj.weight") for kind in PROJECTIONS) and bias not in weights:
+        if (
+            any(name.endswith(f"{kind}_proj.weight") for kind in PROJECTIONS)
+            and bias not in weights
+        ):
             biases[bias] = torch.zeros(shape[0], dtype=dtype)
     return biases
 
@@ -126,14 +160,20 @@ def stitched_config(target_config: dict[str, Any]) -> dict[str, Any]:
 MODULE_FILE = "model-mtp.safetensors"
 
 
-def stitch(target: Path, out: Path, module: Mapping[str, torch.Tensor], *, replaces: Callable[[str], bool]) -> None:
-    """The target's files but for the tensors that the module `replaces`, the module's, and an index of all."""
+def stitch(
+    target: Path, out: Path, module: Mapping[str, torch.Tensor], *, replaces: Callable[[str], bool]
+) -> None:
+    """The target's files but for the tensors that the module `replaces`, the module's, and an index
+    of all."""
     weight_map = copy_target_weights(target, out, replaces)
     own = {name: tensor.contiguous() for name, tensor in module.items()}
     save_file(own, out / MODULE_FILE, metadata={"format": "pt"})
     weight_map |= dict.fromkeys(own, MODULE_FILE)
     num_bytes = sum((out / file).stat().st_size for file in set(weight_map.values()))
-    write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+    write_json(
+        out / "model.safetensors.index.json",
+        {"metadata": {"total_size": num_bytes}, "weight_map": weight_map},
+    )
 
 
 def copy_target_weights(target: Path, out: Path, replaces: Callable[[str], bool]) -> dict[str, str]:
@@ -141,14 +181,20 @@ def copy_target_weights(target: Path, out: Path, replaces: Callable[[str], bool]
     weight_map = {}
     for file in weight_files(target):
         # Loaders take a `model.safetensors` for the whole model and never look at the index.
-        name = file.name if file.name not in ("model.safetensors", MODULE_FILE) else f"{file.stem}-target.safetensors"
+        name = (
+            file.name
+            if file.name not in ("model.safetensors", MODULE_FILE)
+            else f"{file.stem}-target.safetensors"
+        )
         names = list(file_shapes(file))
         kept = [tensor for tensor in names if not replaces(tensor)]
         if len(kept) == len(names):
             shutil.copyfile(file, out / name)
         elif kept:
             tensors = load_file(file)
-            save_file({tensor: tensors[tensor] for tensor in kept}, out / name, metadata={"format": "pt"})
+            save_file(
+                {tensor: tensors[tensor] for tensor in kept}, out / name, metadata={"format": "pt"}
+            )
         weight_map |= dict.fromkeys(kept, name)
     return weight_map
 
@@ -159,14 +205,17 @@ def write_mtp(source: Source, out: Path) -> None:
 
 
 def write_back(source: Source, out: Path) -> None:
-    """A module of one layer more in the place of the one that the target brought along. What is shared with the target stays."""
+    """A module of one layer more in the place of the one that the target brought along. What is
+    shared with the target stays."""
     module = read_weights(source.draft)
     shapes = tensor_shapes(source.target)
     for name, tensor in module.items():
         if shapes.get(name) != tuple(tensor.shape):
             raise UserError(
-                f"weight {name!r} of the MTP draft has shape {list(tensor.shape)} and {source.target_name!r} "
-                f"{'none such' if name not in shapes else list(shapes[name])}; give --target the folder that it was trained from"
+                f"weight {name!r} of the MTP draft has shape {list(tensor.shape)} and "
+                f"{source.target_name!r} "
+                f"{'none such' if name not in shapes else list(shapes[name])}; give --target the "
+                "folder that it was trained from"
             )
     stitch(source.target, out, module, replaces=module.__contains__)
     write_config(out, source.target_config)

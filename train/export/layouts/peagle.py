@@ -1,5 +1,6 @@
-"""P-EAGLE: EAGLE-3's portable layout with the state that stands in the slots to be drafted. vLLM reads it (served with
-`"method": "eagle3", "parallel_drafting": true`), in the `speculators` layout too."""
+"""P-EAGLE: EAGLE-3's portable layout with the state that stands in the slots to be drafted. vLLM
+reads it (served with `"method": "eagle3", "parallel_drafting": true`), in the `speculators` layout
+too."""
 
 from __future__ import annotations
 
@@ -14,14 +15,19 @@ from draftsmith.train.export.layouts.source import Source
 def check(source: Source) -> None:
     mask_token, size = source.config.get("mask_token_id"), source.config.get("vocab_size")
     if mask_token is None or not 0 <= mask_token < size:
-        raise UserError(f"the draft has mask_token_id={mask_token}, which is no id of its {size} tokens; save the draft again")
+        raise UserError(
+            f"the draft has mask_token_id={mask_token}, which is no id of its {size} tokens; save "
+            "the draft again"
+        )
     taps = source.config["num_aux_hidden_states"] * source.config["target_hidden_size"]
     eagle3.check(source, more={"mask_hidden": (1, taps)})
 
 
 def write_vllm(source: Source, out: Path) -> None:
     check(source)
-    tensors = {eagle3.portable_name(name): tensor for name, tensor in read_weights(source.draft).items()}
+    tensors = {
+        eagle3.portable_name(name): tensor for name, tensor in read_weights(source.draft).items()
+    }
     write_weights(out, source.config, tensors)
 
 

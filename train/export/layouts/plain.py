@@ -11,7 +11,13 @@ from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.source import Source, copy_tokenizer, text_config, weight_files, write_config
+from draftsmith.train.export.layouts.source import (
+    Source,
+    copy_tokenizer,
+    text_config,
+    weight_files,
+    write_config,
+)
 
 
 def write_plain(source: Source, out: Path) -> None:
@@ -26,15 +32,22 @@ def write_plain(source: Source, out: Path) -> None:
 
 
 def check(source: Source) -> None:
-    own, target = text_config(source.config)["vocab_size"], text_config(source.target_config)["vocab_size"]
+    own, target = (
+        text_config(source.config)["vocab_size"],
+        text_config(source.target_config)["vocab_size"],
+    )
     if own != target:
         raise UserError(
-            f"the draft has {own} token ids and {source.target_name!r} has {target}; engines ask for the same number, so train a "
+            f"the draft has {own} token ids and {source.target_name!r} has {target}; engines ask "
+            "for the same number, so train a "
             "draft with the target's vocabulary"
         )
     if any((source.draft / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         trust = source.trust_remote_code
-        own, target = (load_tokenizer(folder, trust_remote_code=trust) for folder in (source.draft, source.target))
+        own, target = (
+            load_tokenizer(folder, trust_remote_code=trust)
+            for folder in (source.draft, source.target)
+        )
         check_same_ids(own, target)
     read_weights(source.draft)  # refuses damaged and non-finite ones
 
@@ -44,18 +57,27 @@ def write_ibm(source: Source, out: Path) -> None:
     for key, own in (("vocab_size", "vocab_size"), ("hidden_size", "emb_dim")):
         if source.config.get(own) != target[key]:
             raise UserError(
-                f"the draft was made for a target with {key} {source.config.get(own)}, {source.target_name!r} has {target[key]}"
+                f"the draft was made for a target with {key} {source.config.get(own)}, "
+                f"{source.target_name!r} has {target[key]}"
             )
     tensors = read_weights(source.draft)
-    write_weights(out, source.config, spread(tensors, source.config["n_predict"]) if source.config["tie_weights"] else tensors)
+    write_weights(
+        out,
+        source.config,
+        spread(tensors, source.config["n_predict"]) if source.config["tie_weights"] else tensors,
+    )
 
 
 def spread(tensors: dict[str, torch.Tensor], num_predict: int) -> dict[str, torch.Tensor]:
-    """Tied weights repeated at every depth: readers build all of them, and leave what they do not find at random values."""
-    depths = {name.split(".")[1]: int(name.split(".")[2]) for name in sorted(tensors)}  # the last one that each module has
+    """Tied weights repeated at every depth: readers build all of them, and leave what they do not
+    find at random values."""
+    # the last one that each module has
+    depths = {name.split(".")[1]: int(name.split(".")[2]) for name in sorted(tensors)}
     copies = {}
     for name, tensor in tensors.items():
         prefix, module, depth, *rest = name.split(".")
         last = num_predict if int(depth) == depths[module] else int(depth) + 1
-        copies |= {".".join([prefix, module, str(at), *rest]): tensor for at in range(int(depth), last)}
+        copies |= {
+            ".".join([prefix, module, str(at), *rest]): tensor for at in range(int(depth), last)
+        }
     return copies

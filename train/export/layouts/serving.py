@@ -35,12 +35,19 @@ def vllm_options(family: str, target: str, draft: str, k: int) -> dict[str, Any]
 
 def vllm_command(family: str, target: str, draft: str, k: int) -> str:
     options = vllm_options(family, target, draft, k)
-    return f"vllm serve {options['model']} --speculative-config '{json.dumps(options['speculative_config'])}'"
+    return (
+        f"vllm serve {options['model']} --speculative-config "
+        f"'{json.dumps(options['speculative_config'])}'"
+    )
 
 
 def sglang_command(family: str, target: str, draft: str, k: int) -> str:
-    chain = f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+    chain = (
+        f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens "
+        f"{k + 1}"
+    )
     return (
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {SGLANG_ALGORITHMS[family]} "
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm "
+        f"{SGLANG_ALGORITHMS[family]} "
         f"--speculative-draft-model-path {draft} {chain}"
     )

@@ -1,4 +1,5 @@
-"""What an export starts from: a draft checkpoint and the target it was trained for, looked at without loading a model."""
+"""What an export starts from: a draft checkpoint and the target it was trained for, looked at
+without loading a model."""
 
 from __future__ import annotations
 
@@ -38,13 +39,18 @@ def weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
-        raise UserError(f"{str(folder)!r} lacks {missing[0] if missing else 'model.safetensors'}; fetch or save the model again")
+        raise UserError(
+            f"{str(folder)!r} lacks {missing[0] if missing else 'model.safetensors'}; fetch or "
+            "save the model again"
+        )
     return files
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all weights, from the file headers alone."""
-    return {name: shape for file in weight_files(folder) for name, shape in file_shapes(file).items()}
+    return {
+        name: shape for file in weight_files(folder) for name, shape in file_shapes(file).items()
+    }
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +64,10 @@ def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             names = weights.keys()
             return {name: tuple(weights.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{str(file)!r} is not a readable safetensors file ({error}); restore it from its source") from error
+        raise UserError(
+            f"{str(file)!r} is not a readable safetensors file ({error}); restore it from its "
+            "source"
+        ) from error
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
@@ -66,13 +75,15 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 
 def copy_tokenizer(target: Path, out: Path) -> list[str]:
-    """The target's tokenizer, so that the folder serves and loads by itself. Returns the names copied."""
+    """The target's tokenizer, so that the folder serves and loads by itself. Returns the names
+    copied."""
     names = [name for name in TOKENIZER_FILES if (target / name).is_file()]
     for name in names:
         shutil.copyfile(target / name, out / name)

@@ -12,13 +12,18 @@ from draftsmith.train.export.layouts.triton import in_repository
 
 Writer = Callable[[Source, Path], None]
 
-# The families that become part of their target's checkpoint; for others its configuration and tokenizer are enough.
+# The families that become part of their target's checkpoint; for others its configuration and
+# tokenizer are enough.
 STITCHED = ("mtp",)
 # The families whose export needs some of the target's weights.
 NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
 
 WRITERS: dict[str, dict[str, Writer]] = {
-    "eagle3": {"vllm": eagle3.write_vllm, "sglang": eagle3.write_portable, "speculators": eagle3.write_speculators},
+    "eagle3": {
+        "vllm": eagle3.write_vllm,
+        "sglang": eagle3.write_portable,
+        "speculators": eagle3.write_speculators,
+    },
     "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
     "draft-lm": {"vllm": plain.write_plain, "sglang": plain.write_plain, "hf": plain.write_plain},
     "mtp": {"vllm": mtp.write_mtp},
@@ -33,7 +38,10 @@ for writers in WRITERS.values():
         writers["triton"] = in_repository(writers["vllm"])
 REFUSALS: dict[tuple[str, str], str] = {
     ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
-    ("p-eagle", "sglang"): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
+    (
+        "p-eagle",
+        "sglang",
+    ): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
     ("p-eagle", "hf"): "transformers cannot draft with P-EAGLE",
     ("draft-lm", "speculators"): "the speculators layout has no plain draft LMs",
     ("mtp", "sglang"): "SGLang feeds MTP modules otherwise than vLLM, for which they are trained",
@@ -56,8 +64,13 @@ REFUSALS: dict[tuple[str, str], str] = {
 
 def writer(family: str, engine: str) -> Writer:
     if family not in WRITERS:
-        raise UserError(f"a draft of family {family!r} has no weights to export; exportable are {', '.join(WRITERS)}")
+        raise UserError(
+            f"a draft of family {family!r} has no weights to export; exportable are "
+            f"{', '.join(WRITERS)}"
+        )
     engines = WRITERS[family]
     if engine not in engines:
-        raise UserError(f"{REFUSALS[family, engine]}; export this {family} draft --to {' or '.join(engines)}")
+        raise UserError(
+            f"{REFUSALS[family, engine]}; export this {family} draft --to {' or '.join(engines)}"
+        )
     return engines[engine]

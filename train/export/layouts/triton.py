@@ -4,7 +4,8 @@
     OUT/MODEL/1/model.json            vLLM's engine arguments: the target and its draft
     OUT/MODEL/1/draft/                the draft; an MTP module comes within its target here
 
-The backend hands `model.json` to vLLM as it is, so paths in it are those of the machine that serves.
+The backend hands `model.json` to vLLM as it is, so paths in it are those of the machine that
+serves.
 """
 
 from __future__ import annotations
@@ -47,13 +48,20 @@ def in_repository(write_vllm: Callable[[Source, Path], None]) -> Callable[[Sourc
         (out / draft).mkdir(parents=True)
         write_vllm(source, out / draft)
         write_text(out / name / "config.pbtxt", CONFIG.format(name=name))
-        write_json(out / name / VERSION / ENGINE_ARGUMENTS, engine_arguments(source, source.out.resolve() / draft))
+        write_json(
+            out / name / VERSION / ENGINE_ARGUMENTS,
+            engine_arguments(source, source.out.resolve() / draft),
+        )
 
     return write
 
 
 def engine_arguments(source: Source, draft: Path) -> dict[str, Any]:
-    target = str(Path(source.target_name).resolve()) if Path(source.target_name).is_dir() else source.target_name
+    target = (
+        str(Path(source.target_name).resolve())
+        if Path(source.target_name).is_dir()
+        else source.target_name
+    )
     return vllm_options(source.family, target, str(draft), source.num_speculative_tokens)
 
 
@@ -66,10 +74,16 @@ def draft_folder(repository: Path) -> Path:
     """The draft of a repository written here, as its `model.json` names it."""
     found = sorted(repository.glob(f"*/{VERSION}/{ENGINE_ARGUMENTS}"))
     if len(found) != 1:
-        raise UserError(f"Triton finds {len(found)} models in {str(repository)!r} where one is expected; the layout is wrong")
+        raise UserError(
+            f"Triton finds {len(found)} models in {str(repository)!r} where one is expected; the "
+            "layout is wrong"
+        )
     arguments = read_json(found[0], "engine arguments")
     named = Path(arguments["speculative_config"].get("model", arguments["model"]))
     folder = found[0].parent / DRAFT
     if named.parts[-3:] != folder.parts[-3:] or not folder.is_dir():
-        raise UserError(f"model.json names the draft {str(named)!r}, which is not in the repository; the layout is wrong")
+        raise UserError(
+            f"model.json names the draft {str(named)!r}, which is not in the repository; the "
+            "layout is wrong"
+        )
     return folder

@@ -1,4 +1,5 @@
-"""Layouts that engines and libraries read as they are: whole models, the original Medusa, IBM's MLP speculator."""
+"""Layouts that engines and libraries read as they are: whole models, the original Medusa, IBM's MLP
+speculator."""
 
 from __future__ import annotations
 
@@ -14,9 +15,15 @@ from draftsmith.train.export.readers.understood import Parameters, Understood
 
 def read_model(folder: Path, target_config: dict[str, Any]) -> Path:
     """A causal LM is loaded by transformers, as every engine does it, and so do we."""
-    own, target = text_config(read_config(folder))["vocab_size"], text_config(target_config)["vocab_size"]
+    own, target = (
+        text_config(read_config(folder))["vocab_size"],
+        text_config(target_config)["vocab_size"],
+    )
     if own != target:
-        raise UserError(f"engines refuse a draft with {own} token ids for a target with {target}; train one with as many")
+        raise UserError(
+            f"engines refuse a draft with {own} token ids for a target with {target}; train one "
+            "with as many"
+        )
     return folder
 
 
@@ -27,25 +34,41 @@ def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(config["medusa_num_heads"]):
         for layer in range(layers):
-            shapes |= {f"{head}.{layer}.linear.weight": (hidden, hidden), f"{head}.{layer}.linear.bias": (hidden,)}
+            shapes |= {
+                f"{head}.{layer}.linear.weight": (hidden, hidden),
+                f"{head}.{layer}.linear.bias": (hidden,),
+            }
         shapes[f"{head}.{layers}.weight"] = (target["vocab_size"], hidden)
     parameters = Parameters("Medusa's own loader", shapes, strict=True)
     for name, tensor in read_tensors(folder).items():
         parameters.fill(name, tensor)
     loaded = parameters.loaded()
-    own = {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": hidden, "vocab_size": target["vocab_size"]}
+    own = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": hidden,
+        "vocab_size": target["vocab_size"],
+    }
     own |= {"num_heads": config["medusa_num_heads"], "num_hidden_layers": layers}
     tensors = {}
     for name, tensor in loaded.items():
         head, layer, *rest = name.split(".")
-        tensors[f"lm_heads.{head}.weight" if int(layer) == layers else f"blocks.{head}.layers.{layer}.{rest[-1]}"] = tensor
+        tensors[
+            f"lm_heads.{head}.weight"
+            if int(layer) == layers
+            else f"blocks.{head}.layers.{layer}.{rest[-1]}"
+        ] = tensor
     return Understood(own, tensors)
 
 
 def read_mlp(folder: Path, target_config: dict[str, Any]) -> Understood:
     """fms builds every depth, tied or not, and leaves what it does not find at random values."""
     config = read_config(folder)
-    outer, inner, vocab = config["emb_dim"], config.get("inner_dim") or config["emb_dim"], config["vocab_size"]
+    outer, inner, vocab = (
+        config["emb_dim"],
+        config.get("inner_dim") or config["emb_dim"],
+        config["vocab_size"],
+    )
     shapes: dict[str, tuple[int, ...]] = {}
     for depth in range(config["n_predict"]):
         shapes |= {

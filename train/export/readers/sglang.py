@@ -1,4 +1,5 @@
-"""How SGLang reads draft folders. It passes over tensors it does not know, so a wrong name is served as random numbers."""
+"""How SGLang reads draft folders. It passes over tensors it does not know, so a wrong name is
+served as random numbers."""
 
 from __future__ import annotations
 
@@ -23,26 +24,41 @@ from draftsmith.train.export.readers.vllm import own_block
 
 NAME = "SGLang"
 # Names of older drafts.
-LEGACY = {"midlayer": "layers.0", "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+LEGACY = {
+    "midlayer": "layers.0",
+    "aux_norm_low": "fc_norm.0",
+    "aux_norm_mid": "fc_norm.1",
+    "aux_norm_high": "fc_norm.2",
+}
 
 
 def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = read_config(folder)
     if config["architectures"] != ["LlamaForCausalLMEagle3"] or config.get("tie_word_embeddings"):
-        raise UserError(f"SGLang does not load {config['architectures']} as an EAGLE-3 head of its own; the layout is wrong")
+        raise UserError(
+            f"SGLang does not load {config['architectures']} as an EAGLE-3 head of its own; the "
+            "layout is wrong"
+        )
     nested = config.get("eagle_config") or {}
     outputs = nested.get("eagle_aux_hidden_state_layer_ids")
     num_layers = text_config(target_config)["num_hidden_layers"]
     chosen = [layer + 1 for layer in outputs] if outputs else [2, num_layers // 2, num_layers - 3]
     raw = in_layer_order(chosen, num_layers, NAME)
-    num_taps, hidden = config.get("num_aux_hidden_states") or len(outputs or (0, 0, 0)), config["hidden_size"]
+    num_taps, hidden = (
+        config.get("num_aux_hidden_states") or len(outputs or (0, 0, 0)),
+        config["hidden_size"],
+    )
     if num_taps != len(raw) or "draft_vocab_size" not in config:
-        raise UserError(f"SGLang would run fc over {num_taps} states and taps layers {raw}; the layout is wrong")
+        raise UserError(
+            f"SGLang would run fc over {num_taps} states and taps layers {raw}; the layout is wrong"
+        )
     width, draft_vocab = config.get("target_hidden_size", hidden), config["draft_vocab_size"]
     shapes = {"model.fc.weight": (hidden, num_taps * width), "model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         # Unlike vLLM's, a later layer has both norms and uses `hidden_norm`.
-        shapes |= decoder_layer(f"model.layers.{layer}.", config, norms=(*LAYER_NORMS, "hidden_norm"), wide=layer == 0)
+        shapes |= decoder_layer(
+            f"model.layers.{layer}.", config, norms=(*LAYER_NORMS, "hidden_norm"), wide=layer == 0
+        )
     optional = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     if draft_vocab is not None:
         shapes["lm_head.weight"] = (draft_vocab, hidden)
@@ -58,7 +74,9 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
             parameters.fill(engine_name(name, parameters), tensor)
     # No such path there, whatever the config says.
     config = {**config, "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": raw}
-    return Understood(config, own_eagle3(parameters.loaded(), hot, draft_vocab, config["vocab_size"]))
+    return Understood(
+        config, own_eagle3(parameters.loaded(), hot, draft_vocab, config["vocab_size"])
+    )
 
 
 def engine_name(name: str, parameters: Parameters) -> str:
@@ -70,20 +88,28 @@ def engine_name(name: str, parameters: Parameters) -> str:
 def own_eagle3(
     loaded: dict[str, torch.Tensor], hot: torch.Tensor | None, draft_vocab: int | None, vocab: int
 ) -> dict[str, torch.Tensor]:
-    tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in renamed(loaded, "model.", "").items()}
+    tensors = {
+        name.replace("layers.0.", "midlayer.", 1): tensor
+        for name, tensor in renamed(loaded, "model.", "").items()
+    }
     if "lm_head.weight" in loaded:
         tensors["lm_head.weight"] = loaded["lm_head.weight"]
     if hot is not None:
         tensors["d2t"] = hot - torch.arange(len(hot))
     elif draft_vocab is not None and draft_vocab != vocab:
-        raise UserError("SGLang would take draft token i for target token i, since the export has no d2t; the layout is wrong")
+        raise UserError(
+            "SGLang would take draft token i for target token i, since the export has no d2t; the "
+            "layout is wrong"
+        )
     return tensors
 
 
 def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = read_config(folder)
     if config["architectures"] != ["LlamaForCausalLMEagle"]:
-        raise UserError(f"SGLang loads {config['architectures']} as another model; the layout is wrong")
+        raise UserError(
+            f"SGLang loads {config['architectures']} as another model; the layout is wrong"
+        )
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     shapes = decoder_layer("model.layers.0.", config, norms=("post_attention_layernorm",))
     shapes |= {"model.fc.weight": (hidden, 2 * hidden), "model.fc.bias": (hidden,)}
@@ -106,22 +132,37 @@ def block_from(folder: Path, target_config: dict[str, Any], *, architecture: str
     config = read_config(folder)
     block = config.get("dflash_config") or {}
     if config["architectures"] != [architecture]:
-        raise UserError(f"SGLang does not load {config['architectures']} as {architecture}; the layout is wrong")
+        raise UserError(
+            f"SGLang does not load {config['architectures']} as {architecture}; the layout is wrong"
+        )
     # A missing id makes it add a token to the vocabulary.
     mask = block.get("mask_token_id", config.get("mask_token_id"))
     if mask is None or mask >= config["vocab_size"]:
-        raise UserError(f"SGLang cannot mask with token {mask} of {config['vocab_size']}; train with another mask_token")
+        raise UserError(
+            f"SGLang cannot mask with token {mask} of {config['vocab_size']}; train with another "
+            "mask_token"
+        )
     target_layers = text_config(target_config)["num_hidden_layers"]
     if block.get("num_target_layers", config.get("num_target_layers")) != target_layers:
-        raise UserError(f"SGLang compares num_target_layers with the target's {target_layers} and refuses another")
+        raise UserError(
+            f"SGLang compares num_target_layers with the target's {target_layers} and refuses "
+            "another"
+        )
     outputs = block.get("target_layer_ids", config.get("target_layer_ids")) or []
     raw = in_layer_order([layer + 1 for layer in outputs], target_layers, NAME)
     hidden, width = config["hidden_size"], text_config(target_config)["hidden_size"]
-    shapes = {"fc.weight": (hidden, len(raw) * width), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes = {
+        "fc.weight": (hidden, len(raw) * width),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
     for layer in range(config["num_hidden_layers"]):
         shapes |= decoder_layer(f"layers.{layer}.", config, norms=BLOCK_NORMS)
     if rank := config.get("markov_rank"):
-        shapes |= dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), (config["vocab_size"], rank))
+        shapes |= dict.fromkeys(
+            ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+            (config["vocab_size"], rank),
+        )
     if config.get("enable_confidence_head"):
         read = hidden + (config["markov_rank"] if config.get("confidence_head_with_markov") else 0)
         shapes |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}

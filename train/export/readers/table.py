@@ -40,4 +40,8 @@ def in_repository(read_vllm: Reader) -> Reader:
     return read
 
 
-READERS |= {(family, "triton"): in_repository(read) for (family, engine), read in READERS.items() if engine == "vllm"}
+READERS |= {
+    (family, "triton"): in_repository(read)
+    for (family, engine), read in READERS.items()
+    if engine == "vllm"
+}

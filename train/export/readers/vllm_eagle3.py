@@ -1,4 +1,5 @@
-"""How vLLM reads EAGLE-3 and P-EAGLE heads: one model class for both, and for the `speculators` layout."""
+"""How vLLM reads EAGLE-3 and P-EAGLE heads: one model class for both, and for the `speculators`
+layout."""
 
 from __future__ import annotations
 
@@ -10,10 +11,21 @@ import torch
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.readers.understood import LAYER_NORMS, Parameters, Understood, decoder_layer, renamed
+from draftsmith.train.export.readers.understood import (
+    LAYER_NORMS,
+    Parameters,
+    Understood,
+    decoder_layer,
+    renamed,
+)
 from draftsmith.train.export.readers.vllm_taps import NAME, tapped_layers
 
-ARCHITECTURES = ("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3", "PEagleDraftModel", "PeagleLlamaForCausalLM")
+ARCHITECTURES = (
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "PEagleDraftModel",
+    "PeagleLlamaForCausalLM",
+)
 
 
 def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
@@ -21,10 +33,13 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
 
 
 def read_peagle(folder: Path, target_config: dict[str, Any]) -> Understood:
-    """With `parallel_drafting` among the engine's own options; the token of the slots is one of three keys of the draft."""
+    """With `parallel_drafting` among the engine's own options; the token of the slots is one of
+    three keys of the draft."""
     config = read_config(folder)
     if all(config.get(key) is None for key in ("pard_token", "ptd_token_id", "mask_token_id")):
-        raise UserError("vLLM finds no mask_token_id to draft in parallel with; the layout is wrong")
+        raise UserError(
+            "vLLM finds no mask_token_id to draft in parallel with; the layout is wrong"
+        )
     return eagle3_from(config, read_weights(folder), target_config, parallel=True)
 
 
@@ -37,19 +52,31 @@ def read_speculators_eagle3(folder: Path, target_config: dict[str, Any]) -> Unde
 def read_speculators_peagle(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = flattened(folder, "peagle", norm_before_residual=False)
     token = read_config(folder)["mask_token_id"]
-    config |= {"pard_token": token, "mask_token_id": token, "architectures": ["PeagleLlamaForCausalLM"]}
+    config |= {
+        "pard_token": token,
+        "mask_token_id": token,
+        "architectures": ["PeagleLlamaForCausalLM"],
+    }
     return eagle3_from(config, read_weights(folder), target_config, parallel=True)
 
 
 def flattened(folder: Path, kind: str, *, norm_before_residual: bool) -> dict[str, Any]:
-    """The layer's config is taken for the draft's, and a few keys are put over it from the top level."""
+    """The layer's config is taken for the draft's, and a few keys are put over it from the top
+    level."""
     outer = read_config(folder)
     plan = outer.get("speculators_config") or {}
     methods = plan.get("proposal_methods") or [{}]
-    if not methods[0].get("speculative_tokens") or not (plan.get("verifier") or {}).get("name_or_path"):
-        raise UserError("vLLM finds no draft length or no target in speculators_config; the layout is wrong")
+    if not methods[0].get("speculative_tokens") or not (plan.get("verifier") or {}).get(
+        "name_or_path"
+    ):
+        raise UserError(
+            "vLLM finds no draft length or no target in speculators_config; the layout is wrong"
+        )
     if outer.get("speculators_model_type") != kind:
-        raise UserError(f"vLLM reads speculators_model_type {outer.get('speculators_model_type')!r} as another family")
+        raise UserError(
+            f"vLLM reads speculators_model_type {outer.get('speculators_model_type')!r} as "
+            "another family"
+        )
     config = {
         **outer["transformer_layer_config"],
         "draft_vocab_size": outer.get("draft_vocab_size"),
@@ -65,18 +92,33 @@ def flattened(folder: Path, kind: str, *, norm_before_residual: bool) -> dict[st
 
 
 def eagle3_from(
-    config: dict[str, Any], tensors: dict[str, torch.Tensor], target_config: dict[str, Any], *, parallel: bool = False
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    target_config: dict[str, Any],
+    *,
+    parallel: bool = False,
 ) -> Understood:
     if config["architectures"][0] not in ARCHITECTURES:
-        raise UserError(f"vLLM loads {config['architectures'][0]!r} as another model; the layout is wrong")
+        raise UserError(
+            f"vLLM loads {config['architectures'][0]!r} as another model; the layout is wrong"
+        )
     nested = config.get("eagle_config") or {}
     raw = tapped_layers(config, text_config(target_config)["num_hidden_layers"])
-    num_taps = config.get("num_aux_hidden_states") or len(nested.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
+    num_taps = config.get("num_aux_hidden_states") or len(
+        nested.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)
+    )
     if num_taps != len(raw) or not nested.get("use_aux_hidden_state", True):
-        raise UserError(f"vLLM would run fc over {num_taps} states and taps layers {raw}; the layout is wrong")
+        raise UserError(
+            f"vLLM would run fc over {num_taps} states and taps layers {raw}; the layout is wrong"
+        )
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    draft_vocab, width = config.get("draft_vocab_size") or vocab, config.get("target_hidden_size") or hidden
-    shapes = decoder_layer("model.layers.0.", config, norms=(*LAYER_NORMS, "hidden_norm"), wide=True)
+    draft_vocab, width = (
+        config.get("draft_vocab_size") or vocab,
+        config.get("target_hidden_size") or hidden,
+    )
+    shapes = decoder_layer(
+        "model.layers.0.", config, norms=(*LAYER_NORMS, "hidden_norm"), wide=True
+    )
     shapes |= {
         "model.fc.weight": (hidden, num_taps * width),
         "model.norm.weight": (hidden,),
@@ -95,7 +137,10 @@ def eagle3_from(
         shapes["mask_hidden"] = (1, num_taps * width)
     optional = {"model.embed_tokens.weight": (vocab, hidden)}
     # Every layer has this norm and only the first one uses it.
-    optional |= {f"model.layers.{layer}.hidden_norm.weight": (hidden,) for layer in range(1, config["num_hidden_layers"])}
+    optional |= {
+        f"model.layers.{layer}.hidden_norm.weight": (hidden,)
+        for layer in range(1, config["num_hidden_layers"])
+    }
     parameters = Parameters(NAME, shapes, optional=optional, strict=True)
     for name, tensor in tensors.items():
         if "t2d" in name:
@@ -107,9 +152,13 @@ def eagle3_from(
     return own_eagle3(config | {"draft_vocab_size": draft_vocab}, raw, parameters.loaded())
 
 
-def own_eagle3(config: dict[str, Any], raw: list[int], loaded: dict[str, torch.Tensor]) -> Understood:
+def own_eagle3(
+    config: dict[str, Any], raw: list[int], loaded: dict[str, torch.Tensor]
+) -> Understood:
     tensors = renamed(loaded, "model.", "")
-    tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+    tensors = {
+        name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()
+    }
     tensors |= {name: loaded[name] for name in ("lm_head.weight", "mask_hidden") if name in loaded}
     if "draft_id_to_target_id" in loaded:
         tensors["d2t"] = loaded["draft_id_to_target_id"]

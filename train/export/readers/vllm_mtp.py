@@ -1,4 +1,5 @@
-"""How vLLM reads MTP modules: MiMo's, and those that stand after the target's layers as one more (DeepSeek-V3, GLM-4.5)."""
+"""How vLLM reads MTP modules: MiMo's, and those that stand after the target's layers as one more
+(DeepSeek-V3, GLM-4.5)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import torch
 from draftsmith.drafters.heads import mtp
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
-from draftsmith.train.export.readers.understood import LAYER_NORMS, Parameters, Shapes, Understood, decoder_layer, renamed
+from draftsmith.train.export.readers.understood import (
+    LAYER_NORMS,
+    Parameters,
+    Shapes,
+    Understood,
+    decoder_layer,
+    renamed,
+)
 from draftsmith.train.export.readers.vllm_taps import NAME
 
 DEEPSEEK = "DeepseekV3ForCausalLM"
@@ -21,26 +29,42 @@ GROUPED = ("Glm4MoeForCausalLM",)
 def read_mtp(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = read_config(folder)
     (architecture,) = config["architectures"]
-    if config.get("num_nextn_predict_layers") != 1 or architecture not in ("MiMoForCausalLM", *LATENT, *GROUPED):
-        raise UserError(f"vLLM finds no MTP module of one layer in {architecture!r}; the layout is wrong")
-    return read_mimo(folder, config) if architecture == "MiMoForCausalLM" else read_appended(folder, config, architecture)
+    if config.get("num_nextn_predict_layers") != 1 or architecture not in (
+        "MiMoForCausalLM",
+        *LATENT,
+        *GROUPED,
+    ):
+        raise UserError(
+            f"vLLM finds no MTP module of one layer in {architecture!r}; the layout is wrong"
+        )
+    return (
+        read_mimo(folder, config)
+        if architecture == "MiMoForCausalLM"
+        else read_appended(folder, config, architecture)
+    )
 
 
 def read_appended(folder: Path, config: dict[str, Any], architecture: str) -> Understood:
     routing = (config.get("topk_method"), config.get("scoring_func"))
     if architecture == DEEPSEEK and routing != ("noaux_tc", "sigmoid"):
         raise UserError(
-            f"vLLM routes by topk_method, scoring_func = {routing} what transformers routes by ('noaux_tc', 'sigmoid'); "
+            f"vLLM routes by topk_method, scoring_func = {routing} what transformers routes by "
+            "('noaux_tc', 'sigmoid'); "
             "put these into the target's config.json"
         )
     prefix, hidden = f"model.layers.{config['num_hidden_layers']}.", config["hidden_size"]
     shapes = latent_attention(config) if architecture in LATENT else grouped_attention(config)
-    shapes |= experts(config) | {f"{norm}.weight": (hidden,) for norm in (*LAYER_NORMS, "enorm", "hnorm", "shared_head.norm")}
+    shapes |= experts(config) | {
+        f"{norm}.weight": (hidden,) for norm in (*LAYER_NORMS, "enorm", "hnorm", "shared_head.norm")
+    }
     shapes["eh_proj.weight"] = (hidden, 2 * hidden)
     # Whatever these hold, the target's take their place.
-    shared = dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), (config["vocab_size"], hidden))
+    shared = dict.fromkeys(
+        ("embed_tokens.weight", "shared_head.head.weight"), (config["vocab_size"], hidden)
+    )
     parameters = Parameters(NAME, {prefix + name: shape for name, shape in shapes.items()},
-                            optional={prefix + name: shape for name, shape in shared.items()}, strict=True)  # fmt: skip
+                            optional={prefix + name: shape for name, shape in shared.items()},
+                            strict=True)  # fmt: skip
     for name, tensor in read_weights(folder).items():
         if name.startswith(prefix):
             parameters.fill(name, tensor)
@@ -48,7 +72,11 @@ def read_appended(folder: Path, config: dict[str, Any], architecture: str) -> Un
 
 
 def latent_attention(config: dict[str, Any]) -> Shapes:
-    heads, hidden, rank = config["num_attention_heads"], config["hidden_size"], config["kv_lora_rank"]
+    heads, hidden, rank = (
+        config["num_attention_heads"],
+        config["hidden_size"],
+        config["kv_lora_rank"],
+    )
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     shapes: Shapes = {
         "kv_a_proj_with_mqa": (rank + rope, hidden),
@@ -69,13 +97,23 @@ def grouped_attention(config: dict[str, Any]) -> Shapes:
     layer = decoder_layer("", config, norms=norms)
     shapes = {name: shape for name, shape in layer.items() if name.startswith("self_attn.")}
     if config.get("attention_bias"):
-        shapes |= {f"self_attn.{kind}_proj.bias": shapes[f"self_attn.{kind}_proj.weight"][:1] for kind in "qkv"}
+        shapes |= {
+            f"self_attn.{kind}_proj.bias": shapes[f"self_attn.{kind}_proj.weight"][:1]
+            for kind in "qkv"
+        }
     return shapes
 
 
 def experts(config: dict[str, Any]) -> Shapes:
-    hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
-    shapes: Shapes = {"mlp.gate.weight": (count, hidden), "mlp.gate.e_score_correction_bias": (count,)}
+    hidden, inner, count = (
+        config["hidden_size"],
+        config["moe_intermediate_size"],
+        config["n_routed_experts"],
+    )
+    shapes: Shapes = {
+        "mlp.gate.weight": (count, hidden),
+        "mlp.gate.e_score_correction_bias": (count,),
+    }
     widths = {f"experts.{number}": inner for number in range(count)}
     for name, width in {**widths, "shared_experts": inner * config["n_shared_experts"]}.items():
         shapes |= {f"mlp.{name}.{kind}_proj.weight": (width, hidden) for kind in ("gate", "up")}
@@ -84,19 +122,33 @@ def experts(config: dict[str, Any]) -> Shapes:
 
 
 def read_mimo(folder: Path, config: dict[str, Any]) -> Understood:
-    """The module's layer is a Qwen2 block; its projection reads the state first and the embedding second."""
+    """The module's layer is a Qwen2 block; its projection reads the state first and the embedding
+    second."""
     hidden, prefix = config["hidden_size"], "model.mtp_layers.0."
     width = config.get("head_dim") or hidden // config["num_attention_heads"]
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
-    shapes = decoder_layer(prefix, config, norms=(*LAYER_NORMS, "token_layernorm", "hidden_layernorm", "final_layernorm"))
-    shapes |= {f"{prefix}self_attn.{kind}_proj.bias": (count * width,) for kind, count in heads.items()}
+    heads = {
+        "q": config["num_attention_heads"],
+        "k": config["num_key_value_heads"],
+        "v": config["num_key_value_heads"],
+    }
+    shapes = decoder_layer(
+        prefix,
+        config,
+        norms=(*LAYER_NORMS, "token_layernorm", "hidden_layernorm", "final_layernorm"),
+    )
+    shapes |= {
+        f"{prefix}self_attn.{kind}_proj.bias": (count * width,) for kind, count in heads.items()
+    }
     shapes[f"{prefix}input_proj.weight"] = (hidden, 2 * hidden)
     parameters = Parameters(NAME, shapes, strict=True)
     for name, tensor in read_weights(folder).items():
         if "mtp_layers" in name:
             parameters.fill(name, tensor)
     module = own_mtp(renamed(parameters.loaded(), prefix, ""))
-    own = {"architectures": [mtp.ARCHITECTURE], "attention_bias": "layer.self_attn.q_proj.bias" in module}
+    own = {
+        "architectures": [mtp.ARCHITECTURE],
+        "attention_bias": "layer.self_attn.q_proj.bias" in module,
+    }
     return Understood({**config, **own}, module, target=folder)
 
 

@@ -11,12 +11,14 @@ NAME = "vLLM"
 
 
 def tapped_layers(config: dict[str, Any], num_layers: int) -> list[int]:
-    """Raw ids. The newer runner falls back on the model's default layers where the older one believes `eagle_config`."""
+    """Raw ids. The newer runner falls back on the model's default layers where the older one
+    believes `eagle_config`."""
     newer = in_layer_order(newer_runner(config) or default_layers(num_layers), num_layers, NAME)
     older = in_layer_order(older_runner(config) or default_layers(num_layers), num_layers, NAME)
     if newer != older:
         raise UserError(
-            f"vLLM's two runners would tap the inputs of layers {newer} and {older}; write eagle_aux_hidden_state_layer_ids at "
+            f"vLLM's two runners would tap the inputs of layers {newer} and {older}; write "
+            "eagle_aux_hidden_state_layer_ids at "
             "the top level of config.json"
         )
     return newer
@@ -26,7 +28,11 @@ def newer_runner(config: dict[str, Any]) -> list[int] | None:
     if raw := config.get("eagle_aux_hidden_state_layer_ids"):
         return raw
     block = config.get("dflash_config") or {}
-    for outputs in (block.get("target_layer_ids"), config.get("dspark_target_layer_ids"), config.get("target_layer_ids")):
+    for outputs in (
+        block.get("target_layer_ids"),
+        config.get("dspark_target_layer_ids"),
+        config.get("target_layer_ids"),
+    ):
         if outputs:
             return [layer + 1 for layer in outputs]
     return block.get("layer_ids") or (config.get("eagle_config") or {}).get("layer_ids")

@@ -1,4 +1,5 @@
-"""The traffic buffer: records come back as they were put, once; damage, kills and full disks cost only what they hit."""
+"""The traffic buffer: records come back as they were put, once; damage, kills and full disks cost
+only what they hit."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Folder, Shard, parse, retain
 from draftsmith.errors import UserError
-from draftsmith.record import Law, RoundRecord
+from draftsmith.record import Distribution, RoundRecord
 
 
-def law(first: int, width: int = 3) -> Law:
+def distribution(first: int, width: int = 3) -> Distribution:
     share = 0.9 / width
-    return Law(list(range(first, first + width)), [math.log(share)] * width, 0.1)
+    return Distribution(list(range(first, first + width)), [math.log(share)] * width, 0.1)
 
 
 def record(request: str = "r", number: int = 0, **changes: object) -> RoundRecord:
@@ -52,8 +53,8 @@ def record(request: str = "r", number: int = 0, **changes: object) -> RoundRecor
         "accepted": 2,
         "committed": [7, 8, 4],
         "emitted": 4,
-        "p": [law(7), law(8), law(9)],
-        "q": [law(6), law(7, 2), law(8, 1)],
+        "p": [distribution(7), distribution(8), distribution(9)],
+        "q": [distribution(6), distribution(7, 2), distribution(8, 1)],
     }
     return RoundRecord(**{**values, **changes})
 
@@ -61,14 +62,18 @@ def record(request: str = "r", number: int = 0, **changes: object) -> RoundRecor
 def same(left: RoundRecord, right: RoundRecord) -> bool:
     """Up to float32, and half a step of what is stored of a logprob."""
     return rounded(plain(left)) == rounded(plain(right)) and all(
-        a.ids == b.ids and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=0.5001 / record_table.STEPS)
+        a.ids == b.ids
+        and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=0.5001 / record_table.STEPS)
         for name in ("p", "q")
         for a, b in zip(getattr(left, name), getattr(right, name), strict=True)
     )
 
 
 def plain(one: RoundRecord) -> dict:
-    tails = {name: [(law.tail, law.log_norm) for law in getattr(one, name)] for name in ("p", "q")}
+    tails = {
+        name: [(distribution.tail, distribution.log_norm) for distribution in getattr(one, name)]
+        for name in ("p", "q")
+    }
     return {**dataclasses.asdict(dataclasses.replace(one, p=[], q=[])), **tails}
 
 
@@ -87,11 +92,16 @@ def test_written_records_are_read_once_and_open_as_a_dataset(tmp_path: Path) -> 
     writer.close()
     reader = BufferReader(str(tmp_path))
     reading = reader.read()
-    assert [one.round for one in reading.records] == list(range(5)) and same(record(number=3), reading.records[3])
+    assert [one.round for one in reading.records] == list(range(5)) and same(
+        record(number=3), reading.records[3]
+    )
     assert reader.read().records == [] and writer.dropped == 0 and writer.written == 5
     assert BufferReader(str(tmp_path), reading.cursor).read().records == []
     opened = datasets.load_dataset(
-        "parquet", data_files=str(tmp_path / "*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+        "parquet",
+        data_files=str(tmp_path / "*.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
     )
     assert opened.num_rows == 5 and opened[2]["p_ids"][0] == [7, 8, 9]
 
@@ -133,7 +143,10 @@ def test_an_object_store_that_is_not_reached_is_waited_out(
     deadline_s = time.monotonic() + 10
     while not caplog.records and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert [line.message.count("cannot be written (RuntimeError: could not connect") for line in caplog.records] == [1]
+    assert [
+        line.message.count("cannot be written (RuntimeError: could not connect")
+        for line in caplog.records
+    ] == [1]
     with pytest.raises(OSError):
         BufferReader("memory://unreachable-test").read()
     monkeypatch.undo()
@@ -143,7 +156,9 @@ def test_an_object_store_that_is_not_reached_is_waited_out(
     store.rm("/unreachable-test", recursive=True)
 
 
-def test_put_never_blocks_and_counts_what_it_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_never_blocks_and_counts_what_it_drops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Folder, name: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
@@ -159,7 +174,9 @@ def test_put_never_blocks_and_counts_what_it_drops(tmp_path: Path, monkeypatch: 
     assert [one.round for one in BufferReader(str(tmp_path)).read().records] == list(range(100))
 
 
-def test_full_disk_that_never_frees_loses_records_not_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_that_never_frees_loses_records_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -181,7 +198,9 @@ def test_record_that_arrow_refuses_costs_only_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "garbage", "empty", "other columns"])
-def test_damaged_shard_is_skipped_with_one_line(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_shard_is_skipped_with_one_line(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(3):
         writer = BufferWriter(str(tmp_path), flush_s=5.0)
         writer.put(record(number=number))
@@ -223,7 +242,9 @@ def test_a_flipped_bit_of_a_page_costs_its_shard() -> None:
     assert num_changed(parse) <= unverified / 10
 
 
-def test_failing_file_system_is_waited_out_and_a_hopeless_shard_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_file_system_is_waited_out_and_a_hopeless_shard_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=1)
     for number in range(3):
         writer.put(record(number=number))
@@ -243,7 +264,9 @@ def test_failing_file_system_is_waited_out_and_a_hopeless_shard_skipped(tmp_path
     assert [one.round for one in reader.read().records] == [1, 2]
     monkeypatch.setattr(Folder, "fetch", fetch_but_second)
     stubborn = BufferReader(str(tmp_path))
-    found = [one.round for _ in range(buffer_module.MAX_FAILURES) for one in stubborn.read().records]
+    found = [
+        one.round for _ in range(buffer_module.MAX_FAILURES) for one in stubborn.read().records
+    ]
     assert found == [0, 2] and stubborn.damaged == 1
 
 
@@ -277,7 +300,11 @@ def test_a_clock_set_back_costs_a_reader_that_is_behind_nothing(tmp_path: Path) 
         name = f"{time_ms:013d}-a-{number:08d}.parquet"
         folder.write(name, record_table.to_bytes([record(f"r{number}")]))
     reader = BufferReader(str(tmp_path))
-    assert [one.request for _ in range(3) for one in reader.read(max_records=1).records] == ["r0", "r1", "r2"]
+    assert [one.request for _ in range(3) for one in reader.read(max_records=1).records] == [
+        "r0",
+        "r1",
+        "r2",
+    ]
 
 
 def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Path) -> None:
@@ -339,7 +366,8 @@ while True:
 
 
 def test_kill_loses_only_the_unflushed_tail(tmp_path: Path) -> None:
-    """Two kills in a row, mid-flush more likely than not: every shard left behind reads, and what is there has no hole."""
+    """Two kills in a row, mid-flush more likely than not: every shard left behind reads, and what
+    is there has no hole."""
     for attempt in range(2):
         root = tmp_path / str(attempt)
         arguments = [sys.executable, "-c", KILLED, str(root), str(Path(__file__).parent)]

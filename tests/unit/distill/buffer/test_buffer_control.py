@@ -1,4 +1,5 @@
-"""What a buffer does beside storing: fewer requests for readers that are behind, forgetting, no laws, no disk."""
+"""What a buffer does beside storing: fewer requests for readers that are behind, forgetting, no
+distributions, no disk."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.distill.config import ForgetConfig
 from draftsmith.distill.gate.logged import Logged, disagreement, logged_alpha
 from draftsmith.errors import UserError
-from draftsmith.record import Law, RoundRecord, hashed, hashed_answer
+from draftsmith.record import Distribution, RoundRecord, hashed, hashed_answer
 
 BASE = RoundRecord(
     hashed("cmpl-a-0"), 0, "", "t", "rev", "1", 1.0, 1.0, 0, 1.0, 0.0, 2, [5, 6], [7], 1, [7, 8], 8,
-    p=[Law([7, 9], [-0.1, -3.0], 0.05)], q=[Law([7], [0.0], 0.0)],
+    p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)],
 )  # fmt: skip
 
 
@@ -50,11 +51,15 @@ def test_fewer_requests_are_asked_for_while_the_reader_is_behind(
     url = str(tmp_path) if url == "folder" else url
     writer = BufferWriter(url, flush_s=0.01, backlog_bytes=1000, share=0.5)
     fill(writer, 200)
-    assert eventually(lambda: writer.written == 200) and writer.share == 0.5, "nobody reads: retention alone bounds it"
+    assert eventually(lambda: writer.written == 200) and writer.share == 0.5, (
+        "nobody reads: retention alone bounds it"
+    )
     reader = BufferReader(url)
     marks.leave_progress(reader.folder, reader.name, {})
     assert eventually(lambda: writer.share < 0.5)
-    assert writer.share == pytest.approx(0.5 * 1000 / marks.unread_bytes(reader.folder, reader.folder.names()))
+    assert writer.share == pytest.approx(
+        0.5 * 1000 / marks.unread_bytes(reader.folder, reader.folder.names())
+    )
     assert len(reader.read(max_records=10**6).records) == 200
     assert eventually(lambda: writer.share == 0.5)
     stale = time.time() + 2 * marks.GONE_S
@@ -83,8 +88,11 @@ def test_a_disk_that_hangs_is_nobodys_wait(tmp_path: Path, monkeypatch: pytest.M
         assert writer.share in (0.0, 1.0)
         writer.put(replace(BASE, round=number))
         slowest_s = max(slowest_s, time.perf_counter() - begun_s)
-    # A put that waited for the disk would take 30 s; a loaded machine may take a thread's turn away for a moment.
-    assert slowest_s < 2.0 and writer.share == 0.0, "a queue that fills leaves its room to requests that are recorded already"
+    # A put that waited for the disk would take 30 s; a loaded machine may take a thread's turn away
+    # for a moment.
+    assert slowest_s < 2.0 and writer.share == 0.0, (
+        "a queue that fills leaves its room to requests that are recorded already"
+    )
     assert writer.dropped == 200
     begun_s = time.monotonic()
     writer.close()
@@ -109,7 +117,10 @@ def test_an_answer_is_forgotten_by_the_buffer_its_writers_and_its_readers(
     writer.close()
     assert {one.request for one in late.read().records} == {hashed("cmpl-b-0"), hashed("cmpl-b-1")}
     stored = b"".join(folder.fetch(shard) for shard in folder.shards())
-    assert hashed_answer("cmpl-b").encode() in stored and hashed_answer("cmpl-a").encode() not in stored
+    assert (
+        hashed_answer("cmpl-b").encode() in stored
+        and hashed_answer("cmpl-a").encode() not in stored
+    )
     open_requests.forget(reader.read().forgotten)
     assert sorted(open_requests.records) == [hashed("cmpl-b-0"), hashed("cmpl-b-1")]
 
@@ -119,22 +130,30 @@ def test_forget_names_a_buffer_that_is_not_there(tmp_path: Path) -> None:
         run(ForgetConfig(buffer=str(tmp_path / "none"), request="cmpl-a"))
 
 
-def test_tokens_only_stores_no_law_but_that_there_was_one(tmp_path: Path) -> None:
+def test_tokens_only_stores_no_distribution_but_that_there_was_one(tmp_path: Path) -> None:
     (back,) = from_table(to_table([tokens_only(BASE)]))
-    assert [(law.ids, law.tail) for law in back.p] == [([], 1.0)] and list(back.q) == []
-    assert (back.context, back.drafted, back.committed) == (BASE.context, BASE.drafted, BASE.committed)
+    assert [(distribution.ids, distribution.tail) for distribution in back.p] == [
+        ([], 1.0)
+    ] and list(back.q) == []
+    assert (back.context, back.drafted, back.committed) == (
+        BASE.context,
+        BASE.drafted,
+        BASE.committed,
+    )
     (silent,) = from_table(to_table([tokens_only(replace(BASE, p=[], q=[]))]))
     assert list(silent.p) == [], "what may not be scored stays so"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_laws_of_which_nothing_is_told_are_no_evidence(temperature: float) -> None:
-    told = replace(BASE, temperature=temperature, p=[Law([7], [0.0], 0.0)])
+def test_distributions_of_which_nothing_is_told_are_no_evidence(temperature: float) -> None:
+    told = replace(BASE, temperature=temperature, p=[Distribution([7], [0.0], 0.0)])
     logits = torch.full((2, 12), -50.0).index_fill(1, torch.tensor([7]), 0.0)
     silent, spoken = Logged(tokens_only(told), 0), Logged(told, 0)
     alpha = logged_alpha([silent, spoken], logits)
     assert alpha[0].isnan().all() and alpha[1].tolist() == pytest.approx([1.0, 1.0])
-    assert logged_alpha([silent], logits[:1]).isnan().all() and len(logged_alpha([], logits[:0])) == 0
+    assert (
+        logged_alpha([silent], logits[:1]).isnan().all() and len(logged_alpha([], logits[:0])) == 0
+    )
     assert disagreement([silent, spoken], logits).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
     assert disagreement([silent], logits[:1]).tolist() == [0.0]
 
@@ -145,7 +164,12 @@ def test_which_buffers_never_reach_a_disk(tmp_path: Path) -> None:
 
 
 def test_a_last_record_ends_its_request_at_once() -> None:
-    first, last = BASE, replace(BASE, round=1, position=4, context=[], drafted=[], accepted=0, committed=[], last=True)
+    first, last = (
+        BASE,
+        replace(
+            BASE, round=1, position=4, context=[], drafted=[], accepted=0, committed=[], last=True
+        ),
+    )
     requests = OpenRequests([last])
     assert requests.take(idle_s=60) == [], "what came before it is still on its way"
     requests.add([first])

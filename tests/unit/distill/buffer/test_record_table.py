@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.record_table import STEPS, from_table, to_bytes, to_table
-from draftsmith.kernels.sampling.top_tokens import top_law
-from draftsmith.record import SCHEMA_VERSION, Law, LawArrays, Laws, RoundRecord
+from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.record import SCHEMA_VERSION, Distribution, Distributions, ProbArrays, RoundRecord
 
 BASE = RoundRecord(
-    "r", 0, "code", "t", "rev", "v1", 100.5, 0.7, 5, 0.9, 0.1, 2, [5, 6], [7, 8, 9], 2, [7, 8, 4], 4, share=0.3
+    "r", 0, "code", "t", "rev", "v1", 100.5, 0.7, 5, 0.9, 0.1, 2, [5, 6], [7, 8, 9], 2, [7, 8, 4],
+    4, share=0.3
 )  # fmt: skip
 
 
@@ -27,23 +28,33 @@ def record(**changes: object) -> RoundRecord:
     return dataclasses.replace(BASE, **changes)
 
 
-def even(width: int, log_norm: float = 0.0) -> Law:
-    return Law(list(range(1, width + 1)), [float(np.log(0.9 / width))] * width, 0.1, log_norm) if width else Law([], [], 1.0)
+def even(width: int, log_norm: float = 0.0) -> Distribution:
+    return (
+        Distribution(list(range(1, width + 1)), [float(np.log(0.9 / width))] * width, 0.1, log_norm)
+        if width
+        else Distribution([], [], 1.0)
+    )
 
 
 def assert_same(left: RoundRecord, right: RoundRecord) -> None:
     for field in dataclasses.fields(RoundRecord):
         told, found = getattr(left, field.name), getattr(right, field.name)
         if field.name not in ("p", "q"):
-            assert found == pytest.approx(told, rel=1e-6) if isinstance(told, float) else found == told
+            assert (
+                found == pytest.approx(told, rel=1e-6) if isinstance(told, float) else found == told
+            )
             continue
         assert len(told) == len(found)
         for a, b in zip(told, found):
-            assert a.ids == b.ids and (a.tail, a.log_norm) == pytest.approx((b.tail, b.log_norm), rel=1e-6)
+            assert a.ids == b.ids and (a.tail, a.log_norm) == pytest.approx(
+                (b.tail, b.log_norm), rel=1e-6
+            )
             assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=0.5001 / STEPS)
 
 
-ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 6), st.floats(0, 1)), max_size=12)
+ROWS = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 6), st.floats(0, 1)), max_size=12
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,13 +78,20 @@ def test_ragged_records_come_back(shapes: list[tuple[int, int, int, float]]) -> 
     for left, right in zip(records, back, strict=True):
         assert_same(left, right)
     again = from_table(to_table(back))
-    assert [list(one.p) for one in again] == [list(one.p) for one in back], "stored twice, it changes no more"
+    assert [list(one.p) for one in again] == [list(one.p) for one in back], (
+        "stored twice, it changes no more"
+    )
 
 
-def of_logits(logits: torch.Tensor) -> Laws:
-    found = top_law(logits)
-    arrays = LawArrays(found.ids.int().numpy(), found.logprobs.numpy(), found.tail.numpy(), np.zeros(len(logits), np.float32))
-    return Laws(lambda: arrays, 0, len(logits))
+def of_logits(logits: torch.Tensor) -> Distributions:
+    found = top_probs(logits)
+    arrays = ProbArrays(
+        found.ids.int().numpy(),
+        found.logprobs.numpy(),
+        found.tail.numpy(),
+        np.zeros(len(logits), np.float32),
+    )
+    return Distributions(lambda: arrays, 0, len(logits))
 
 
 def alphas(record: RoundRecord) -> np.ndarray:
@@ -81,45 +99,75 @@ def alphas(record: RoundRecord) -> np.ndarray:
     found = []
     for p, q in zip(record.p, record.q, strict=True):
         other = dict(zip(q.ids, q.logprobs))
-        found.append(sum(np.exp(min(value, other.get(token, -np.inf))) for token, value in zip(p.ids, p.logprobs)))
+        found.append(
+            sum(
+                np.exp(min(value, other.get(token, -np.inf)))
+                for token, value in zip(p.ids, p.logprobs)
+            )
+        )
     return np.array(found)
 
 
-def test_alpha_of_stored_laws_is_exact_to_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alpha_of_stored_distributions_is_exact_to_a_thousandth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    spread = torch.linspace(0.1, 8, 40)[:, None]  # flat laws, where every token's error counts, to peaked ones
+    # flat distributions, where every token's error counts, to peaked ones
+    spread = torch.linspace(0.1, 8, 40)[:, None]
     p = spread * torch.randn(40, 500, generator=generator)
     one = record(p=of_logits(p), q=of_logits(p + 0.5 * torch.randn(40, 500, generator=generator)))
     exact = alphas(one)
     assert np.abs(alphas(*from_table(to_table([one]))) - exact).max() < 0.5 / STEPS + 1e-5
     monkeypatch.setattr(record_table, "STEPS", 16)
-    assert np.abs(alphas(*from_table(to_table([one]))) - exact).max() > 1e-3, "a coarser step must show"
+    assert np.abs(alphas(*from_table(to_table([one]))) - exact).max() > 1e-3, (
+        "a coarser step must show"
+    )
 
 
 def test_a_token_of_next_to_no_probability_stays_one() -> None:
-    (back,) = from_table(to_table([record(p=[Law([4, 5], [0.0, -900.0], 0.0)], q=[Law([4], [0.0], 0.0)])]))
-    assert back.p[0].ids == [4, 5] and back.p[0].logprobs[0] == 0.0 and -64.0 <= back.p[0].logprobs[1] < -63.9
+    (back,) = from_table(
+        to_table(
+            [
+                record(
+                    p=[Distribution([4, 5], [0.0, -900.0], 0.0)], q=[Distribution([4], [0.0], 0.0)]
+                )
+            ]
+        )
+    )
+    assert (
+        back.p[0].ids == [4, 5]
+        and back.p[0].logprobs[0] == 0.0
+        and -64.0 <= back.p[0].logprobs[1] < -63.9
+    )
 
 
 def test_records_of_the_first_schema_are_read() -> None:
-    laws = {"ids": [[[7, 8]]], "logprobs": [[[-0.25, -1.5]]], "tail": [[0.0]]}
-    values: dict = {f"{name}_{part}": value for name in "pq" for part, value in laws.items()}
+    distributions = {"ids": [[[7, 8]]], "logprobs": [[[-0.25, -1.5]]], "tail": [[0.0]]}
+    values: dict = {
+        f"{name}_{part}": value for name in "pq" for part, value in distributions.items()
+    }
     first = [name for name in record_table._SCALARS if name not in ("share", "last", "seeded")]
     scalars = {name: [getattr(record(drafted=[7]), name)] for name in first}
     (back,) = from_table(pa.table({**scalars, **values, "p_log_norm": [[0.5]], "schema": [1]}))
-    assert (back.p[0], back.q[0]) == (Law([7, 8], [-0.25, -1.5], 0.0, 0.5), Law([7, 8], [-0.25, -1.5], 0.0))
+    assert (back.p[0], back.q[0]) == (
+        Distribution([7, 8], [-0.25, -1.5], 0.0, 0.5),
+        Distribution([7, 8], [-0.25, -1.5], 0.0),
+    )
     assert (back.share, back.last, back.schema, back.context) == (1.0, False, 1, [5, 6])
     with pytest.raises(ValueError, match="newer schema"):
         from_table(to_table([record(schema=SCHEMA_VERSION + 1)]))
 
 
 def test_half_of_the_first_schemas_bytes() -> None:
-    """Laws like a small model's: the room that a position takes when records are written as the server writes them."""
+    """Distributions like a small model's: the room that a position takes when records are written
+    as the server writes them."""
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(600, 4096, generator=generator)
     records = [
         record(
-            round=number, p=of_logits(logits[3 * number : 3 * number + 3]), q=of_logits(logits[3 * number : 3 * number + 3] + 1)
+            round=number,
+            p=of_logits(logits[3 * number : 3 * number + 3]),
+            q=of_logits(logits[3 * number : 3 * number + 3] + 1),
         )
         for number in range(200)
     ]
@@ -128,7 +176,10 @@ def test_half_of_the_first_schemas_bytes() -> None:
 
 def test_sampled_records_of_the_second_schema_count_as_seeded() -> None:
     """It does not say which were; greedy ones draw nothing."""
-    older = [record(schema=2, p=[even(3)], q=[even(1)], temperature=temperature) for temperature in (0.0, 0.7)]
+    older = [
+        record(schema=2, p=[even(3)], q=[even(1)], temperature=temperature)
+        for temperature in (0.0, 0.7)
+    ]
     table = to_table(older).drop_columns(["seeded"])
     greedy, sampled = from_table(table)
     assert (greedy.seeded, greedy.schema, greedy.share) == (False, 2, pytest.approx(0.3))

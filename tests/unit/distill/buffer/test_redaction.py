@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from draftsmith.distill.buffer.redaction import Redactor, load_hook, masked_tokens
 from draftsmith.distill.buffer.traffic import branches, stitch
 from draftsmith.errors import UserError
-from draftsmith.record import Law, RoundRecord
+from draftsmith.record import Distribution, RoundRecord
 from draftsmith.train.data.roles import Role
 
 MASK = 1
@@ -21,12 +21,19 @@ MASK = 1
 class Letters:
     """A token is a character."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str:
         return "".join(map(chr, token_ids))
 
 
 def rounds(text: str, prompt: int, accepted: Sequence[int], drafted: str) -> list[RoundRecord]:
-    """A request of several rounds of 3 drafts; a rejected draft is a letter of `drafted`, a last record ends it."""
+    """A request of several rounds of 3 drafts; a rejected draft is a letter of `drafted`, a last
+    record ends it."""
     tokens, records, at = [ord(one) for one in text], [], 0
     for kept in [*accepted, None]:
         begin = prompt if at == 0 else at
@@ -41,12 +48,19 @@ def rounds(text: str, prompt: int, accepted: Sequence[int], drafted: str) -> lis
 
 
 def make(
-    number: int, position: int, context: list, drafted: list, accepted: int, committed: list, last: bool = False
+    number: int,
+    position: int,
+    context: list,
+    drafted: list,
+    accepted: int,
+    committed: list,
+    last: bool = False,
 ) -> RoundRecord:
-    laws = [Law([token], [0.0], 0.0) for token in drafted]
+    distributions = [Distribution([token], [0.0], 0.0) for token in drafted]
     return RoundRecord(
-        "a-0", number, "", "t", "", "1", 0.0, 1.0, 0, 1.0, 0.0, position, context, drafted, accepted, committed,
-        committed[-1] if committed else -1, p=laws, q=laws, last=last,
+        "a-0", number, "", "t", "", "1", 0.0, 1.0, 0, 1.0, 0.0, position, context, drafted,
+        accepted, committed,
+        committed[-1] if committed else -1, p=distributions, q=distributions, last=last,
     )  # fmt: skip
 
 
@@ -60,22 +74,37 @@ def redacted(records: list[RoundRecord], hook: Callable = secrets) -> list[Round
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.text("abc019", min_size=4, max_size=24), st.integers(1, 4), st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_no_secret_is_left_in_any_record_and_the_text_stays_whole(text: str, prompt: int, accepted: list[int]) -> None:
+@given(
+    st.text("abc019", min_size=4, max_size=24),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 3), min_size=1, max_size=8),
+)
+def test_no_secret_is_left_in_any_record_and_the_text_stays_whole(
+    text: str, prompt: int, accepted: list[int]
+) -> None:
     told = rounds(text, prompt, accepted, "b")
     kept = redacted(told)
     stored = stitch(kept)
     assert stored is not None and len(kept) == len(told)
     assert stored.tokens == [MASK if one.isdigit() else ord(one) for one in text]
     for record in kept:
-        tokens = [*record.context, *record.drafted, *record.committed, *[law.ids[0] for law in (*record.p, *record.q)]]
+        tokens = [
+            *record.context,
+            *record.drafted,
+            *record.committed,
+            *[distribution.ids[0] for distribution in (*record.p, *record.q)],
+        ]
         assert not any(chr(token).isdigit() for token in tokens)
-    assert all(role == Role.CONTEXT for token, role in zip(stored.tokens, stored.roles, strict=True) if token == MASK)
+    assert all(
+        role == Role.CONTEXT
+        for token, role in zip(stored.tokens, stored.roles, strict=True)
+        if token == MASK
+    )
     first = min((index for index, one in enumerate(text) if one.isdigit()), default=None)
     if first is None:
         assert kept == told
     else:
-        # A law says what stood at its own position: none may lie behind the first secret.
+        # A distribution says what stood at its own position: none may lie behind the first secret.
         assert all(record.position + len(record.p) <= first for record in kept if record.p)
         assert all(len(one.tokens) <= first for one in branches(stored))
 

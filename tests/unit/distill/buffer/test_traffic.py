@@ -13,10 +13,19 @@ from draftsmith.record import RoundRecord
 from draftsmith.train.data.roles import Role, RoleWeights
 
 
-def make(number: int, position: int, context: list[int], drafted: list[int], committed: list[int], accepted: int) -> RoundRecord:
+def make(
+    number: int,
+    position: int,
+    context: list[int],
+    drafted: list[int],
+    committed: list[int],
+    accepted: int,
+) -> RoundRecord:
     return RoundRecord(
-        request="r", round=number, request_class="", target="t", target_revision="", draft_version="1", time_s=0.0,
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=position, context=context, drafted=drafted, accepted=accepted,
+        request="r", round=number, request_class="", target="t", target_revision="",
+        draft_version="1", time_s=0.0,
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=position, context=context,
+        drafted=drafted, accepted=accepted,
         committed=committed, emitted=committed[-1] if committed else -1,
     )  # fmt: skip
 
@@ -63,7 +72,9 @@ def test_served_records_stitch_to_what_was_served(
     for number, prompt in enumerate(prompts(3)):
         mine = [record for record in records if record.request == f"r{number}"]
         text = stitch(mine)
-        assert text.tokens[:6] == prompt and len(text.tokens) == 6 + sum(len(record.committed) for record in mine)
+        assert text.tokens[:6] == prompt and len(text.tokens) == 6 + sum(
+            len(record.committed) for record in mine
+        )
         counts = np.bincount(text.roles, minlength=4)
         assert counts[Role.ACCEPTED] == sum(record.accepted for record in mine)
         assert counts[Role.FIRST_REJECTED] + counts[Role.BONUS] == len(mine)
@@ -100,15 +111,20 @@ def test_whatever_is_dropped_the_text_is_a_beginning_of_what_was_served(
         kept = [record for record in records if random_source.random() < 0.9]
         text = stitch(kept)
         known = 0 if text is None else len(text.tokens)
-        assert text is None or (text.tokens == whole.tokens[:known] and text.roles.tolist() == whole.roles[:known].tolist())
+        assert text is None or (
+            text.tokens == whole.tokens[:known]
+            and text.roles.tolist() == whole.roles[:known].tolist()
+        )
         lengths.add(known)
     assert len(lengths) > 5
 
 
-def test_slim_text_keeps_everything_but_the_laws(
+def test_slim_text_keeps_everything_but_the_distributions(
     target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
 ) -> None:
     text = stitch(serving(target, bigram(288), prompts(1), traffic()))
     slim = text.slim()
-    assert slim.tokens == text.tokens and all(not record.p and not record.q for record in slim.records)
+    assert slim.tokens == text.tokens and all(
+        not record.p and not record.q for record in slim.records
+    )
     assert all(record.p for record in text.records)

@@ -1,4 +1,5 @@
-"""What a candidate is besides its gradient: adapters on the live draft, the pull towards it, the weight of each depth."""
+"""What a candidate is besides its gradient: adapters on the live draft, the pull towards it, the
+weight of each depth."""
 
 from __future__ import annotations
 
@@ -23,9 +24,14 @@ IDS = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def served(target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable) -> list[ServedText]:
+def served(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> list[ServedText]:
     records = serving(target, bigram(288), prompts(6), traffic(max_tokens=12))
-    return [stitch([one for one in records if one.request == name]) for name in dict.fromkeys(one.request for one in records)]
+    return [
+        stitch([one for one in records if one.request == name])
+        for name in dict.fromkeys(one.request for one in records)
+    ]
 
 
 def language_model(target: Target) -> DraftLm:
@@ -37,11 +43,15 @@ def logits(drafter: DraftLm) -> torch.Tensor:
     return drafter.lm.head(drafter.lm.full(IDS).final)
 
 
-def test_adapters_alone_are_trained_and_published_merged(target: Target, served: list[ServedText], tmp_path: Path) -> None:
+def test_adapters_alone_are_trained_and_published_merged(
+    target: Target, served: list[ServedText], tmp_path: Path
+) -> None:
     live = language_model(target)
     weights = {name: value.clone() for name, value in live.state_dict().items()}
     learner = Learner(live, target, ADAPTERS, seed=0)
-    torch.testing.assert_close(logits(learner.drafter), logits(language_model(target)), rtol=0, atol=0)
+    torch.testing.assert_close(
+        logits(learner.drafter), logits(language_model(target)), rtol=0, atol=0
+    )
     learner.update(served)
     moved = logits(learner.drafter)
     assert (moved - logits(language_model(target))).abs().max() > 1e-3
@@ -52,7 +62,8 @@ def test_adapters_alone_are_trained_and_published_merged(target: Target, served:
     checkpoint.save(learner.drafter, tmp_path, target)
     published = checkpoint.load(tmp_path, target)
     torch.testing.assert_close(logits(published), moved, rtol=1e-4, atol=1e-5)
-    # The published one is live: the candidate is the same draft, of which the adapters are no part any more.
+    # The published one is live: the candidate is the same draft, of which the adapters are no part
+    # any more.
     learner.live_changed(published.state_dict())
     torch.testing.assert_close(logits(learner.drafter), logits(published), rtol=0, atol=0)
     assert learner.steps == 0 and not learner.moments()
@@ -60,7 +71,9 @@ def test_adapters_alone_are_trained_and_published_merged(target: Target, served:
     assert not torch.equal(logits(learner.drafter), logits(published))
 
 
-def test_adapters_begin_alike_for_the_same_seed_whatever_was_drawn_before(target: Target, served: list[ServedText]) -> None:
+def test_adapters_begin_alike_for_the_same_seed_whatever_was_drawn_before(
+    target: Target, served: list[ServedText]
+) -> None:
     found = []
     for other in (1, 2):
         torch.manual_seed(other)
@@ -82,14 +95,22 @@ def distance(drafter: torch.nn.Module, other: torch.nn.Module) -> float:
     return float(sum(((one - two) ** 2).sum() for one, two in pairs).detach().sqrt())
 
 
-def trained(target: Target, bigram: Callable, served: list[ServedText], **changes: float) -> Learner:
-    learner = Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=10, warmup=1, unroll=1, **changes), seed=0)
+def trained(
+    target: Target, bigram: Callable, served: list[ServedText], **changes: float
+) -> Learner:
+    learner = Learner(
+        bigram(288), target, LearnConfig(lr=2e-2, steps=10, warmup=1, unroll=1, **changes), seed=0
+    )
     learner.update(served)
     return learner
 
 
-def test_the_pull_holds_a_candidate_close_to_the_live_version(target: Target, bigram: Callable, served: list[ServedText]) -> None:
-    free, held, tied = (trained(target, bigram, served, proximal=pull) for pull in (0.0, 10.0, 50.0))
+def test_the_pull_holds_a_candidate_close_to_the_live_version(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
+    free, held, tied = (
+        trained(target, bigram, served, proximal=pull) for pull in (0.0, 10.0, 50.0)
+    )
     # At 50 a step of lr 2e-2 goes all the way back.
     assert 0 < distance(held.drafter, bigram(288)) < 0.8 * distance(free.drafter, bigram(288))
     assert distance(tied.drafter, bigram(288)) < 1e-6 and not free.anchor
@@ -104,26 +125,36 @@ def test_a_pull_of_zero_is_none(target: Target, bigram: Callable, served: list[S
     assert torch.equal(plain.drafter.head, zero.drafter.head)
 
 
-def test_depths_are_weighted_as_in_training(target: Target, bigram: Callable, served: list[ServedText]) -> None:
+def test_depths_are_weighted_as_in_training(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
     heads = []
     for weights in WEIGHTS:
-        learner = Learner(bigram(288), target, LearnConfig(lr=1e-2, steps=3, unroll=3, weights=weights), seed=0)
+        learner = Learner(
+            bigram(288), target, LearnConfig(lr=1e-2, steps=3, unroll=3, weights=weights), seed=0
+        )
         assert learner.update(served).broken == 0
         heads.append(learner.drafter.head)
-    assert all(not torch.equal(one, two) for index, one in enumerate(heads) for two in heads[:index])
+    assert all(
+        not torch.equal(one, two) for index, one in enumerate(heads) for two in heads[:index]
+    )
 
 
 def test_a_rest_after_every_step_changes_nothing_that_is_learned(
     target: Target, bigram: Callable, served: list[ServedText]
 ) -> None:
     spent_s: list[float] = []
-    learner = Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=10, warmup=1, unroll=1), seed=0)
+    learner = Learner(
+        bigram(288), target, LearnConfig(lr=2e-2, steps=10, warmup=1, unroll=1), seed=0
+    )
     learner.update(served, spent_s.append)
     assert len(spent_s) == 10 and all(seconds > 0 for seconds in spent_s)
     assert torch.equal(learner.drafter.head, trained(target, bigram, served).drafter.head)
 
 
-@pytest.mark.parametrize("changes", [{"proximal": -1.0}, {"proximal": float("inf")}, {"budget": 0.0}, {"budget": 1.5}])
+@pytest.mark.parametrize(
+    "changes", [{"proximal": -1.0}, {"proximal": float("inf")}, {"budget": 0.0}, {"budget": 1.5}]
+)
 def test_bad_options_are_one_sentence(target: Target, bigram: Callable, changes: dict) -> None:
     with pytest.raises(UserError, match=r"learn\."):
         Learner(bigram(288), target, LearnConfig(**changes), seed=0)
@@ -132,7 +163,10 @@ def test_bad_options_are_one_sentence(target: Target, bigram: Callable, changes:
 def test_what_is_judged_is_the_mean_of_the_weights_and_training_goes_on_from_themselves(
     target: Target, bigram: Callable, served: list[ServedText]
 ) -> None:
-    learner, again = (Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=1, warmup=1), seed=0) for _ in range(2))
+    learner, again = (
+        Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=1, warmup=1), seed=0)
+        for _ in range(2)
+    )
     mean = torch.zeros(0)
     for step in range(1, 13):
         learner.update(served)
@@ -143,15 +177,21 @@ def test_what_is_judged_is_the_mean_of_the_weights_and_training_goes_on_from_the
         with learner.averaged() as judged:
             torch.testing.assert_close(judged.head.detach(), mean, rtol=1e-5, atol=1e-6)
         # Nobody looked at the other one.
-        assert torch.equal(learner.drafter.head, weights) and torch.equal(again.drafter.head, weights)
+        assert torch.equal(learner.drafter.head, weights) and torch.equal(
+            again.drafter.head, weights
+        )
     assert not torch.equal(mean, weights)
     learner.restart(bigram(288).state_dict())
     with learner.averaged() as judged:
         assert torch.equal(judged.head, bigram(288).head)
 
 
-def test_without_a_mean_the_last_weights_are_judged(target: Target, bigram: Callable, served: list[ServedText]) -> None:
-    learner = Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=4, warmup=1, average=0.0), seed=0)
+def test_without_a_mean_the_last_weights_are_judged(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
+    learner = Learner(
+        bigram(288), target, LearnConfig(lr=2e-2, steps=4, warmup=1, average=0.0), seed=0
+    )
     learner.update(served)
     weights = learner.drafter.head.detach().clone()
     with learner.averaged() as judged:

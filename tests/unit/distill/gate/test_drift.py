@@ -1,4 +1,5 @@
-"""Drift: alarms while nothing changes no more often than stated, drops found within tens of requests, classes kept apart."""
+"""Drift: alarms while nothing changes no more often than stated, drops found within tens of
+requests, classes kept apart."""
 
 from __future__ import annotations
 
@@ -15,16 +16,20 @@ from draftsmith.record import RoundRecord
 OFFERED = 4
 
 
-def served(rounds: list[int], *, time_s: float = 0.0, version: str = "1", request_class: str = "") -> ServedText:
+def served(
+    rounds: list[int], *, time_s: float = 0.0, version: str = "1", request_class: str = ""
+) -> ServedText:
     """A request with so many of four drafts accepted in each round."""
     records, position = [], 1
     for number, accepted in enumerate(rounds):
         committed = list(range(accepted + 1))
         records.append(
             RoundRecord(
-                request="r", round=number, request_class=request_class, target="t", target_revision="", draft_version=version,
+                request="r", round=number, request_class=request_class, target="t",
+                target_revision="", draft_version=version,
                 time_s=time_s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=position,
-                context=[0] if number == 0 else [], drafted=[0] * OFFERED, accepted=accepted, committed=committed, emitted=0,
+                context=[0] if number == 0 else [], drafted=[0] * OFFERED, accepted=accepted,
+                committed=committed, emitted=0,
             )
         )  # fmt: skip
         position += len(committed)
@@ -33,8 +38,10 @@ def served(rounds: list[int], *, time_s: float = 0.0, version: str = "1", reques
     return text
 
 
-def stream(generator: np.random.Generator, count: int, mean: float, concentration: float = 12.0) -> np.ndarray:
-    """x of requests that differ in how hard they are (beta law)."""
+def stream(
+    generator: np.random.Generator, count: int, mean: float, concentration: float = 12.0
+) -> np.ndarray:
+    """x of requests that differ in how hard they are (beta distribution)."""
     return generator.beta(mean * concentration, (1 - mean) * concentration, count)
 
 
@@ -59,14 +66,18 @@ def test_false_alarms_are_as_rare_as_stated(mean: float) -> None:
     threshold = 300.0
     num = sum(len(alarms_of(stream(generator, 600, mean), threshold)) for _ in range(100))
     assert num <= 100 * 600 / threshold
-    # The controls: without allowance for a level that is only measured, and with rounds that come in bunches taken as requests.
+    # The controls: without allowance for a level that is only measured, and with rounds that come
+    # in bunches taken as requests.
     careless = 0
     for _ in range(100):
         values = stream(generator, 600, mean)
         detector = ClassDetector(0.0, level=float(mean), bound=float(mean) + 0.03)
         careless += sum(detector.observe(float(x), threshold) is not None for x in values)
     assert careless > 100 * 600 / threshold
-    bunched = sum(len(alarms_of(np.repeat(stream(generator, 60, mean, 2.0), 30), 10 * threshold)) for _ in range(40))
+    bunched = sum(
+        len(alarms_of(np.repeat(stream(generator, 60, mean, 2.0), 30), 10 * threshold))
+        for _ in range(40)
+    )
     assert bunched > 40 * 1800 / (10 * threshold)
 
 
@@ -79,27 +90,55 @@ def test_drops_are_found_soon(drop: float, most: int) -> None:
         detector = ClassDetector(0.05)
         for x in stream(generator, BASELINE, 0.7):
             detector.observe(float(x), 1e5)
-        found = next((n for n, x in enumerate(stream(generator, 600, 0.7 - drop), 1) if detector.observe(float(x), 1e5)), 10**6)
+        found = next(
+            (
+                n
+                for n, x in enumerate(stream(generator, 600, 0.7 - drop), 1)
+                if detector.observe(float(x), 1e5)
+            ),
+            10**6,
+        )
         delays.append(found)
     assert np.median(delays) <= most
 
 
 def feed(
-    drift: Drift, rounds: list[int], count: int, *, begin_s: float = 0.0, version: str = "1", name: str = ""
+    drift: Drift,
+    rounds: list[int],
+    count: int,
+    *,
+    begin_s: float = 0.0,
+    version: str = "1",
+    name: str = "",
 ) -> list[object]:
-    texts = (served(rounds, time_s=begin_s + 3.6 * n, version=version, request_class=name) for n in range(count))
+    texts = (
+        served(rounds, time_s=begin_s + 3.6 * n, version=version, request_class=name)
+        for n in range(count)
+    )
     return [alarm for text in texts if (alarm := drift.observe(text, "1")) is not None]
 
 
 def test_alarm_names_the_class_and_wakes_the_learner() -> None:
     drift = Drift(DriftConfig(patience=2))
-    assert feed(drift, [3, 4], BASELINE, name="code") == [] == feed(drift, [3, 4], BASELINE, name="chat")
-    assert [drift.judged(promoted=False) for _ in range(3)] == [False, True, False] and drift.is_resting
+    assert (
+        feed(drift, [3, 4], BASELINE, name="code")
+        == []
+        == feed(drift, [3, 4], BASELINE, name="chat")
+    )
+    assert [drift.judged(promoted=False) for _ in range(3)] == [
+        False,
+        True,
+        False,
+    ] and drift.is_resting
     # 2,000 requests an hour over two classes, one false alarm in 50 hours.
     assert drift.threshold() == pytest.approx(1000 * 2 / 0.02, rel=0.1)
     assert feed(drift, [3, 4], 100, begin_s=300, name="chat") == [] and drift.is_resting
     (alarm,) = feed(drift, [0, 1], 40, begin_s=300, name="code")[:1]
-    assert alarm.request_class == "code" and alarm.now < 0.5 < alarm.level and "'code'" in alarm.describe()
+    assert (
+        alarm.request_class == "code"
+        and alarm.now < 0.5 < alarm.level
+        and "'code'" in alarm.describe()
+    )
     assert alarm.requests <= 40 and not drift.is_resting
 
 

@@ -1,4 +1,5 @@
-"""The gate: alpha against a direct computation and against what was accepted, its error rates, harmful candidates."""
+"""The gate: alpha against a direct computation and against what was accepted, its error rates,
+harmful candidates."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def texts_of(records: list[RoundRecord]) -> list[ServedText]:
     return [stitch(mine) for mine in grouped.values()]
 
 
-def test_score_is_the_overlap_of_the_laws_at_verified_positions(
+def test_score_is_the_overlap_of_the_distributions_at_verified_positions(
     target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
 ) -> None:
     served, other = bigram(288), bigram(288, seed=3)
@@ -41,7 +42,10 @@ def test_score_is_the_overlap_of_the_laws_at_verified_positions(
         for record in text.records:
             for depth in range(min(record.accepted + 1, len(record.drafted))):
                 context = text.tokens[: record.position + depth]
-                assert context == (text.tokens[: record.position] + record.drafted)[: record.position + depth]
+                assert (
+                    context
+                    == (text.tokens[: record.position] + record.drafted)[: record.position + depth]
+                )
                 rows = SamplingRows.of([0.8], top_k=[30])
                 p = process(target.model(torch.tensor([context])).logits[0, -1:].float(), rows)
                 expected.append(float(overlap(p, process(other.logits(context[-1])[None], rows))))
@@ -54,27 +58,38 @@ def test_score_is_the_overlap_of_the_laws_at_verified_positions(
 def test_score_of_the_served_draft_predicts_its_acceptance(
     target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
 ) -> None:
-    """Off-policy alpha against the share really accepted, within four standard errors; a flat draft's alpha is far off."""
+    """Off-policy alpha against the share really accepted, within four standard errors; a flat
+    draft's alpha is far off."""
     served = bigram(288)
     with torch.no_grad():
         served.states.weight.mul_(4)
     texts = texts_of(serving(target, served, prompts(60), traffic(depth=2)))
     mine = score(served, target, texts, max_depth=2, max_length=512)
-    kept, alpha = np.concatenate([one.kept for one in mine]), np.concatenate([one.alpha for one in mine])
+    kept, alpha = (
+        np.concatenate([one.kept for one in mine]),
+        np.concatenate([one.alpha for one in mine]),
+    )
     error = 4 * np.sqrt(np.mean(alpha * (1 - alpha)) / len(alpha))
     assert len(alpha) > 500 and abs(kept.mean() - alpha.mean()) < error + 0.005
     uniform = bigram(288)
     with torch.no_grad():
         uniform.head.zero_()
-    flat = np.concatenate([one.alpha for one in score(uniform, target, texts, max_depth=2, max_length=512)])
+    flat = np.concatenate(
+        [one.alpha for one in score(uniform, target, texts, max_depth=2, max_length=512)]
+    )
     assert abs(flat.mean() - alpha.mean()) > 2 * error
 
 
 def test_texts_are_scored_once_however_many_windows_ask(
-    monkeypatch: pytest.MonkeyPatch, target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+    monkeypatch: pytest.MonkeyPatch,
+    target: Target,
+    bigram: Callable,
+    serving: Callable,
+    prompts: Callable,
+    traffic: Callable,
 ) -> None:
-    """The gate's window and the watch's take turns, as a learner's cycles do: of 26 texts that are asked for 10 are scored; who
-    remembers the latest window alone scores 16."""
+    """The gate's window and the watch's take turns, as a learner's cycles do: of 26 texts that are
+    asked for 10 are scored; who remembers the latest window alone scores 16."""
     texts = texts_of(serving(target, bigram(288), prompts(10), traffic()))
     counts: list[int] = []
 
@@ -89,25 +104,42 @@ def test_texts_are_scored_once_however_many_windows_ask(
     assert counts == [8, 0, 0, 2]
     assert all(a is b for a, b in zip(found[0][2:], found[3][:6], strict=True))
     monkeypatch.setattr(scoring, "MOST_KNOWN", 4)
-    live.score(texts[:2], max_depth=3), live.score(texts[6:8], max_depth=3), live.score(texts[:2], max_depth=3)
+    (
+        live.score(texts[:2], max_depth=3),
+        live.score(texts[6:8], max_depth=3),
+        live.score(texts[:2], max_depth=3),
+    )
     live.score(texts, max_depth=3)
-    assert counts[4:] == [0, 2, 0, 6] and len(live._known) == 10, "bounded, but never below what is asked for at once"
+    assert counts[4:] == [0, 2, 0, 6] and len(live._known) == 10, (
+        "bounded, but never below what is asked for at once"
+    )
     live.forget(frozenset(text.request.partition("-")[0] for text in texts[:3]))
     assert not live._known.keys() & {(text.request, 3) for text in texts[:3]}
 
 
-def test_texts_of_another_target_contradict_their_logged_laws(
-    target: Target, tiny_target: Callable, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+def test_texts_of_another_target_contradict_their_logged_distributions(
+    target: Target,
+    tiny_target: Callable,
+    bigram: Callable,
+    serving: Callable,
+    prompts: Callable,
+    traffic: Callable,
 ) -> None:
     other = Target.load(tiny_target("llama", seed=1))
     foreign = texts_of(serving(other, bigram(288), prompts(16), traffic(temperature=0.5)))
     sharp = bigram(288)
     with torch.no_grad():
         sharp.states.weight.mul_(8)
-    assert not any(one.is_consistent for one in score(sharp, target, foreign, max_depth=3, max_length=512))
-    assert all(one.is_consistent for one in score(sharp, other, foreign, max_depth=3, max_length=512))
+    assert not any(
+        one.is_consistent for one in score(sharp, target, foreign, max_depth=3, max_length=512)
+    )
+    assert all(
+        one.is_consistent for one in score(sharp, other, foreign, max_depth=3, max_length=512)
+    )
     scorer = Scorer(sharp, target, max_length=512)
-    decision = decide(scorer, bigram(288), foreign, GateConfig(requests=16), max_depth=3, evidence=Evidence())
+    decision = decide(
+        scorer, bigram(288), foreign, GateConfig(requests=16), max_depth=3, evidence=Evidence()
+    )
     assert decision.decision == "refuse" and "contradict" in decision.reason
 
 
@@ -140,27 +172,51 @@ def test_candidates_better_equal_shuffled_and_broken(
     shuffled = bigram(288)
     shuffled.load_state_dict(better.state_dict())
     with torch.no_grad():
-        shuffled.head.copy_(better.head[torch.randperm(288, generator=torch.Generator().manual_seed(0))])
+        shuffled.head.copy_(
+            better.head[torch.randperm(288, generator=torch.Generator().manual_seed(0))]
+        )
     broken = bigram(288)
     with torch.no_grad():
         broken.head[5, 5] = float("nan")
     config = GateConfig(requests=16)
     decisions = {
-        name: decide(Scorer(live, target, max_length=512), candidate, texts, config, max_depth=3, evidence=Evidence())
-        for name, candidate in [("better", better), ("same", live), ("shuffled", shuffled), ("broken", broken)]
+        name: decide(
+            Scorer(live, target, max_length=512),
+            candidate,
+            texts,
+            config,
+            max_depth=3,
+            evidence=Evidence(),
+        )
+        for name, candidate in [
+            ("better", better),
+            ("same", live),
+            ("shuffled", shuffled),
+            ("broken", broken),
+        ]
     }
     assert {name: one.decision for name, one in decisions.items()} == {
         "better": "accept", "same": "hold", "shuffled": "hold", "broken": "refuse",
     }  # fmt: skip
     untouched = Evidence()
-    few = decide(Scorer(live, target, max_length=512), better, texts[:10], config, max_depth=3, evidence=untouched)
-    assert few.decision == "hold" and "10 held-out requests" in few.reason and untouched == Evidence()
+    few = decide(
+        Scorer(live, target, max_length=512),
+        better,
+        texts[:10],
+        config,
+        max_depth=3,
+        evidence=untouched,
+    )
+    assert (
+        few.decision == "hold" and "10 held-out requests" in few.reason and untouched == Evidence()
+    )
 
 
 def test_overflowing_candidate_is_refused(
     target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
 ) -> None:
-    """Finite weights whose law is not: the check of the weights alone would let it pass."""
+    """Finite weights whose distribution is not: the check of the weights alone would
+    let it pass."""
     texts = texts_of(serving(target, bigram(288), prompts(16), traffic()))
     candidate = bigram(288)
     with torch.no_grad():
@@ -168,27 +224,37 @@ def test_overflowing_candidate_is_refused(
         candidate.head.fill_(1e30)
         candidate.head[::2].neg_()
     scorer = Scorer(bigram(288), target, max_length=512)
-    decision = decide(scorer, candidate, texts, GateConfig(requests=4), max_depth=3, evidence=Evidence())
+    decision = decide(
+        scorer, candidate, texts, GateConfig(requests=4), max_depth=3, evidence=Evidence()
+    )
     assert decision.decision == "refuse"
 
 
-def test_laws_of_the_live_draft_that_are_not_finite_are_never_accepted(
+def test_distributions_of_the_live_draft_that_are_not_finite_are_never_accepted(
     target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
 ) -> None:
-    """They are a loss, which can be compared, and neither a gain of whatever candidate nor the end of all comparisons."""
+    """They are a loss, which can be compared, and neither a gain of whatever candidate nor the end
+    of all comparisons."""
     texts = texts_of(serving(target, bigram(288), prompts(24), traffic()))
     live, worse = bigram(288), bigram(288, seed=5)
     with torch.no_grad():
         live.states.weight[texts[0].tokens[8]] = torch.nan
         worse.states.weight.mul_(30)
     config = GateConfig(requests=16)
-    decision = decide(Scorer(live, target, max_length=512), worse, texts, config, max_depth=3, evidence=Evidence())
+    decision = decide(
+        Scorer(live, target, max_length=512), worse, texts, config, max_depth=3, evidence=Evidence()
+    )
     assert decision.decision == "hold" and decision.comparison.gain < 0
     with torch.no_grad():
         live.states.weight[::2] = torch.nan
     scorers = [Scorer(one, target, max_length=512) for one in (live, bigram(288))]
     held_to = [Earlier(0, scorers[1], config.drop)]
-    assert watch(scorers[0], held_to, texts, config, version="1", max_depth=3, evidence=Ledger()).version == 0
+    assert (
+        watch(
+            scorers[0], held_to, texts, config, version="1", max_depth=3, evidence=Ledger()
+        ).version
+        == 0
+    )
 
 
 def test_decision_is_plain_data() -> None:

@@ -1,4 +1,5 @@
-"""alpha by logged laws alone: exact where a filter cuts inside what is logged, bounded elsewhere."""
+"""alpha by logged distributions alone: exact where a filter cuts inside what is logged, bounded
+elsewhere."""
 
 from __future__ import annotations
 
@@ -8,29 +9,39 @@ import torch
 from draftsmith.distill.gate.logged import Logged, logged_alpha
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.sampling.top_tokens import top_law
-from draftsmith.record import Law, RoundRecord
+from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.record import Distribution, RoundRecord
 
 VOCAB = 300
 
 
-def record(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> RoundRecord:
-    law = top_law(logits[None], 64)
-    norm = 0.0 if temperature in (0.0, 1.0) else float(torch.logsumexp(logits.log_softmax(-1) / temperature, 0))
+def record(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> RoundRecord:
+    distribution = top_probs(logits[None], 64)
+    norm = (
+        0.0
+        if temperature in (0.0, 1.0)
+        else float(torch.logsumexp(logits.log_softmax(-1) / temperature, 0))
+    )
     return RoundRecord(
-        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1", time_s=0.0,
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=1, context=[1], drafted=[1], accepted=0,
-        committed=[1], emitted=1, p=[Law(law.ids[0].tolist(), law.logprobs[0].tolist(), float(law.tail), norm)],
+        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1",
+        time_s=0.0,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=1, context=[1],
+        drafted=[1], accepted=0,
+        committed=[1], emitted=1, p=[Distribution(distribution.ids[0].tolist(), distribution.logprobs[0].tolist(), float(distribution.tail), norm)],
     )  # fmt: skip
 
 
 def both(sharpness: float, *sampling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """alpha of 40 laws from the whole of p, and its bounds from the logs."""
+    """alpha of 40 distributions from the whole of p, and its bounds from the logs."""
     generator = torch.Generator().manual_seed(0)
     p = sharpness * torch.randn(40, VOCAB, generator=generator)
     q = p + torch.randn(40, VOCAB, generator=generator)
     temperature, top_k, top_p, min_p = sampling
-    rows = SamplingRows.of([temperature] * 40, top_k=[int(top_k)] * 40, top_p=[top_p] * 40, min_p=[min_p] * 40)
+    rows = SamplingRows.of(
+        [temperature] * 40, top_k=[int(top_k)] * 40, top_p=[top_p] * 40, min_p=[min_p] * 40
+    )
     q_logits = process(q, rows)
     records = [Logged(record(one, temperature, int(top_k), top_p, min_p), 0) for one in p]
     return overlap(process(p, rows), q_logits), logged_alpha(records, q_logits)
@@ -38,9 +49,16 @@ def both(sharpness: float, *sampling: float) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize(
     "sampling",
-    [(0.0, 0, 1.0, 0.0), (1.0, 20, 1.0, 0.0), (0.7, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (0.8, 40, 0.9, 0.05), (1.3, 10, 0.5, 0.0)],
+    [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 20, 1.0, 0.0),
+        (0.7, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (0.8, 40, 0.9, 0.05),
+        (1.3, 10, 0.5, 0.0),
+    ],
 )
-def test_filtered_laws_are_told_exactly(sampling: tuple[float, ...]) -> None:
+def test_filtered_distributions_are_told_exactly(sampling: tuple[float, ...]) -> None:
     whole, logged = both(3.0, *sampling)
     for bound in logged.unbind(-1):
         torch.testing.assert_close(bound, whole.float(), atol=1e-4, rtol=0)
@@ -48,7 +66,9 @@ def test_filtered_laws_are_told_exactly(sampling: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("sharpness", [0.5, 2.0, 6.0])
 @pytest.mark.parametrize("sampling", [(1.0, 0, 1.0, 0.0), (0.6, 0, 1.0, 0.0)])
-def test_laws_that_are_not_cut_are_told_within_their_bounds(sharpness: float, sampling: tuple[float, ...]) -> None:
+def test_distributions_that_are_not_cut_are_told_within_their_bounds(
+    sharpness: float, sampling: tuple[float, ...]
+) -> None:
     whole, logged = both(sharpness, *sampling)
     low, high = logged.unbind(-1)
     is_between = (low - 1e-4 <= whole.float()) & (whole.float() <= high + 1e-4)
@@ -60,15 +80,15 @@ def test_a_cut_behind_what_is_logged_moves_the_middle_little() -> None:
     assert abs(float(logged.mean()) - float(whole.mean())) < 0.02
 
 
-def test_sharp_laws_leave_little_open_and_flat_ones_much() -> None:
+def test_sharp_distributions_leave_little_open_and_flat_ones_much() -> None:
     _, sharp = both(6.0, 1.0, 0, 1.0, 0.0)
     _, flat = both(0.5, 1.0, 0, 1.0, 0.0)
     assert float(sharp.diff().mean()) < 0.02 < 0.3 < float(flat.diff().mean())
     assert logged_alpha([], torch.zeros(0, VOCAB)).shape == (0, 2)
 
 
-def test_the_middle_over_all_positions_is_nearer_than_that_of_sharp_laws_alone() -> None:
-    """Sharp laws are met by any draft, so their mean flatters it."""
+def test_the_middle_over_all_positions_is_nearer_than_that_of_sharp_distributions_alone() -> None:
+    """Sharp distributions are met by any draft, so their mean flatters it."""
     parts = [both(sharpness, 1.0, 0, 1.0, 0.0) for sharpness in (1.5, 6.0)]
     whole, logged = (torch.cat(side).float() for side in zip(*parts))
     middle, sharp = logged.mean(-1), logged.diff().squeeze(-1) < 0.02

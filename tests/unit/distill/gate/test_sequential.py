@@ -1,4 +1,5 @@
-"""Evidence at every look: false alarms over many looks, power against the union bound that it replaced, and broken variants."""
+"""Evidence at every look: false alarms over many looks, power against the union bound that it
+replaced, and broken variants."""
 
 from __future__ import annotations
 
@@ -20,28 +21,37 @@ MOST_FALSE = 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
 def lineage(
     generator: np.random.Generator, effect: float, looks: int, *, first: int = WINDOW, rise: int = 1
 ) -> list[dict[str, float]]:
-    """Windows of each look. Candidates differ from look to look, yet mostly agree on a request; `effect` is in units of their
-    spread and reached after `rise` looks."""
+    """Windows of each look. Candidates differ from look to look, yet mostly agree on a request;
+    `effect` is in units of their spread and reached after `rise` looks."""
     total = first + PER_LOOK * looks
     common = generator.standard_normal(total)
     windows = []
     for look in range(1, looks + 1):
-        differences = 0.8 * common + 0.6 * generator.standard_normal(total) + effect * min(1.0, look / rise)
+        differences = (
+            0.8 * common + 0.6 * generator.standard_normal(total) + effect * min(1.0, look / rise)
+        )
         end = first + PER_LOOK * (look - 1)
-        windows.append({str(place): 0.03 * differences[place] for place in range(max(0, end - WINDOW), end)})
+        windows.append(
+            {str(place): 0.03 * differences[place] for place in range(max(0, end - WINDOW), end)}
+        )
     return windows
 
 
 def promoted_at(windows: list[dict[str, float]]) -> int | None:
     evidence = Evidence()
-    return next((look for look, one in enumerate(windows, 1) if evidence.look(one, ERROR) >= 1 / ERROR), None)
+    return next(
+        (look for look, one in enumerate(windows, 1) if evidence.look(one, ERROR) >= 1 / ERROR),
+        None,
+    )
 
 
 def promoted_by_union(windows: list[dict[str, float]]) -> int | None:
     """What was used before: the bound of each look held against its share error / (n (n + 1))."""
     for look, one in enumerate(windows, 1):
         values = np.array(list(one.values()))
-        p_value = math.exp(-(values.sum() ** 2) / (2 * (values**2).sum())) if values.sum() > 0 else 1.0
+        p_value = (
+            math.exp(-(values.sum() ** 2) / (2 * (values**2).sum())) if values.sum() > 0 else 1.0
+        )
         if p_value <= ERROR / (look * (look + 1)):
             return look
     return None
@@ -81,11 +91,18 @@ def test_looks_with_repeated_bets_would_be_caught(monkeypatch: pytest.MonkeyPatc
     assert rate([promoted_at(lineage(generator, 0.0, 60)) for _ in range(100)]) > 2 * MOST_FALSE
 
 
-@pytest.mark.parametrize(("effect", "first", "rise"), [(0.3, WINDOW, 1), (0.5, 12, 1), (0.5, 12, 8), (0.5, WINDOW, 8)])
-def test_more_gains_are_seen_than_by_the_union_of_looks(effect: float, first: int, rise: int) -> None:
+@pytest.mark.parametrize(
+    ("effect", "first", "rise"), [(0.3, WINDOW, 1), (0.5, 12, 1), (0.5, 12, 8), (0.5, WINDOW, 8)]
+)
+def test_more_gains_are_seen_than_by_the_union_of_looks(
+    effect: float, first: int, rise: int
+) -> None:
     generator = np.random.default_rng(3)
     lineages = [lineage(generator, effect, 20, first=first, rise=rise) for _ in range(120)]
-    ours, before = rate([promoted_at(one) for one in lineages]), rate([promoted_by_union(one) for one in lineages])
+    ours, before = (
+        rate([promoted_at(one) for one in lineages]),
+        rate([promoted_by_union(one) for one in lineages]),
+    )
     # Three standard errors of a difference of two rates.
     assert ours > before + 3 * math.sqrt(0.5 / 120) * 0.5, (ours, before)
 
@@ -98,7 +115,10 @@ def test_large_gains_are_promoted_at_the_first_look_and_losses_never() -> None:
 
 def test_size_of_the_differences_does_not_matter() -> None:
     window = lineage(np.random.default_rng(5), 0.4, 1)[0]
-    values = [Evidence().look({name: scale * d for name, d in window.items()}, ERROR) for scale in (1e-6, 1.0, 1e3)]
+    values = [
+        Evidence().look({name: scale * d for name, d in window.items()}, ERROR)
+        for scale in (1e-6, 1.0, 1e3)
+    ]
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)
     assert Evidence().look({str(place): 0.0 for place in range(20)}, ERROR) == pytest.approx(0.5)
 
@@ -108,7 +128,8 @@ def test_a_new_candidate_keeps_no_winnings() -> None:
     evidence.look({str(place): 0.1 for place in range(40)}, ERROR)
     assert evidence.value > 1e4
     evidence.new_candidate()
-    assert evidence.value == pytest.approx(0.25)  # half of the half that is bet on each request once
+    # half of the half that is bet on each request once
+    assert evidence.value == pytest.approx(0.25)
     evidence.look({str(place): -0.1 for place in range(40, 80)}, ERROR)
     lost = evidence.value
     evidence.new_candidate()
@@ -118,20 +139,31 @@ def test_a_new_candidate_keeps_no_winnings() -> None:
 def test_very_long_evidence_stays_finite() -> None:
     evidence, bounded, turning = Evidence(), BoundedEvidence(), TurningEvidence()
     differences = {str(place): 0.5 for place in range(5000)}
-    assert math.isfinite(evidence.look(differences, ERROR)) and math.isfinite(bounded.look(differences))
-    assert math.isfinite(turning.look(differences)) and TurningEvidence().look({"0": 0.0, "1": 0.0}) == 0.5
+    assert math.isfinite(evidence.look(differences, ERROR)) and math.isfinite(
+        bounded.look(differences)
+    )
+    assert (
+        math.isfinite(turning.look(differences))
+        and TurningEvidence().look({"0": 0.0, "1": 0.0}) == 0.5
+    )
 
 
 def skewed(generator: np.random.Generator, looks: int, gap: float = 0.0) -> list[dict[str, float]]:
-    """alpha minus what was accepted, of requests with one position each: alpha is low, so that most differences are small and
-    positive and a few large and negative."""
+    """alpha minus what was accepted, of requests with one position each: alpha is low, so that most
+    differences are small and positive and a few large and negative."""
     kept = generator.random(20 * looks) < 0.15 - gap
     values = 0.15 - kept
-    return [{str(place): values[place] for place in range(20 * look, 20 * look + 20)} for look in range(looks)]
+    return [
+        {str(place): values[place] for place in range(20 * look, 20 * look + 20)}
+        for look in range(looks)
+    ]
 
 
 def ever(evidence: Evidence | BoundedEvidence, windows: list[dict[str, float]]) -> bool:
-    told = (evidence.look(one, ERROR) if isinstance(evidence, Evidence) else evidence.look(one) for one in windows)
+    told = (
+        evidence.look(one, ERROR) if isinstance(evidence, Evidence) else evidence.look(one)
+        for one in windows
+    )
     return any(value >= 1 / ERROR for value in told)
 
 
@@ -141,15 +173,25 @@ def test_bounded_evidence_needs_no_symmetry() -> None:
     assert np.mean([ever(BoundedEvidence(), one) for one in worlds]) <= MOST_FALSE
     # The control: the evidence that presumes symmetry is fooled by just this.
     assert np.mean([ever(Evidence(), one) for one in worlds]) > 2 * MOST_FALSE
-    assert np.mean([ever(BoundedEvidence(), skewed(generator, 20, gap=0.1)) for _ in range(50)]) > 0.95
+    assert (
+        np.mean([ever(BoundedEvidence(), skewed(generator, 20, gap=0.1)) for _ in range(50)]) > 0.95
+    )
 
 
-def turned(generator: np.random.Generator, before: float, after: float, *, turn: int, looks: int) -> list[dict[str, float]]:
-    """Windows of differences around `before` up to look `turn` and around `after` from then on, in units of their spread."""
+def turned(
+    generator: np.random.Generator, before: float, after: float, *, turn: int, looks: int
+) -> list[dict[str, float]]:
+    """Windows of differences around `before` up to look `turn` and around `after` from then on, in
+    units of their spread."""
     total = PER_LOOK * looks
-    values = generator.standard_normal(total) + np.where(np.arange(total) < PER_LOOK * turn, before, after)
+    values = generator.standard_normal(total) + np.where(
+        np.arange(total) < PER_LOOK * turn, before, after
+    )
     ends = range(PER_LOOK, total + 1, PER_LOOK)
-    return [{str(place): 0.04 * values[place] for place in range(max(0, end - WINDOW), end)} for end in ends]
+    return [
+        {str(place): 0.04 * values[place] for place in range(max(0, end - WINDOW), end)}
+        for end in ends
+    ]
 
 
 def told_at(evidence: Evidence | TurningEvidence, windows: list[dict[str, float]]) -> int | None:
@@ -161,7 +203,9 @@ def told_at(evidence: Evidence | TurningEvidence, windows: list[dict[str, float]
     return None
 
 
-def test_a_draft_that_was_worse_and_is_equal_is_seldom_told_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_was_worse_and_is_equal_is_seldom_told_to_be_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = np.random.default_rng(8)
     worlds = [turned(generator, before, 0.0, turn=10, looks=32) for before in (0.0, -1.0) * 200]
     assert rate([told_at(TurningEvidence(), one) for one in worlds]) <= MOST_FALSE
@@ -175,20 +219,27 @@ def test_a_draft_that_becomes_better_is_told_within_a_window_however_long_it_was
     monkeypatch: pytest.MonkeyPatch, after: float, least: float
 ) -> None:
     generator = np.random.default_rng(9)
-    worlds = [turned(generator, -1.0, after, turn=60, looks=60 + WINDOW // PER_LOOK) for _ in range(60)]
+    worlds = [
+        turned(generator, -1.0, after, turn=60, looks=60 + WINDOW // PER_LOOK) for _ in range(60)
+    ]
     found = [told_at(TurningEvidence(), one) for one in worlds]
     assert rate(found) > least and all(look is None or look > 60 for look in found)
     # The control, evidence that does not write off what was lost, takes longer.
     monkeypatch.setattr(sequential, "share_of", lambda look: 1.0 if look == 1 else 1e-300)
     late = [told_at(TurningEvidence(), one) for one in worlds]
-    assert rate(late) < rate(found) and np.mean([look or 99 for look in late]) > np.mean([look or 99 for look in found]) + 2
+    assert (
+        rate(late) < rate(found)
+        and np.mean([look or 99 for look in late]) > np.mean([look or 99 for look in found]) + 2
+    )
 
 
 def test_candidates_that_were_worse_before_the_traffic_changed_are_promoted_when_they_are_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = np.random.default_rng(10)
-    worlds = [turned(generator, -0.4, 1.0, turn=30, looks=30 + WINDOW // PER_LOOK) for _ in range(60)]
+    worlds = [
+        turned(generator, -0.4, 1.0, turn=30, looks=30 + WINDOW // PER_LOOK) for _ in range(60)
+    ]
     assert rate([told_at(Evidence(), one) for one in worlds]) > 0.8
     # The control, whose losses are never forgiven.
     monkeypatch.setattr(sequential, "share_of", lambda look: 1.0 if look == 1 else 1e-300)

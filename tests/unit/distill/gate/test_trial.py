@@ -1,4 +1,5 @@
-"""A version on trial: who takes part, its two errors at any request, its power, and what fools other tests."""
+"""A version on trial: who takes part, its two errors at any request, its power, and what fools
+other tests."""
 
 from __future__ import annotations
 
@@ -23,10 +24,19 @@ MOST_FALSE = 0.05 + 3 * math.sqrt(0.05 * 0.95 / TRIALS)
 REACHED = 30  # drafted tokens of a request
 
 
-def served(request: str, accepted: int = 2, *, version: str = "1", request_class: str = "", drafted: int = 3) -> ServedText:
+def served(
+    request: str,
+    accepted: int = 2,
+    *,
+    version: str = "1",
+    request_class: str = "",
+    drafted: int = 3,
+) -> ServedText:
     record = RoundRecord(
-        request=request, round=0, request_class=request_class, target="t", target_revision="", draft_version=version, time_s=0.0,
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=1, context=[5], drafted=[9] * drafted, accepted=accepted,
+        request=request, round=0, request_class=request_class, target="t", target_revision="",
+        draft_version=version, time_s=0.0,
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=1, context=[5],
+        drafted=[9] * drafted, accepted=accepted,
         committed=[9] * accepted + [11], emitted=11,
     )  # fmt: skip
     text = stitch([record])
@@ -54,22 +64,33 @@ def test_only_the_share_and_the_rest_of_its_time_take_part() -> None:
     assert trial == Trial(2, 0.1)
     trial.observe(served(chosen, 3, version="2"), **take)
     trial.observe(served(other, 0), **take)
-    assert (trial.drafted, trial.missed) == (1, 0) and (trial.chosen.value, trial.others.value) == (1.0, 0.0)
-    # A server that has not taken it up: of the share all the same, or the comparison were one of servers.
+    assert (trial.drafted, trial.missed) == (1, 0) and (trial.chosen.value, trial.others.value) == (
+        1.0,
+        0.0,
+    )
+    # A server that has not taken it up: of the share all the same, or the comparison were one of
+    # servers.
     trial.observe(served(request(True, 1), 0), **take)
     assert (trial.drafted, trial.missed) == (1, 1) and trial.chosen.value == 0.5
     trial.observe(served(request(True, 2), 0, drafted=0), **take)
-    assert trial.missed == 2 and trial.chosen.value == pytest.approx(1 / 3), "nothing drafted is nothing accepted"
+    assert trial.missed == 2 and trial.chosen.value == pytest.approx(1 / 3), (
+        "nothing drafted is nothing accepted"
+    )
 
 
 def stream(
     generator: np.random.Generator, effect: float, *, share: float, taken_up: float = 1.0
 ) -> Iterator[tuple[float, str, bool, float]]:
-    """Arguments of `bet`: two classes, a level that wanders, and servers without the version, whose traffic is easier."""
+    """Arguments of `bet`: two classes, a level that wanders, and servers without the version, whose
+    traffic is easier."""
     drift = 0.0
     while True:
         drift += 0.01 * generator.standard_normal()
-        is_code, is_chosen, has_it = generator.random() < 0.4, generator.random() < share, generator.random() < taken_up
+        is_code, is_chosen, has_it = (
+            generator.random() < 0.4,
+            generator.random() < share,
+            generator.random() < taken_up,
+        )
         level = (0.75 if is_code else 0.45) + 0.2 * math.sin(drift) + (0.0 if has_it else 0.15)
         drafts = is_chosen and has_it
         spread = 0.12 * generator.standard_normal()
@@ -78,7 +99,9 @@ def stream(
         yield x, "code" if is_code else "", is_chosen, CONFIG.drop if drafts else 0.0
 
 
-def ended(trial: Trial, requests: Iterator[tuple[float, str, bool, float]], most: int, config: GateConfig) -> str:
+def ended(
+    trial: Trial, requests: Iterator[tuple[float, str, bool, float]], most: int, config: GateConfig
+) -> str:
     for _, (x, name, is_chosen, allowance) in zip(range(most), requests, strict=False):
         trial.drafted += allowance > 0
         trial.bet(x, name, is_chosen=is_chosen, allowance=allowance)
@@ -100,11 +123,14 @@ def test_both_errors_hold_at_any_request(share: float, taken_up: float) -> None:
 
 
 def test_two_means_looked_at_again_and_again_would_be_caught() -> None:
-    """What the bets replace: a z-test of the share against the others, after every tenth request."""
+    """What the bets replace: a z-test of the share against the others, after every
+    tenth request."""
     generator, alarms = np.random.default_rng(2), 0
     for _ in range(100):
         sides: dict[bool, list[float]] = {True: [], False: []}
-        for number, (x, _, is_chosen, _) in zip(range(300), stream(generator, 0.0, share=0.25), strict=False):
+        for number, (x, _, is_chosen, _) in zip(
+            range(300), stream(generator, 0.0, share=0.25), strict=False
+        ):
             sides[is_chosen].append(x)
             if number % 10 == 9 and min(len(one) for one in sides.values()) >= 5:
                 chosen, others = np.array(sides[True]), np.array(sides[False])
@@ -116,12 +142,15 @@ def test_two_means_looked_at_again_and_again_would_be_caught() -> None:
 
 
 def test_a_comparison_by_who_drafted_would_be_caught() -> None:
-    """Servers without the version have easier traffic: to compare versions is to compare servers. Ids have no such trouble."""
+    """Servers without the version have easier traffic: to compare versions is to compare servers.
+    Ids have no such trouble."""
     fooled, right = 0, 0
     for seed in range(40):
         generator = np.random.default_rng(seed)
         by_version, by_id = Trial(2, 0.5), Trial(2, 0.5)
-        for _, (x, name, is_chosen, allowance) in zip(range(600), stream(generator, 0.0, share=0.5, taken_up=0.5), strict=False):
+        for _, (x, name, is_chosen, allowance) in zip(
+            range(600), stream(generator, 0.0, share=0.5, taken_up=0.5), strict=False
+        ):
             by_version.bet(x, name, is_chosen=allowance > 0, allowance=allowance)
             by_id.bet(x, name, is_chosen=is_chosen, allowance=allowance)
         fooled += by_version.worse.value * CONFIG.error >= 1
@@ -129,10 +158,15 @@ def test_a_comparison_by_who_drafted_would_be_caught() -> None:
     assert fooled > 20 and right <= 6, (fooled, right)
 
 
-@pytest.mark.parametrize(("effect", "decision", "requests"), [(-0.4, "rolled back", 300), (0.15, "promoted", 600)])
+@pytest.mark.parametrize(
+    ("effect", "decision", "requests"), [(-0.4, "rolled back", 300), (0.15, "promoted", 600)]
+)
 def test_what_is_plain_is_decided_soon(effect: float, decision: str, requests: int) -> None:
     generator, endless = np.random.default_rng(3), replace(CONFIG, canary_requests=10**6)
-    found = [ended(Trial(2, 0.1), stream(generator, effect, share=0.1), requests, endless) for _ in range(40)]
+    found = [
+        ended(Trial(2, 0.1), stream(generator, effect, share=0.1), requests, endless)
+        for _ in range(40)
+    ]
     assert found.count(decision) >= 36, found
 
 
@@ -142,14 +176,23 @@ def test_what_stays_open_is_left_to_held_out_traffic_but_for_a_plain_loss() -> N
     def after(accepted: int, count: int = 4) -> Trial:
         trial = Trial(2, 0.1)
         for number in range(count):
-            trial.observe(served(request(True, number), accepted, version="2"), live="1", canary="2", drop=config.drop)
+            trial.observe(
+                served(request(True, number), accepted, version="2"),
+                live="1",
+                canary="2",
+                drop=config.drop,
+            )
             trial.observe(served(request(False, number), 2), live="1", canary="2", drop=config.drop)
         return trial
 
     assert after(2, 3).verdict(config) is None
     assert after(2).verdict(config).decision == "undecided"
     lost = after(1).verdict(config)
-    assert lost.decision == "rolled back" and "0.500 in its share" in lost.reason and "0.667 elsewhere" in lost.reason
+    assert (
+        lost.decision == "rolled back"
+        and "0.500 in its share" in lost.reason
+        and "0.667 elsewhere" in lost.reason
+    )
 
 
 def test_a_version_that_fails_in_servers_is_given_up_soon() -> None:
@@ -157,7 +200,9 @@ def test_a_version_that_fails_in_servers_is_given_up_soon() -> None:
     trial, take = Trial(2, 0.1), {"live": "1", "canary": "2", "drop": CONFIG.drop}
     for number in range(300):
         name = f"r{number}"
-        trial.observe(served(name, 0, drafted=0) if in_canary(name, 0.1) else served(name, 2), **take)
+        trial.observe(
+            served(name, 0, drafted=0) if in_canary(name, 0.1) else served(name, 2), **take
+        )
     assert trial.verdict(CONFIG).decision == "rolled back" and trial.missed < 50
 
 

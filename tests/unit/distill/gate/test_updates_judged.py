@@ -1,6 +1,8 @@
-"""Good and bad updates through gate, trial and watch as they decide together: what stays live, and after how many requests.
+"""Good and bad updates through gate, trial and watch as they decide together: what stays live, and
+after how many requests.
 
-Only the drafts are made up, as laws of acceptance over requests of their own difficulty; every decision is the product's.
+Only the drafts are made up, as distributions of acceptance over requests of their own difficulty;
+every decision is the product's.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from draftsmith.distill.gate.regression import Earlier, watch
 from draftsmith.distill.gate.scoring import Scored, Scorer
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import Law, RoundRecord
+from draftsmith.record import Distribution, RoundRecord
 
 ROUNDS, K = 10, 3
 PER_LOOK = 4  # held-out requests between two looks of the gate
@@ -31,7 +33,7 @@ LOOKS = 12  # a window of them
 # Of alpha, between requests, and of what two drafts differ by on one.
 DIFFICULTY, DISAGREEMENT = 0.15, 0.04
 SMALL = 0.02  # a loss that no parent is returned to for
-LAW = Law([], [], 1.0)
+DISTRIBUTION = Distribution([], [], 1.0)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Update:
 
     scored: float  # where the gate scores it
     served: float  # where a server drafts with it
-    later: float | None = None  # where it is scored and served once it is live, if that is another traffic
+    # where it is scored and served once it is live, if that is another traffic
+    later: float | None = None
 
     def when_live(self) -> tuple[float, float]:
         return (self.scored, self.served) if self.later is None else (self.later, self.later)
@@ -109,7 +112,7 @@ class World:
                     accepted=accepted,
                     committed=[9] * accepted + [11],
                     emitted=11,
-                    p=[LAW] * K,
+                    p=[DISTRIBUTION] * K,
                 )
             )
             position += accepted + 1
@@ -117,14 +120,29 @@ class World:
         assert text is not None
         return text
 
-    def score(self, draft: Draft, target: object, texts: list[ServedText], **sizes: int) -> list[Scored]:
-        """In the place of `scoring.score`: the law of each request, at the positions that were reached."""
+    def score(
+        self, draft: Draft, target: object, texts: list[ServedText], **sizes: int
+    ) -> list[Scored]:
+        """In the place of `scoring.score`: the distribution of each request, at the positions that
+        were reached."""
         found = []
         for text in texts:
-            kept = [depth < one.accepted for one in text.records for depth in range(min(one.accepted + 1, K))]
+            kept = [
+                depth < one.accepted
+                for one in text.records
+                for depth in range(min(one.accepted + 1, K))
+            ]
             alpha = np.full(len(kept), self.level(text.request, draft))
             versions = [text.records[0].draft_version] * len(kept)
-            found.append(Scored(alpha, np.array(kept, dtype=np.float64), versions, True, np.stack([alpha, alpha], -1)))
+            found.append(
+                Scored(
+                    alpha,
+                    np.array(kept, dtype=np.float64),
+                    versions,
+                    True,
+                    np.stack([alpha, alpha], -1),
+                )
+            )
         return found
 
     def judged(self, update: Update, config: GateConfig, target: Target) -> Ended:
@@ -136,18 +154,28 @@ class World:
         if config.canary > 0:
             verdict, used = self.trial(Draft(update.served, DISAGREEMENT), config)
             if verdict == "undecided":
-                gain = np.mean([self.level(one.request, candidate) - self.level(one.request, live) for one in window])
+                gain = np.mean(
+                    [
+                        self.level(one.request, candidate) - self.level(one.request, live)
+                        for one in window
+                    ]
+                )
                 verdict = "promoted" if gain > 0 else "rolled back"
             if verdict != "promoted":
                 return Ended("taken back", used)
         return self.watched(update, live, config, target, used)
 
-    def gate(self, live: Draft, candidate: Draft, config: GateConfig, target: Target) -> list[ServedText] | None:
+    def gate(
+        self, live: Draft, candidate: Draft, config: GateConfig, target: Target
+    ) -> list[ServedText] | None:
         """The window that it was accepted on."""
         window, evidence = [self.text(live, 1) for _ in range(config.window)], Evidence()
         scorer = Scorer(live, target, max_length=512)
         for _ in range(LOOKS):
-            if decide(scorer, candidate, window, config, max_depth=K, evidence=evidence).decision == "accept":
+            if (
+                decide(scorer, candidate, window, config, max_depth=K, evidence=evidence).decision
+                == "accept"
+            ):
                 return window
             window = [*window, *(self.text(live, 1) for _ in range(PER_LOOK))][-config.window :]
         return None
@@ -162,7 +190,9 @@ class World:
             trial.bet(x, "", is_chosen=is_chosen, allowance=config.drop if is_chosen else 0.0)
         return verdict.decision, trial.drafted
 
-    def watched(self, update: Update, live: Draft, config: GateConfig, target: Target, used: int) -> Ended:
+    def watched(
+        self, update: Update, live: Draft, config: GateConfig, target: Target, used: int
+    ) -> Ended:
         """A window of held-out requests under the new version."""
         scored, served = (Draft(gain, DISAGREEMENT) for gain in update.when_live())
         now, evidence = Scorer(scored, target, max_length=512), Ledger()
@@ -170,13 +200,18 @@ class World:
         texts: list[ServedText] = []
         while len(texts) < config.window:
             texts += [self.text(served, 2) for _ in range(config.requests)]
-            if watch(now, [static], texts, config, version="2", max_depth=K, evidence=evidence).reason:
+            if watch(
+                now, [static], texts, config, version="2", max_depth=K, evidence=evidence
+            ).reason:
                 return Ended("taken back", used + len(texts))
         return Ended("live", used + len(texts))
 
-    def returned(self, gains: Sequence[float], config: GateConfig, target: Target, *, looks: int, floor: bool) -> int | None:
-        """Over the static draft the live one gains so much, for one part of `looks` after another, and its parent a little more.
-        After how many held-out requests of the last part it is taken back: negative before it."""
+    def returned(
+        self, gains: Sequence[float], config: GateConfig, target: Target, *, looks: int, floor: bool
+    ) -> int | None:
+        """Over the static draft the live one gains so much, for one part of `looks` after another,
+        and its parent a little more. After how many held-out requests of the last part it is taken
+        back: negative before it."""
         live, parent, static = Draft(0.0, DISAGREEMENT), Draft(0.0, DISAGREEMENT), Draft(0.0, 0.0)
         scorers = [Scorer(one, target, max_length=512) for one in (live, parent, static)]
         held_to = [Earlier(2, scorers[1], config.drop), Earlier(1, scorers[2], config.gain)]
@@ -184,9 +219,17 @@ class World:
         for look in range(len(gains) * looks):
             live.gain = gains[look // looks]
             parent.gain = live.gain + SMALL
-            texts = [*texts, *(self.text(live, 3) for _ in range(config.requests))][-config.window :]
+            texts = [*texts, *(self.text(live, 3) for _ in range(config.requests))][
+                -config.window :
+            ]
             watched = watch(
-                scorers[0], held_to if floor else held_to[:1], texts, config, version="3", max_depth=K, evidence=evidence
+                scorers[0],
+                held_to if floor else held_to[:1],
+                texts,
+                config,
+                version="3",
+                max_depth=K,
+                evidence=evidence,
             )
             if watched.reason:
                 return config.requests * (look + 1 - (len(gains) - 1) * looks)
@@ -194,7 +237,9 @@ class World:
 
 
 @pytest.fixture
-def judged(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[Update, GateConfig, int], list[Ended]]:
+def judged(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Update, GateConfig, int], list[Ended]]:
     def many(update: Update, config: GateConfig, count: int) -> list[Ended]:
         found = []
         for seed in range(count):
@@ -219,7 +264,9 @@ COUNTS = [12, pytest.param(300, marks=pytest.mark.long)]
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("share", [0.0, 0.1])
-def test_every_bad_update_is_blocked_or_taken_back_within_a_window(judged: Callable, share: float, count: int) -> None:
+def test_every_bad_update_is_blocked_or_taken_back_within_a_window(
+    judged: Callable, share: float, count: int
+) -> None:
     config = GateConfig(canary=share)
     ends = {name: told(name, share, judged(update, config, count)) for name, update in BAD.items()}
     assert not any(one.how == "live" for ended in ends.values() for one in ended), ends
@@ -234,16 +281,23 @@ def test_good_updates_go_live_and_stay(judged: Callable, share: float, count: in
     assert ways["live"] >= 0.95 * ways.total(), ways
 
 
-def test_without_the_watch_some_would_stay(judged: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_watch_some_would_stay(
+    judged: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: what the gate cannot see is taken back by nothing else here."""
     monkeypatch.setattr("draftsmith.distill.gate.regression.is_loss", lambda *_: False)
-    left = {name: Counter(one.how for one in judged(update, GateConfig(), 4))["live"] for name, update in BAD.items()}
+    left = {
+        name: Counter(one.how for one in judged(update, GateConfig(), 4))["live"]
+        for name, update in BAD.items()
+    }
     assert left["served wrongly"] == left["a gain that does not last"] == 4, left
 
 
 @pytest.fixture
 def returned(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int | None]]:
-    def many(gains: Sequence[float], count: int, *, looks: int = 8, floor: bool = True) -> list[int | None]:
+    def many(
+        gains: Sequence[float], count: int, *, looks: int = 8, floor: bool = True
+    ) -> list[int | None]:
         found = []
         for seed in range(count):
             world = World(seed)
@@ -255,11 +309,14 @@ def returned(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("gains", "most"), [((0.1, -0.15), 24), ((0.1, -0.05), 48), ((-0.05,), 24)])
+@pytest.mark.parametrize(
+    ("gains", "most"), [((0.1, -0.15), 24), ((0.1, -0.05), 48), ((-0.05,), 24)]
+)
 def test_a_draft_that_traffic_turned_against_goes_back_to_the_static_one(
     returned: Callable[..., list[int | None]], gains: Sequence[float], most: int, count: int
 ) -> None:
-    """Traffic it learned from, then that of the static draft; or what a chain of small losses left."""
+    """Traffic it learned from, then that of the static draft; or what a chain of small
+    losses left."""
     found = returned(gains, count)
     assert sum(one is not None and 0 < one <= most for one in found) >= 0.9 * count, found
     # The control: its parent, a little better, is no reason but by the stated error.

@@ -25,7 +25,9 @@ class Letters:
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> list[int]:
         assert options["add_generation_prompt"] and options["tokenize"]
-        return self.encode("".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>")
+        return self.encode(
+            "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
+        )
 
 
 def load(source: object, *, template: str | None = None, **options: Any) -> list[prompts.Prompt]:
@@ -42,13 +44,18 @@ def test_lines_of_a_text_file_and_rows_of_jsonl(tmp_path: Path) -> None:
     rows = [{"prompt": "one", "id": 3}, {"messages": [{"role": "user", "content": "hi"}]}]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     assert [text(prompt) for prompt in load(tmp_path / "a.txt")] == ["one", "two"]
-    assert [text(prompt) for prompt in load(tmp_path / "a.jsonl", template="x", chat="never")] == ["one", "<user>hi<assistant>"]
+    assert [text(prompt) for prompt in load(tmp_path / "a.jsonl", template="x", chat="never")] == [
+        "one",
+        "<user>hi<assistant>",
+    ]
     assert text(load(tmp_path / "a.jsonl", template="x")[0]) == "<user>one<assistant>"
     assert text(load(tmp_path / "a.txt", count=1)[0]) == "one"
 
 
 def test_a_datasets_folder_is_read(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"prompt": "one"}, {"prompt": "two"}]).save_to_disk(str(tmp_path / "d"))
+    datasets.Dataset.from_list([{"prompt": "one"}, {"prompt": "two"}]).save_to_disk(
+        str(tmp_path / "d")
+    )
     assert [text(prompt) for prompt in load(tmp_path / "d")] == ["one", "two"]
 
 
@@ -56,10 +63,16 @@ def test_windows_of_the_corpus_are_repeatable_and_split_by_document() -> None:
     first = load("stdlib:prose", count=40, prompt_tokens=30)
     assert first == load("stdlib:prose", count=40, prompt_tokens=30)
     assert first != load("stdlib:prose", count=40, prompt_tokens=30, seed=1)
-    assert len(first) == 40 and all(len(prompt.ids) <= 30 for prompt in first) and len({prompt.name for prompt in first}) > 10
+    assert (
+        len(first) == 40
+        and all(len(prompt.ids) <= 30 for prompt in first)
+        and len({prompt.name for prompt in first}) > 10
+    )
     held_out = load("stdlib:prose", count=40, split="held-out", held_out=0.3)
     train = load("stdlib:prose", count=40, split="train", held_out=0.3)
-    assert all(prompt.held_out for prompt in held_out) and not any(prompt.held_out for prompt in train)
+    assert all(prompt.held_out for prompt in held_out) and not any(
+        prompt.held_out for prompt in train
+    )
     assert not {prompt.name for prompt in held_out} & {prompt.name for prompt in train}
 
 

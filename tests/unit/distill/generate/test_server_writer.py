@@ -1,4 +1,5 @@
-"""Answers from an OpenAI-compatible server: what is asked, what is made of it, and what is tried again."""
+"""Answers from an OpenAI-compatible server: what is asked, what is made of it, and what is tried
+again."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Letters:
 
 
 class Server:
-    """Answers with `answer(body)`; the first `failures` requests fail with `status`, or with no answer at all (0)."""
+    """Answers with `answer(body)`; the first `failures` requests fail with `status`, or with no
+    answer at all (0)."""
 
     def __init__(self, answer: Callable[[dict], dict], *, failures: int = 0, status: int = 503):
         self.answer, self.failures, self.status = answer, failures, status
@@ -40,7 +42,9 @@ class Server:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "first"}, {"id": "second"}]})
         with self.lock:
-            self.asked.append(json.loads(request.content) | {"auth": request.headers.get("authorization")})
+            self.asked.append(
+                json.loads(request.content) | {"auth": request.headers.get("authorization")}
+            )
             if len(self.asked) <= self.failures:
                 if self.status == 0:
                     raise httpx.ConnectError("refused")
@@ -55,12 +59,19 @@ def writer(server: Server, **options: Any) -> ServerWriter:
 
 def test_token_ids_go_and_come(tmp_path):
     server = Server(lambda body: {"token_ids": [*body["prompt"], 9], "text": "whatever"})
-    written = writer(server, temperature=0.5, top_k=7, max_tokens=3, api_key="k", batch=1).write(PROMPTS, [1 << 40, 3])
+    written = writer(server, temperature=0.5, top_k=7, max_tokens=3, api_key="k", batch=1).write(
+        PROMPTS, [1 << 40, 3]
+    )
     assert [one.ids for one in written] == [[5, 6, 5, 6, 9], [7, 7, 9]]
     assert [one.mask for one in written] == [[0, 0, 1, 1, 1], [0, 1, 1]]
     by_prompt = {tuple(body["prompt"]): body for body in server.asked}
     asked = by_prompt[7,]
-    assert (asked["model"], asked["temperature"], asked["top_k"], asked["max_tokens"]) == ("first", 0.5, 7, 3)
+    assert (asked["model"], asked["temperature"], asked["top_k"], asked["max_tokens"]) == (
+        "first",
+        0.5,
+        7,
+        3,
+    )
     assert asked["seed"] == 3 and asked["return_token_ids"] and asked["auth"] == "Bearer k"
     assert by_prompt[5, 6]["seed"] == 0  # seeds are cut to what every server takes
 
@@ -85,7 +96,9 @@ def test_a_busy_server_is_asked_again(status):
 
 def test_a_server_that_stays_away_or_refuses_is_named():
     away = Server(lambda body: {}, failures=10**6)
-    with pytest.raises(UserError, match=r"http://host:1 does not answer .* 503: busy.*run the same command"):
+    with pytest.raises(
+        UserError, match=r"http://host:1 does not answer .* 503: busy.*run the same command"
+    ):
         writer(away).write(PROMPTS[:1], [0])
     assert len(away.asked) == MAX_TRIES
     refusing = Server(lambda body: {}, failures=10**6, status=400)

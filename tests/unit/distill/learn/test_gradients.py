@@ -19,17 +19,22 @@ from draftsmith.train.data.roles import Row
 def test_shares_add_up_to_the_batch(target: Target, bigram: Callable, size: int) -> None:
     chance = np.random.default_rng(0)
     lengths = (5, 17, 9, 12, 30)
-    rows = [Row(chance.integers(3, 288, n).tolist(), chance.random(n, dtype=np.float32)) for n in lengths]
+    rows = [
+        Row(chance.integers(3, 288, n).tolist(), chance.random(n, dtype=np.float32))
+        for n in lengths
+    ]
     drafter, own = bigram(288).double(), OwnGradients(target, LearnConfig(unroll=1))
     whole = own.add(drafter, rows)
     expected = [parameter.grad.clone() for parameter in drafter.parameters()]
     drafter.zero_grad()
     shares = [own.add_share(drafter, part, total_weight(rows)) for part in parts_of(rows, size)]
     for parameter, gradient in zip(drafter.parameters(), expected, strict=True):
-        # The target's laws are float32 of differently padded batches.
+        # The target's distributions are float32 of differently padded batches.
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
     for name in whole._fields:
-        torch.testing.assert_close(sum(getattr(one, name) for one in shares), getattr(whole, name), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            sum(getattr(one, name) for one in shares), getattr(whole, name), rtol=1e-5, atol=1e-6
+        )
     # Negative control: a rank that forgot what the batch weighs would be noticed.
     drafter.zero_grad()
     for part in parts_of(rows, size)[:2]:

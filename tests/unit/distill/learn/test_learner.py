@@ -1,4 +1,5 @@
-"""The learner: gains on what it trains on, skips what is not finite, repeats itself exactly, keeps a fair reservoir."""
+"""The learner: gains on what it trains on, skips what is not finite, repeats itself exactly, keeps
+a fair reservoir."""
 
 from __future__ import annotations
 
@@ -26,65 +27,102 @@ def texts_of(records: list[RoundRecord]) -> list[ServedText]:
 
 
 @pytest.fixture
-def served(target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable) -> list[ServedText]:
+def served(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> list[ServedText]:
     return texts_of(serving(target, bigram(288), prompts(12), traffic()))
 
 
 def mean_alpha(drafter: torch.nn.Module, target: Target, texts: list[ServedText]) -> float:
-    return float(np.concatenate([one.alpha for one in score(drafter, target, texts, max_depth=3, max_length=512)]).mean())
+    return float(
+        np.concatenate(
+            [one.alpha for one in score(drafter, target, texts, max_depth=3, max_length=512)]
+        ).mean()
+    )
 
 
 @pytest.mark.parametrize(
     ("positions", "gain"),
     # What follows a rejected token seldom comes up again in so little text.
-    [(("accepted", "first-rejected"), 0.05), (("later-rejected",), 0.002), (("bonus", "later-rejected", "accepted"), 0.05)],
+    [
+        (("accepted", "first-rejected"), 0.05),
+        (("later-rejected",), 0.002),
+        (("bonus", "later-rejected", "accepted"), 0.05),
+    ],
 )
 def test_updates_raise_alpha(
-    target: Target, bigram: Callable, served: list[ServedText], positions: tuple[str, ...], gain: float
+    target: Target,
+    bigram: Callable,
+    served: list[ServedText],
+    positions: tuple[str, ...],
+    gain: float,
 ) -> None:
     drafter = bigram(288)
     before = mean_alpha(drafter, target, served)
-    learner = Learner(drafter, target, LearnConfig(lr=2e-2, steps=40, positions=positions, unroll=1), seed=0)
+    learner = Learner(
+        drafter, target, LearnConfig(lr=2e-2, steps=40, positions=positions, unroll=1), seed=0
+    )
     report = learner.update(served)
     assert report.broken == 0 and report.tokens > 0 and np.isfinite(report.loss)
     assert mean_alpha(drafter, target, served) > before + gain
 
 
-def test_updates_follow_the_chosen_divergence(target: Target, bigram: Callable, served: list[ServedText]) -> None:
+def test_updates_follow_the_chosen_divergence(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
     alphas = {}
     for divergence in ("forward-kl", "lk-alpha"):
         drafter = bigram(288)
-        config = LearnConfig(lr=2e-2, steps=40, positions=("accepted", "first-rejected"), unroll=1, divergence=divergence)
+        config = LearnConfig(
+            lr=2e-2,
+            steps=40,
+            positions=("accepted", "first-rejected"),
+            unroll=1,
+            divergence=divergence,
+        )
         Learner(drafter, target, config, seed=0).update(served)
         alphas[divergence] = mean_alpha(drafter, target, served)
     assert alphas["lk-alpha"] > mean_alpha(bigram(288), target, served) + 0.05
     assert alphas["lk-alpha"] != alphas["forward-kl"]
 
 
-def test_positions_without_weight_change_nothing(target: Target, bigram: Callable, served: list[ServedText]) -> None:
+def test_positions_without_weight_change_nothing(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
     """Only accepted positions are asked for, and nothing was accepted."""
     rejected = [
-        ServedText(text.records, text.tokens, np.where(text.roles == 1, 2, text.roles).astype(np.int8)) for text in served[:4]
+        ServedText(
+            text.records, text.tokens, np.where(text.roles == 1, 2, text.roles).astype(np.int8)
+        )
+        for text in served[:4]
     ]
     drafter = bigram(288)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    report = Learner(drafter, target, LearnConfig(positions=("accepted",), unroll=1), seed=0).update(rejected)
+    report = Learner(
+        drafter, target, LearnConfig(positions=("accepted",), unroll=1), seed=0
+    ).update(rejected)
     assert report.tokens == 0
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
 
 
-def test_the_same_seed_gives_the_same_weights(target: Target, bigram: Callable, served: list[ServedText]) -> None:
+def test_the_same_seed_gives_the_same_weights(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
     weights = []
     for seed in (0, 0, 1):
         drafter = bigram(288)
-        learner = Learner(drafter, target, LearnConfig(lr=1e-2, unroll=1, replay=0.5, batch=4), seed=seed)
+        learner = Learner(
+            drafter, target, LearnConfig(lr=1e-2, unroll=1, replay=0.5, batch=4), seed=seed
+        )
         learner.update(served[:6])
         learner.update(served[6:])
         weights.append(drafter.head.detach().clone())
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_nan_gradients_are_skipped_and_end_the_update(target: Target, bigram: Callable, served: list[ServedText]) -> None:
+def test_nan_gradients_are_skipped_and_end_the_update(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
     drafter = bigram(288)
     with torch.no_grad():
         drafter.states.weight.fill_(float("nan"))
@@ -93,7 +131,7 @@ def test_nan_gradients_are_skipped_and_end_the_update(target: Target, bigram: Ca
     assert report.broken == 3 and torch.equal(drafter.head, before)
 
 
-def test_reservoir_is_a_fair_sample_without_laws(served: list[ServedText]) -> None:
+def test_reservoir_is_a_fair_sample_without_distributions(served: list[ServedText]) -> None:
     rng = random.Random(0)
     counts = np.zeros(len(served))
     for _ in range(400):
@@ -111,7 +149,14 @@ def test_reservoir_is_a_fair_sample_without_laws(served: list[ServedText]) -> No
 
 @pytest.mark.parametrize(
     "changes",
-    [{"positions": ("rejected",)}, {"positions": ()}, {"replay": 1.0}, {"lr": -1.0}, {"batch": 0}, {"lr": float("nan")}],
+    [
+        {"positions": ("rejected",)},
+        {"positions": ()},
+        {"replay": 1.0},
+        {"lr": -1.0},
+        {"batch": 0},
+        {"lr": float("nan")},
+    ],
 )
 def test_bad_options_are_one_sentence(target: Target, bigram: Callable, changes: dict) -> None:
     with pytest.raises(UserError, match=r"learn\."):

@@ -1,4 +1,5 @@
-"""Clusters of real text without tags: as many as two halves agree on, and pure enough to give each a draft."""
+"""Clusters of real text without tags: as many as two halves agree on, and pure enough to give each
+a draft."""
 
 from __future__ import annotations
 
@@ -44,12 +45,15 @@ def samples() -> list[Sample]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        [text for _, text in cut], trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+        [text for _, text in cut],
+        trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False),
     )
     return [Sample(kind, tokenizer.encode(text).ids[:TOKENS]) for kind, text in cut]
 
 
-def pieces(kinds: dict[str, list[str]], generator: random.Random, count: int) -> Iterator[tuple[str, str]]:
+def pieces(
+    kinds: dict[str, list[str]], generator: random.Random, count: int
+) -> Iterator[tuple[str, str]]:
     """Beginnings of lines anywhere."""
     for _ in range(count):
         kind = generator.choice(sorted(kinds))
@@ -59,21 +63,29 @@ def pieces(kinds: dict[str, list[str]], generator: random.Random, count: int) ->
 
 
 def purity(found: PromptClusters, samples: list[Sample]) -> float:
-    """Share of the samples whose cluster is mostly of their kind, by the first tokens alone, as a server decides."""
+    """Share of the samples whose cluster is mostly of their kind, by the first tokens alone, as a
+    server decides."""
     tables: dict[str, Counter[str]] = {}
     for sample in samples:
         tables.setdefault(found.nearest(sample.tokens[:PROMPT]), Counter())[sample.kind] += 1
     return sum(max(table.values()) for table in tables.values()) / len(samples)
 
 
-def test_kinds_of_real_text_are_found_and_survive_the_file(samples: list[Sample], tmp_path: Path) -> None:
+def test_kinds_of_real_text_are_found_and_survive_the_file(
+    samples: list[Sample], tmp_path: Path
+) -> None:
     seen, new = samples[:450], samples[450:]
     found = find_clusters([sample.tokens for sample in seen], most=6, seed=0)
     assert found is not None and 3 <= len(found.centroids) <= 6
     measured = purity(found, new)
-    print(f"{len(found.centroids)} clusters, purity {measured:.3f} of unseen prompts of {PROMPT} tokens, chance 0.33")
+    print(
+        f"{len(found.centroids)} clusters, purity {measured:.3f} of unseen prompts of {PROMPT} "
+        "tokens, chance 0.33"
+    )
     assert measured > 0.8
-    shuffled = [Sample(other.kind, one.tokens) for one, other in zip(new, new[1:] + new[:1], strict=True)]
+    shuffled = [
+        Sample(other.kind, one.tokens) for one, other in zip(new, new[1:] + new[:1], strict=True)
+    ]
     assert purity(found, shuffled) < 0.5
     write_pool(tmp_path, DraftPool(clusters=found))
     pool = read_pool(tmp_path)

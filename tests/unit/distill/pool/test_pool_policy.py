@@ -1,4 +1,5 @@
-"""Which classes get a draft, keep it and lose it: every move, its bounds, and how seldom evidence misleads."""
+"""Which classes get a draft, keep it and lose it: every move, its bounds, and how seldom evidence
+misleads."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ def traffic(*names: str, window: int = 20) -> ClassTraffic:
     return made
 
 
-def member(name: str, *, serving: bool = False, won: bool = False, no_better: bool = False, requests: int = 1) -> Member:
+def member(
+    name: str,
+    *,
+    serving: bool = False,
+    won: bool = False,
+    no_better: bool = False,
+    requests: int = 1,
+) -> Member:
     return Member(name, serving, won, no_better, requests, "numbers")
 
 
@@ -38,18 +46,29 @@ def test_the_most_frequent_classes_learn_while_there_is_room() -> None:
     assert moves([], traffic(*["a"] * 3), CONFIG) == []
     # Off, or fewer than there were.
     assert moves([], seen, PoolConfig(most=0, requests=4)) == []
-    assert kinds(moves([member("b", serving=True), member("c")], seen, PoolConfig(most=1))) == [("retire", "c")]
+    assert kinds(moves([member("b", serving=True), member("c")], seen, PoolConfig(most=1))) == [
+        ("retire", "c")
+    ]
     # Nobody said how many: those that there are stay, and no more begin.
     assert moves([member("b", serving=True)], seen, resolved(PoolConfig(requests=4), 1)) == []
-    assert kinds(moves([member("b", serving=True)], seen, resolved(PoolConfig(most=0), 1))) == [("retire", "b")]
+    assert kinds(moves([member("b", serving=True)], seen, resolved(PoolConfig(most=0), 1))) == [
+        ("retire", "b")
+    ]
 
 
 def test_a_class_gets_its_draft_and_is_given_up_merged_or_retired() -> None:
     seen = traffic(*["a"] * 20)
-    assert kinds(moves([member("a", won=True), member("z")], seen, CONFIG)) == [("serve", "a"), ("retire", "z")]
-    assert kinds(moves([member("a", requests=PATIENCE * CONFIG.requests)], seen, CONFIG)) == [("stop", "a")]
+    assert kinds(moves([member("a", won=True), member("z")], seen, CONFIG)) == [
+        ("serve", "a"),
+        ("retire", "z"),
+    ]
+    assert kinds(moves([member("a", requests=PATIENCE * CONFIG.requests)], seen, CONFIG)) == [
+        ("stop", "a")
+    ]
     assert moves([member("a", serving=True, requests=999)], seen, CONFIG) == []
-    assert kinds(moves([member("a", serving=True, no_better=True)], seen, CONFIG)) == [("merge", "a")]
+    assert kinds(moves([member("a", serving=True, no_better=True)], seen, CONFIG)) == [
+        ("merge", "a")
+    ]
     # Nothing is known of a class's absence until the window is full.
     assert moves([member("z", serving=True)], traffic(*["a"] * 3), CONFIG) == []
 
@@ -68,12 +87,21 @@ def test_a_class_that_was_given_up_waits() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans(), st.booleans()), max_size=120))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans(), st.booleans()),
+        max_size=120,
+    )
+)
 def test_there_are_never_more_drafts_than_allowed(events: list[tuple[str, bool, bool]]) -> None:
     seen, pool = ClassTraffic(CONFIG.idle_requests), dict[str, bool]()
     for name, won, no_better in events:
         seen.observe(name)
-        for move in moves([member(one, serving=on, won=won, no_better=no_better) for one, on in pool.items()], seen, CONFIG):
+        for move in moves(
+            [member(one, serving=on, won=won, no_better=no_better) for one, on in pool.items()],
+            seen,
+            CONFIG,
+        ):
             match move.kind:
                 case "learn":
                     assert move.name not in pool
@@ -90,14 +118,20 @@ GATE = GateConfig(requests=12, window=48, gain=0.01, error=0.05)
 
 
 def stands(standing: Standing, gain: float, *, looks: int, generator: np.random.Generator) -> int:
-    """At which look the draft is found to be no better, 0 for never; 12 new requests each, differences of spread 0.05."""
+    """At which look the draft is found to be no better, 0 for never; 12 new requests each,
+    differences of spread 0.05."""
     differences: dict[str, float] = {}
     for look in range(1, looks + 1):
         for d in generator.normal(gain, 0.05, 12):
             differences[f"r{generator.integers(2**60)}"] = float(d)
         differences = dict(list(differences.items())[-GATE.window :])
         live = [np.array([0.5])] * len(differences)
-        standing.look(list(differences), live, [np.array([0.5 + d]) for d in differences.values()], versions=(2, 5))
+        standing.look(
+            list(differences),
+            live,
+            [np.array([0.5 + d]) for d in differences.values()],
+            versions=(2, 5),
+        )
         if standing.is_no_better:
             return look
     return 0
@@ -107,16 +141,29 @@ def test_a_draft_that_is_no_better_is_found_and_a_better_one_is_kept() -> None:
     generator = np.random.default_rng(0)
     assert all(stands(Standing(GATE), -0.05, looks=8, generator=generator) for _ in range(30))
     # As good as the live one is no better.
-    assert sum(stands(Standing(GATE), 0.0, looks=100, generator=generator) > 0 for _ in range(20)) >= 18
-    # Better by twice what counts, over 50 looks each; on the very edge the error is 5 % at every beginning.
-    lost = sum(stands(Standing(GATE), 2 * GATE.gain, looks=50, generator=generator) > 0 for _ in range(60))
+    assert (
+        sum(stands(Standing(GATE), 0.0, looks=100, generator=generator) > 0 for _ in range(20))
+        >= 18
+    )
+    # Better by twice what counts, over 50 looks each; on the very edge the error is 5 % at every
+    # beginning.
+    lost = sum(
+        stands(Standing(GATE), 2 * GATE.gain, looks=50, generator=generator) > 0 for _ in range(60)
+    )
     assert lost <= 0.05 * 60
 
 
 def test_a_request_that_says_nothing_is_looked_at_once_and_moves_nothing() -> None:
     standing = Standing(GATE)
-    standing.look([f"r{number}" for number in range(20)], [np.zeros(0)] * 20, [np.zeros(0)] * 20, versions=(1, 1))
-    assert len(standing.window) == 20 and not standing.is_no_better and standing.no_better.value <= 1
+    standing.look(
+        [f"r{number}" for number in range(20)],
+        [np.zeros(0)] * 20,
+        [np.zeros(0)] * 20,
+        versions=(1, 1),
+    )
+    assert (
+        len(standing.window) == 20 and not standing.is_no_better and standing.no_better.value <= 1
+    )
 
 
 def test_a_draft_that_was_better_for_long_is_still_found_to_be_no_better_now() -> None:
@@ -124,5 +171,9 @@ def test_a_draft_that_was_better_for_long_is_still_found_to_be_no_better_now() -
     standing = Standing(GATE)
     assert stands(standing, 0.05, looks=100, generator=generator) == 0
     saved = Standing.from_dict(json.loads(json.dumps(standing.to_dict())), GATE)
-    assert saved.no_better == standing.no_better and saved.versions == standing.versions and saved.window == standing.window
+    assert (
+        saved.no_better == standing.no_better
+        and saved.versions == standing.versions
+        and saved.window == standing.window
+    )
     assert 0 < stands(saved, -0.03, looks=40, generator=generator) < 20

@@ -1,4 +1,5 @@
-"""DFlash and DSpark: their published formulas slot by slot, blocks that see all of themselves, and what is refused."""
+"""DFlash and DSpark: their published formulas slot by slot, blocks that see all of themselves, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def target(tiny_target) -> Target:
     return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
-@pytest.fixture(scope="module", params=OPTIONS, ids=lambda kind: f"{kind[0]} {'causal' if kind[1] else 'whole'}")
+@pytest.fixture(
+    scope="module", params=OPTIONS, ids=lambda kind: f"{kind[0]} {'causal' if kind[1] else 'whole'}"
+)
 def drafter(request, target) -> Dflash:
     made = FAMILIES[request.param[0]].create(OPTIONS[request.param], target, seed=0)
     made = made.to(device=target.device, dtype=torch.float64)
@@ -51,14 +54,17 @@ def rms(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def rotated(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """[T, heads, D]."""
     width = states.shape[-1]
-    angles = positions[:, None].double() * 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = positions[:, None].double() * 10000.0 ** (
+        -torch.arange(0, width, 2, dtype=torch.float64) / width
+    )
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def block_states(drafter: Dflash, target: Target, text: list[int], slots: int) -> torch.Tensor:
-    """[slots, H] normed states of the block after `text`, from the weights alone, with one dense attention a layer."""
+    """[slots, H] normed states of the block after `text`, from the weights alone, with one dense
+    attention a layer."""
     weights, config = drafter.state_dict(), drafter.config
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     taps, _ = target.states(torch.tensor([text]), torch.ones(1, len(text)), drafter.taps)
@@ -67,24 +73,40 @@ def block_states(drafter: Dflash, target: Target, text: list[int], slots: int) -
     before, block = torch.arange(newest), newest + torch.arange(slots)
     states = target.embed(torch.tensor([text[-1]] + [drafter.shape.mask_token] * (slots - 1)))
     for layer in range(config.num_hidden_layers):
-        part = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in weights.items() if f"layers.{layer}." in name}
+        part = {
+            name.removeprefix(f"layers.{layer}."): tensor
+            for name, tensor in weights.items()
+            if f"layers.{layer}." in name
+        }
         inner = rms(states, part["input_layernorm.weight"])
 
-        def project(name: str, rows: torch.Tensor, count: int, part: dict[str, torch.Tensor] = part) -> torch.Tensor:
+        def project(
+            name: str, rows: torch.Tensor, count: int, part: dict[str, torch.Tensor] = part
+        ) -> torch.Tensor:
             return (rows @ part[f"self_attn.{name}_proj.weight"].T).view(len(rows), count, width)
 
         query = rotated(rms(project("q", inner, heads), part["self_attn.q_norm.weight"]), block)
         both = torch.cat([context, inner])
-        key = rotated(rms(project("k", both, kv_heads), part["self_attn.k_norm.weight"]), torch.cat([before, block]))
+        key = rotated(
+            rms(project("k", both, kv_heads), part["self_attn.k_norm.weight"]),
+            torch.cat([before, block]),
+        )
         value = project("v", both, kv_heads).repeat_interleave(heads // kv_heads, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(heads // kv_heads, dim=1)) / math.sqrt(width)
+        scores = torch.einsum(
+            "qhd,khd->hqk", query, key.repeat_interleave(heads // kv_heads, dim=1)
+        ) / math.sqrt(width)
         if drafter.shape.causal:
-            scores = scores.masked_fill(torch.cat([before, block])[None, None] > block[None, :, None], -torch.inf)
+            scores = scores.masked_fill(
+                torch.cat([before, block])[None, None] > block[None, :, None], -torch.inf
+            )
         attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
         states = states + attended @ part["self_attn.o_proj.weight"].T
         inner = rms(states, part["post_attention_layernorm.weight"])
         gate = torch.nn.functional.silu(inner @ part["mlp.gate_proj.weight"].T)
-        states = states + (gate * (inner @ part["mlp.up_proj.weight"].T)) @ part["mlp.down_proj.weight"].T
+        states = (
+            states
+            + (gate * (inner @ part["mlp.up_proj.weight"].T)) @ part["mlp.down_proj.weight"].T
+        )
     return rms(states, weights["norm.weight"])
 
 
@@ -92,9 +114,11 @@ def propose(drafter: Dflash, target: Target, text: list[int], k: int) -> Proposa
     ids = torch.tensor([text])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
     inputs = DraftInputs(
-        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]), taps=taps[0, :-1],
+        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]),
+        taps=taps[0, :-1],
         num_draft=torch.tensor([k]), sampling=SamplingRows.of([1.0]), seeds=torch.tensor([7]),
-        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float64), block_tables=torch.arange(8)[None], histories=[text],
+        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float64),
+        block_tables=torch.arange(8)[None], histories=[text],
     )  # fmt: skip
     return drafter.propose(inputs)
 
@@ -115,26 +139,33 @@ def test_drafts_follow_the_published_formula(drafter, target):
             correction = markov.markov_w2.weight @ markov.markov_w1.weight[previous]
             assert correction.abs().max() > 0.1
             logits = logits + correction
-        law = process(logits[None], SamplingRows.of([1.0]))[0].softmax(-1)
-        torch.testing.assert_close(proposal.logits[0, depth].softmax(-1), law, atol=1e-5, rtol=1e-4)
+        distribution = process(logits[None], SamplingRows.of([1.0]))[0].softmax(-1)
+        torch.testing.assert_close(
+            proposal.logits[0, depth].softmax(-1), distribution, atol=1e-5, rtol=1e-4
+        )
 
 
 @torch.no_grad()
 def test_a_whole_block_is_unrolled_as_it_is_drafted(drafter, target):
-    """With as many steps as are drafted: a slot of a block that is not causal depends on how many there are."""
+    """With as many steps as are drafted: a slot of a block that is not causal depends on how many
+    there are."""
     text = torch.randint(3, 288, (10,), generator=torch.Generator().manual_seed(4)).tolist()
     for k in (2, K):
         proposal = propose(drafter, target, text, k)
         whole = torch.tensor([[*text, *proposal.tokens[0].tolist()]])
         taps, _ = target.states(whole, torch.ones_like(whole), drafter.taps)
-        batch = UnrollBatch(input_ids=whole, attention_mask=torch.ones_like(whole), taps=taps, num_steps=k)
+        batch = UnrollBatch(
+            input_ids=whole, attention_mask=torch.ones_like(whole), taps=taps, num_steps=k
+        )
         for depth, step in enumerate(drafter.unroll(batch)):
             column = len(text) - 2 + depth
             assert bool(step.valid[0, column])
-            law = (step.hidden[0, column] @ drafter.head_weight().T).softmax(-1)
-            torch.testing.assert_close(proposal.logits[0, depth].double().softmax(-1), law, atol=1e-5, rtol=1e-4)
-    laws = [propose(drafter, target, text, k).logits[0, 0].softmax(-1) for k in (1, K)]
-    difference = float((laws[0] - laws[1]).abs().max())
+            distribution = (step.hidden[0, column] @ drafter.head_weight().T).softmax(-1)
+            torch.testing.assert_close(
+                proposal.logits[0, depth].double().softmax(-1), distribution, atol=1e-5, rtol=1e-4
+            )
+    distributions = [propose(drafter, target, text, k).logits[0, 0].softmax(-1) for k in (1, K)]
+    difference = float((distributions[0] - distributions[1]).abs().max())
     assert (difference < 1e-6) == drafter.shape.causal
 
 
@@ -143,7 +174,9 @@ def test_no_more_is_drafted_than_a_block_holds(drafter, target):
     assert propose(drafter, target, [5, 6, 7, 8], 7).lengths.tolist() == [drafter.max_depth] == [4]
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    steps = drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=6))
+    steps = drafter.unroll(
+        UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=6)
+    )
     assert [bool(step.valid.any()) for step in steps] == [True] * 4 + [False] * 2
 
 
@@ -158,7 +191,9 @@ def reconfigure(folder, nested: dict | None = None, **values) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= values
     config["dflash_config"] |= nested or {}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Joined linears on packed weights equal plain ones for any number of rows, of which oneDNN meets few."""
+"""Joined linears on packed weights equal plain ones for any number of rows, of which oneDNN meets
+few."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def test_rows_of_any_number_equal_plain_layers(shape: tuple[int, ...]) -> None:
     rows = torch.randn(*shape, 24, generator=generator)
     with torch.inference_mode():
         found = PackedLinear(weights, biases)(rows)
-        expected = [torch.nn.functional.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
+        expected = [
+            torch.nn.functional.linear(rows, weight, bias) for weight, bias in zip(weights, biases)
+        ]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,5 @@
-"""A recorded forward gives what the model gives: every state, logit, key and value, at any number of tokens."""
+"""A recorded forward gives what the model gives: every state, logit, key and value, at any number
+of tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +18,26 @@ from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gpt_neox", "qwen3_moe", "mixtral", "gpt2"]
+ARCHITECTURES = [
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gpt_neox",
+    "qwen3_moe",
+    "mixtral",
+    "gpt2",
+]
 TAPS = (2, 0, FINAL, 4)
-# Tokens of the two rows in each pass: prompts, single tokens, verification of two depths, one row alone.
+# Tokens of the two rows in each pass: prompts, single tokens, verification of two depths, one row
+# alone.
 PASSES = [(9, 20), (1, 1), (4, 2), (1, 0), (0, 7), (3, 3)]
 
 
 def serve_texts(target: Target) -> tuple[list[torch.Tensor], list[torch.Tensor], PagedPool]:
-    """Logits and taps of every pass over two texts in blocks out of order, and the pool they leave."""
+    """Logits and taps of every pass over two texts in blocks out of order, and the pool
+    they leave."""
     pool = target.new_pool(num_blocks=24, block_size=4)
     generator = torch.Generator().manual_seed(3)
     tables = torch.randperm(24, generator=generator).view(2, 12)
@@ -35,8 +48,12 @@ def serve_texts(target: Target) -> tuple[list[torch.Tensor], list[torch.Tensor],
         parts = [torch.arange(done[row], done[row] + counts[row]) for row in rows]
         positions = torch.cat(parts)
         ids = torch.cat([texts[row, part] for row, part in zip(rows, parts)])
-        context = PagedPass(pool, tables[rows], positions, torch.tensor([len(part) for part in parts]))
-        output = target.forward(ids[None], positions[None], context, torch.arange(len(ids))[::2], TAPS)
+        context = PagedPass(
+            pool, tables[rows], positions, torch.tensor([len(part) for part in parts])
+        )
+        output = target.forward(
+            ids[None], positions[None], context, torch.arange(len(ids))[::2], TAPS
+        )
         logits.append(output.logits)
         taps.append(output.taps)
         done = [one + two for one, two in zip(done, counts)]
@@ -150,14 +167,18 @@ def test_weights_written_in_place_count_after_a_refresh():
 
 
 def test_what_a_rewrite_leaves_of_a_llama(tiny_target):
-    """Its speed is the number of calls: a change of transformers' code that no pattern fits any more must not go unnoticed."""
+    """Its speed is the number of calls: a change of transformers' code that no pattern fits any
+    more must not go unnoticed."""
     target = Target.load(tiny_target("llama"))
     record_lm(target)
     names = [node.name for node in target._recorded.body.graph.nodes if node.op == "call_function"]
     layers = target.num_layers
 
     def count(prefix: str) -> int:
-        return sum(name == prefix or (name.startswith(f"{prefix}_") and name[len(prefix) + 1 :].isdigit()) for name in names)
+        return sum(
+            name == prefix or (name.startswith(f"{prefix}_") and name[len(prefix) + 1 :].isdigit())
+            for name in names
+        )
 
     assert count("rms_norm") == 2 * layers + 1
     assert count("roll") == 2 * layers
@@ -172,7 +193,13 @@ def test_what_a_rewrite_leaves_of_a_llama(tiny_target):
 def test_without_memory_for_a_second_copy_weights_stay_as_they_are(tiny_target):
     target = Target.load(tiny_target("llama"))
     layer = target.model.lm_head
-    replay = Replay(lambda rows, context: layer(rows), [torch.zeros(1, NUM_TOKENS, target.hidden_size)], pack=False)
+    replay = Replay(
+        lambda rows, context: layer(rows),
+        [torch.zeros(1, NUM_TOKENS, target.hidden_size)],
+        pack=False,
+    )
     rows = torch.randn(1, 3, target.hidden_size)
     torch.testing.assert_close(replay(rows), layer(rows))
-    assert [node.target for node in replay.graph.nodes if node.op == "call_function"] == [torch._C._nn.linear]
+    assert [node.target for node in replay.graph.nodes if node.op == "call_function"] == [
+        torch._C._nn.linear
+    ]

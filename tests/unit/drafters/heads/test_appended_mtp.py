@@ -1,4 +1,5 @@
-"""MTP modules that targets bring along as one more decoder layer: read, run and saved as published."""
+"""MTP modules that targets bring along as one more decoder layer: read, run and saved
+as published."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ Find = Callable[[str], Path]
 
 
 def module_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.startswith(MODULE)}
+    return {
+        name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name.startswith(MODULE)
+    }
 
 
 def rms_norm(states: torch.Tensor, gains: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,19 +42,24 @@ def rms_norm(states: torch.Tensor, gains: torch.Tensor, eps: float) -> torch.Ten
 
 
 class Written:
-    """The module as vLLM's files of that name compute it (`deepseek_mtp.py`, `glm4_moe_mtp.py`), around the layer that
-    transformers loaded into the model whose third one it was."""
+    """The module as vLLM's files of that name compute it (`deepseek_mtp.py`, `glm4_moe_mtp.py`),
+    around the layer that transformers loaded into the model whose third one it was."""
 
     def __init__(self, folder: Path, *, feeds_normed: bool):
         self.model = AutoModelForCausalLM.from_pretrained(folder / "whole").eval()
-        self.weights = {name.removeprefix(MODULE): tensor for name, tensor in module_of(folder).items()}
+        self.weights = {
+            name.removeprefix(MODULE): tensor for name, tensor in module_of(folder).items()
+        }
         self.eps, self.feeds_normed = self.model.config.rms_norm_eps, feeds_normed
 
     @torch.no_grad()
     def run(self, tokens: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T] tokens, each one further than its state [1, T, H] -> what the head reads, what the module reads next."""
+        """[1, T] tokens, each one further than its state [1, T, H] -> what the head reads, what the
+        module reads next."""
         positions = torch.arange(tokens.shape[1])[None]
-        embeds = torch.where(positions[..., None] == 0, 0, self.model.get_input_embeddings()(tokens))
+        embeds = torch.where(
+            positions[..., None] == 0, 0, self.model.get_input_embeddings()(tokens)
+        )
         pair = [
             rms_norm(embeds, self.weights["enorm.weight"], self.eps),
             rms_norm(states, self.weights["hnorm.weight"], self.eps),
@@ -57,7 +67,9 @@ class Written:
         mixed = torch.cat(pair, dim=-1) @ self.weights["eh_proj.weight"].T
         mask = torch.full((tokens.shape[1],) * 2, float("-inf")).triu(1)[None, None]
         rotary = self.model.model.rotary_emb(mixed, positions)
-        raw = self.model.model.layers[2](mixed, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        raw = self.model.model.layers[2](
+            mixed, attention_mask=mask, position_ids=positions, position_embeddings=rotary
+        )
         normed = rms_norm(raw, self.weights["shared_head.norm.weight"], self.eps)
         return normed, normed if self.feeds_normed else raw
 
@@ -79,11 +91,18 @@ def drafter(native_target: Find, kind: str, target: Target) -> AppendedMtp:
     return drafter
 
 
-def test_two_steps_are_the_published_modules(native_target: Find, kind: str, target: Target, drafter: AppendedMtp) -> None:
+def test_two_steps_are_the_published_modules(
+    native_target: Find, kind: str, target: Target, drafter: AppendedMtp
+) -> None:
     module = Written(native_target(kind), feeds_normed=kind == "deepseek_v3")
     mask = torch.ones_like(IDS)
     final = target.states(IDS, mask, ())[1]
-    batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=target.states(IDS, mask, drafter.taps)[0], num_steps=2)
+    batch = UnrollBatch(
+        input_ids=IDS,
+        attention_mask=mask,
+        taps=target.states(IDS, mask, drafter.taps)[0],
+        num_steps=2,
+    )
     with torch.no_grad():
         first, second = (step.hidden for step in drafter.unroll(batch))
     for anchor in (0, 5, 9):
@@ -98,14 +117,21 @@ def test_what_is_drafted_is_what_unrolling_says(target: Target, drafter: Appende
     pool = drafter.new_pool(8, 4, target.device, target.dtype)
     taps = target.states(IDS, torch.ones_like(IDS), drafter.taps)[0]
     inputs = DraftInputs(
-        tokens=IDS[0], starts=torch.tensor([0]), lengths=torch.tensor([12]), taps=taps[0, :-1], num_draft=torch.tensor([3]),
-        sampling=SamplingRows.of([0.0]), seeds=torch.tensor([0]), pool=pool, block_tables=torch.arange(8)[None],
+        tokens=IDS[0], starts=torch.tensor([0]), lengths=torch.tensor([12]), taps=taps[0, :-1],
+        num_draft=torch.tensor([3]),
+        sampling=SamplingRows.of([0.0]), seeds=torch.tensor([0]), pool=pool,
+        block_tables=torch.arange(8)[None],
         histories=[IDS[0].tolist()],
     )  # fmt: skip
     drafted = drafter.propose(inputs).tokens
     text = torch.cat([IDS, drafted], dim=1)  # unrolled over it, the anchor drafts these very tokens
     mask = torch.ones_like(text)
-    batch = UnrollBatch(input_ids=text, attention_mask=mask, taps=target.states(text, mask, drafter.taps)[0], num_steps=3)
+    batch = UnrollBatch(
+        input_ids=text,
+        attention_mask=mask,
+        taps=target.states(text, mask, drafter.taps)[0],
+        num_steps=3,
+    )
     with torch.no_grad():
         for depth, step in enumerate(drafter.unroll(batch)):
             logits = step.hidden[:, 10 + depth] @ drafter.head_weight().T
@@ -113,26 +139,42 @@ def test_what_is_drafted_is_what_unrolling_says(target: Target, drafter: Appende
 
 
 def test_served_text_is_the_targets(target: Target, drafter: AppendedMtp) -> None:
-    prompts, params = [IDS[0, :5].tolist(), IDS[0, 3:].tolist()], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts, params = (
+        [IDS[0, :5].tolist(), IDS[0, 3:].tolist()],
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
+    )
     plain, drafted = (
-        Engine(target, draft, EngineConfig(k=3, compile="off")).generate(prompts, params, text=False) for draft in (None, drafter)
+        Engine(target, draft, EngineConfig(k=3, compile="off")).generate(
+            prompts, params, text=False
+        )
+        for draft in (None, drafter)
     )
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
 
 
-def test_saved_as_published(native_target: Find, kind: str, target: Target, drafter: AppendedMtp, tmp_path: Path) -> None:
+def test_saved_as_published(
+    native_target: Find, kind: str, target: Target, drafter: AppendedMtp, tmp_path: Path
+) -> None:
     checkpoint.save(drafter, tmp_path, target)
     published = module_of(native_target(kind))
     saved = load_file(tmp_path / "model.safetensors")
-    assert published.keys() - saved.keys() == {f"{MODULE}embed_tokens.weight", f"{MODULE}shared_head.head.weight"}
+    assert published.keys() - saved.keys() == {
+        f"{MODULE}embed_tokens.weight",
+        f"{MODULE}shared_head.head.weight",
+    }
     assert all(torch.equal(published[name], tensor) for name, tensor in saved.items())
     again = checkpoint.load(tmp_path, target, dtype=torch.bfloat16)
     gate = f"{MODULE}mlp.gate."
     assert again.state_dict()["layer.mlp.gate.weight"].dtype == torch.bfloat16
-    assert torch.equal(again.state_dict()["layer.mlp.gate.e_score_correction_bias"], published[f"{gate}e_score_correction_bias"])
+    assert torch.equal(
+        again.state_dict()["layer.mlp.gate.e_score_correction_bias"],
+        published[f"{gate}e_score_correction_bias"],
+    )
 
 
-def test_a_smaller_model_of_the_kind_is_a_draft_language_model(native_target: Find, target: Target, kind: str) -> None:
+def test_a_smaller_model_of_the_kind_is_a_draft_language_model(
+    native_target: Find, target: Target, kind: str
+) -> None:
     assert checkpoint.load(native_target(kind) / "whole", target).family == "draft-lm"
 
 
@@ -169,7 +211,9 @@ def in_fp8(tensors: dict[str, torch.Tensor]) -> None:
         (lambda folder: with_tensors(folder, in_fp8), "is not quantised"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused(native_target: Find, folder: Path, spoil: Callable[[Path], None], message: str) -> None:
+def test_what_cannot_be_had_is_refused(
+    native_target: Find, folder: Path, spoil: Callable[[Path], None], message: str
+) -> None:
     spoil(folder)
     with pytest.raises(UserError, match=message):
         checkpoint.load(folder, Target.load(native_target("glm4_moe")))

@@ -15,8 +15,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 ENGINES = {
-    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling",
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
+    "rope_theta", "rope_scaling",
     "vocab_size", "draft_vocab_size", "tie_word_embeddings", "attention_bias", "target_hidden_size",
     "num_aux_hidden_states", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
     "eagle_aux_hidden_state_layer_ids", "eagle_config",
@@ -35,10 +37,15 @@ def folder(target, tmp_path):
 
 
 def create(target: Target, **options) -> Eagle3:
-    return Eagle3.create(Eagle3Options(**options), target, seed=0, token_counts=torch.arange(target.vocab_size))
+    return Eagle3.create(
+        Eagle3Options(**options), target, seed=0, token_counts=torch.arange(target.vocab_size)
+    )
 
 
-@pytest.mark.parametrize(("layers", "taps"), [(32, (2, 16, 29)), (8, (2, 4, 5)), (4, (1, 2)), (2, (1,)), (1, (1,)), (5, (2,))])
+@pytest.mark.parametrize(
+    ("layers", "taps"),
+    [(32, (2, 16, 29)), (8, (2, 4, 5)), (4, (1, 2)), (2, (1,)), (1, (1,)), (5, (2,))],
+)
 def test_default_taps(layers, taps):
     assert default_taps(layers) == taps
 
@@ -47,12 +54,18 @@ def test_config_has_both_layer_id_keys(folder):
     config = json.loads((folder / "config.json").read_text())
     assert config.keys() >= ENGINES
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
-    assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1]}
+    assert config["eagle_config"] == {
+        "use_aux_hidden_state": True,
+        "eagle_aux_hidden_state_layer_ids": [0, 1],
+    }
     assert config["tie_word_embeddings"] is False and config["draft_vocab_size"] == 100
 
 
 def test_tensor_names_and_shapes(folder):
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     assert shapes == {
         "fc.weight": (32, 64),
         "midlayer.self_attn.q_proj.weight": (32, 64),
@@ -124,7 +137,8 @@ def test_folder_with_its_own_embeddings(folder, target):
 
 
 def test_scaled_embeddings_are_kept_with_their_scale(tiny_target):
-    """Engines share the raw table; where the target scales it, the draft must bring what it was trained on."""
+    """Engines share the raw table; where the target scales it, the draft must bring what it was
+    trained on."""
     gemma = Target.load(tiny_target("gemma"), dtype=torch.float32)
     drafter = create(gemma)
     ids = torch.tensor([3, 100])
@@ -150,7 +164,9 @@ def test_folders_that_cannot_be_served(folder, target, config, message):
         Eagle3.load(folder, target)
 
 
-@pytest.mark.parametrize("offsets", [torch.zeros(100).long() + 200, torch.zeros(99).long(), torch.arange(100).flip(0)])
+@pytest.mark.parametrize(
+    "offsets", [torch.zeros(100).long() + 200, torch.zeros(99).long(), torch.arange(100).flip(0)]
+)
 def test_bad_vocabulary_maps(folder, target, offsets):
     rewrite(folder, add={"d2t": offsets})
     with pytest.raises(UserError, match="distinct target ids"):
@@ -158,7 +174,14 @@ def test_bad_vocabulary_maps(folder, target, offsets):
 
 
 def test_options(target, tmp_path):
-    drafter = create(target, taps=(1, 3), intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    drafter = create(
+        target,
+        taps=(1, 3),
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
     assert drafter.taps == (1, 3)
     assert drafter.midlayer.self_attn.q_proj.weight.shape == (16, 64)
     assert drafter.midlayer.mlp.up_proj.weight.shape == (48, 32)

@@ -1,4 +1,5 @@
-"""Feature heads and draft language models: unrolling equals drafting, the cache equals a fresh start, q is what was drawn."""
+"""Feature heads and draft language models: unrolling equals drafting, the cache equals a fresh
+start, q is what was drawn."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ BLOCK = 4
 KINDS = {
     "eagle3": ("eagle3", Eagle3Options()),
     "eagle3 subset": ("eagle3", Eagle3Options(draft_vocab_size=120, num_key_value_heads=4)),
-    "eagle3.1": ("eagle3", Eagle3Options(norm_before_residual=True, fc_norm=True, norm_output=True)),
+    "eagle3.1": (
+        "eagle3",
+        Eagle3Options(norm_before_residual=True, fc_norm=True, norm_output=True),
+    ),
     "p-eagle": ("p-eagle", PeagleOptions(num_hidden_layers=2, draft_vocab_size=200)),
     "mtp": ("mtp", MtpOptions()),
     "eagle1": ("eagle1", Eagle1Options()),
@@ -51,10 +55,17 @@ def target(tiny_target):
 
 @pytest.fixture(scope="module", params=KINDS)
 def drafter(request, target):
-    """Large random weights in float64: a head that ignored part of its input would otherwise still look right."""
+    """Large random weights in float64: a head that ignored part of its input would otherwise still
+    look right."""
     family, options = KINDS[request.param]
-    counts = torch.randint(1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1))
-    made = FAMILIES[family].create(options, target, seed=0, token_counts=counts).to(device=target.device, dtype=torch.float64)
+    counts = torch.randint(
+        1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1)
+    )
+    made = (
+        FAMILIES[family]
+        .create(options, target, seed=0, token_counts=counts)
+        .to(device=target.device, dtype=torch.float64)
+    )
     generator = torch.Generator().manual_seed(2)
     for parameter in made.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -64,7 +75,9 @@ def drafter(request, target):
 
 @pytest.fixture(scope="module")
 def text(target) -> list[int]:
-    return torch.randint(3, target.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+    return torch.randint(
+        3, target.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(3)
+    ).tolist()
 
 
 def true_taps(drafter, target: Target, tokens: Sequence[int]) -> torch.Tensor | None:
@@ -96,7 +109,9 @@ def inputs_for(
         tokens=torch.tensor([token for row, start in zip(rows, starts) for token in row[start:]]),
         starts=torch.tensor(starts),
         lengths=torch.tensor([len(row) - start for row, start in zip(rows, starts)]),
-        taps=torch.cat([tap[start : len(row) - 1] for tap, row, start in zip(taps, rows, starts)]) if taps else None,
+        taps=torch.cat([tap[start : len(row) - 1] for tap, row, start in zip(taps, rows, starts)])
+        if taps
+        else None,
         num_draft=torch.tensor(num_draft),
         sampling=SamplingRows.of([temperature] * len(rows), top_k=[top_k] * len(rows)),
         seeds=torch.tensor(seeds or range(len(rows))),
@@ -111,12 +126,19 @@ def new_pool(drafter, num_rows: int) -> PagedPool:
     return drafter.new_pool(blocks, BLOCK, torch.device("cpu"), torch.float64)
 
 
-def unrolled_logits(drafter, target: Target, tokens: Sequence[int], depth: int, offset_wanted: int) -> torch.Tensor:
+def unrolled_logits(
+    drafter, target: Target, tokens: Sequence[int], depth: int, offset_wanted: int
+) -> torch.Tensor:
     """[V] raw draft logits, by unrolling, of the token after `tokens`, drafted at `depth`."""
     padded = torch.tensor([[*tokens, 0, 0]])
     taps = true_taps(drafter, target, padded[0].tolist())
     mask = torch.ones_like(padded)
-    batch = UnrollBatch(input_ids=padded, attention_mask=mask, taps=None if taps is None else taps[None], num_steps=depth + 1)
+    batch = UnrollBatch(
+        input_ids=padded,
+        attention_mask=mask,
+        taps=None if taps is None else taps[None],
+        num_steps=depth + 1,
+    )
     steps = list(drafter.unroll(batch))
     step = steps[min(depth, len(steps) - 1)]
     assert step.offset == offset_wanted
@@ -132,25 +154,33 @@ def unrolled_logits(drafter, target: Target, tokens: Sequence[int], depth: int, 
 
 @torch.no_grad()
 def test_unrolling_is_drafting(drafter, target, text):
-    """From any anchor, what propose samples from at depth s is what training computes there on the same text."""
+    """From any anchor, what propose samples from at depth s is what training computes there on the
+    same text."""
     offset = 2 if drafter.taps else 1
     for anchor in (3, 70, 140):
         rows = [text[:anchor]]
-        inputs = inputs_for(drafter, target, rows, [0], [4], new_pool(drafter, 1), temperature=1.0, seeds=[anchor])
+        inputs = inputs_for(
+            drafter, target, rows, [0], [4], new_pool(drafter, 1), temperature=1.0, seeds=[anchor]
+        )
         proposal = drafter.propose(inputs)
         drafted = proposal.tokens[0].tolist()
         assert proposal.lengths.tolist() == [4]
         for depth in range(4):
             expected = unrolled_logits(drafter, target, [*rows[0], *drafted[:depth]], depth, offset)
             expected = process(expected[None], SamplingRows.of([1.0]))[0]
-            torch.testing.assert_close(proposal.logits[0, depth].softmax(-1), expected.softmax(-1), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                proposal.logits[0, depth].softmax(-1), expected.softmax(-1), atol=1e-5, rtol=1e-5
+            )
 
 
 @torch.no_grad()
 def test_the_depth_matters_to_heads_alone(drafter, target, text):
-    """The comparison above can fail: a head that has drafted for two steps is not one that has seen true states throughout."""
+    """The comparison above can fail: a head that has drafted for two steps is not one that has seen
+    true states throughout."""
     offset = 2 if drafter.taps else 1
-    at_zero, at_two = (unrolled_logits(drafter, target, text[:70], depth, offset).softmax(-1) for depth in (0, 2))
+    at_zero, at_two = (
+        unrolled_logits(drafter, target, text[:70], depth, offset).softmax(-1) for depth in (0, 2)
+    )
     difference = float((at_zero - at_two).abs().max())
     assert difference > 1e-3 if drafter.taps else difference == 0
 
@@ -166,7 +196,13 @@ def test_long_texts_give_the_same_states_and_gradients(drafter, target, text, mo
         monkeypatch.setattr(block_pass, "LONG", limit)
         drafter.zero_grad()
         sum(step.hidden.pow(2).sum() for step in drafter.unroll(batch)).backward()
-        found.append([parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None])
+        found.append(
+            [
+                parameter.grad.clone()
+                for parameter in drafter.parameters()
+                if parameter.grad is not None
+            ]
+        )
     drafter.zero_grad()
     for kept, recomputed in zip(*found, strict=True):
         torch.testing.assert_close(kept, recomputed)
@@ -178,9 +214,13 @@ def test_what_counts_is_drafted_alike_where_earlier_drafts_do_not(first, drafter
     ids = torch.tensor([text])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
     whole = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=4)
-    for one, other in zip(drafter.unroll(whole), drafter.unroll(replace(whole, first=first)), strict=True):
+    for one, other in zip(
+        drafter.unroll(whole), drafter.unroll(replace(whole, first=first)), strict=True
+    ):
         assert torch.equal(one.valid, other.valid)
-        torch.testing.assert_close(one.hidden[:, first - one.offset :], other.hidden[:, first - one.offset :])
+        torch.testing.assert_close(
+            one.hidden[:, first - one.offset :], other.hidden[:, first - one.offset :]
+        )
 
 
 @torch.no_grad()
@@ -190,11 +230,20 @@ def test_padding_changes_nothing(drafter, target, text):
     for row, tokens in enumerate(rows):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
     taps, _ = target.states(ids, mask, drafter.taps)
-    both = list(drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=3)))
+    both = list(
+        drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=3))
+    )
     alone_ids = torch.tensor([rows[1]])
     alone_taps, _ = target.states(alone_ids, torch.ones_like(alone_ids), drafter.taps)
     alone = list(
-        drafter.unroll(UnrollBatch(input_ids=alone_ids, attention_mask=torch.ones_like(alone_ids), taps=alone_taps, num_steps=3))
+        drafter.unroll(
+            UnrollBatch(
+                input_ids=alone_ids,
+                attention_mask=torch.ones_like(alone_ids),
+                taps=alone_taps,
+                num_steps=3,
+            )
+        )
     )
     for padded, single in zip(both, alone):
         valid = single.valid[0]
@@ -205,9 +254,17 @@ def test_padding_changes_nothing(drafter, target, text):
 def test_gradients_reach_every_parameter(drafter, target, text):
     ids = torch.tensor([text[:30]])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    steps = list(drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=5)))
-    total = sum((step.hidden @ drafter.head_weight().T).logsumexp(-1).pow(2).sum() for step in steps)
-    total = total + sum(step.confidence.pow(2).sum() for step in steps if step.confidence is not None)
+    steps = list(
+        drafter.unroll(
+            UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=5)
+        )
+    )
+    total = sum(
+        (step.hidden @ drafter.head_weight().T).logsumexp(-1).pow(2).sum() for step in steps
+    )
+    total = total + sum(
+        step.confidence.pow(2).sum() for step in steps if step.confidence is not None
+    )
     drafter.zero_grad()
     total.backward()
     for name, parameter in drafter.named_parameters():
@@ -217,20 +274,34 @@ def test_gradients_reach_every_parameter(drafter, target, text):
 
 @torch.no_grad()
 def test_catching_up_after_each_round_is_a_fresh_start(drafter, target, text):
-    """Rounds with every number of accepted tokens, some without drafting: the cache never remembers a rejected token."""
+    """Rounds with every number of accepted tokens, some without drafting: the cache never remembers
+    a rejected token."""
     pool, table = new_pool(drafter, 1), None
     start, known = 0, 7
     for accepted, k in ((0, 3), (3, 3), (1, 3), (0, 0), (2, 4), (0, 1), (1, 1)):
         row = text[:known]
-        inputs = inputs_for(drafter, target, [row], [start], [k], pool, temperature=1.0, seeds=[9], tables=table)
+        inputs = inputs_for(
+            drafter, target, [row], [start], [k], pool, temperature=1.0, seeds=[9], tables=table
+        )
         table = inputs.block_tables
         proposal = drafter.propose(inputs)
         fresh = drafter.propose(
-            inputs_for(drafter, target, [row], [0], [k], new_pool(drafter, 1), temperature=1.0, seeds=[9], tables=table)
+            inputs_for(
+                drafter,
+                target,
+                [row],
+                [0],
+                [k],
+                new_pool(drafter, 1),
+                temperature=1.0,
+                seeds=[9],
+                tables=table,
+            )
         )
         assert proposal.tokens.tolist() == fresh.tokens.tolist()
         torch.testing.assert_close(proposal.logits, fresh.logits, atol=1e-5, rtol=1e-5)
-        # What is accepted is what was drafted: the committed text takes those tokens, then a token of its own.
+        # What is accepted is what was drafted: the committed text takes those tokens, then a token
+        # of its own.
         kept = proposal.tokens[0, :accepted].tolist()
         text = [*row, *kept, *text[known + len(kept) :]]
         start = drafter.cached_after(known - 1, k, accepted)
@@ -243,17 +314,36 @@ def test_rows_of_different_k_are_as_alone(drafter, target, text):
     rows = [text[:12], text[12:40], text[40:45], text[50:51]]
     num_draft = [3, 0, 5, 2]
     pool = new_pool(drafter, 4)
-    together = inputs_for(drafter, target, rows, [0, 0, 0, 0], num_draft, pool, temperature=1.0, seeds=[1, 2, 3, 4])
+    together = inputs_for(
+        drafter, target, rows, [0, 0, 0, 0], num_draft, pool, temperature=1.0, seeds=[1, 2, 3, 4]
+    )
     proposal = drafter.propose(together)
     # One token alone has no state yet, so a feature head cannot draft; a language model can.
     expected = [3, 0, 5, 0 if drafter.taps else 2]
     assert proposal.lengths.tolist() == expected
     for row, (tokens, k) in enumerate(zip(rows, num_draft)):
         alone = drafter.propose(
-            inputs_for(drafter, target, [tokens], [0], [k], new_pool(drafter, 1), temperature=1.0, seeds=[row + 1])
+            inputs_for(
+                drafter,
+                target,
+                [tokens],
+                [0],
+                [k],
+                new_pool(drafter, 1),
+                temperature=1.0,
+                seeds=[row + 1],
+            )
         )
-        assert proposal.tokens[row, : expected[row]].tolist() == alone.tokens[0, : expected[row]].tolist()
-        torch.testing.assert_close(proposal.logits[row, : expected[row]], alone.logits[0, : expected[row]], atol=1e-5, rtol=1e-5)
+        assert (
+            proposal.tokens[row, : expected[row]].tolist()
+            == alone.tokens[0, : expected[row]].tolist()
+        )
+        torch.testing.assert_close(
+            proposal.logits[row, : expected[row]],
+            alone.logits[0, : expected[row]],
+            atol=1e-5,
+            rtol=1e-5,
+        )
         assert (proposal.tokens[row, expected[row] :] == -1).all()
 
 
@@ -267,8 +357,12 @@ def test_catch_up_alone_writes_the_cache(drafter, target, text):
         table = inputs.block_tables
         assert drafter.propose(inputs).tokens.shape == (1, 0)
         start = drafter.cached_after(known - 1, 0, 0)
-    later = drafter.propose(inputs_for(drafter, target, [text[:31]], [start], [3], pool, temperature=1.0, tables=table))
-    fresh = drafter.propose(inputs_for(drafter, target, [text[:31]], [0], [3], new_pool(drafter, 1), temperature=1.0))
+    later = drafter.propose(
+        inputs_for(drafter, target, [text[:31]], [start], [3], pool, temperature=1.0, tables=table)
+    )
+    fresh = drafter.propose(
+        inputs_for(drafter, target, [text[:31]], [0], [3], new_pool(drafter, 1), temperature=1.0)
+    )
     assert later.tokens.tolist() == fresh.tokens.tolist()
     torch.testing.assert_close(later.logits, fresh.logits, atol=1e-5, rtol=1e-5)
 
@@ -279,27 +373,40 @@ def test_greedy_rows_take_the_best_token(drafter, target, text):
     proposal = drafter.propose(inputs)
     drafted = proposal.tokens[0].tolist()
     for depth in range(3):
-        raw = unrolled_logits(drafter, target, [*text[:25], *drafted[:depth]], depth, 2 if drafter.taps else 1)
+        raw = unrolled_logits(
+            drafter, target, [*text[:25], *drafted[:depth]], depth, 2 if drafter.taps else 1
+        )
         assert int(raw.argmax()) == drafted[depth]
-    assert proposal.logits is None  # a one-hot law
+    assert proposal.logits is None  # a one-hot distribution
 
 
 @torch.no_grad()
-def test_a_greedy_row_among_sampled_ones_has_a_one_hot_law(drafter, target, text):
-    inputs = inputs_for(drafter, target, [text[:25], text[:20]], [0, 0], [3, 3], new_pool(drafter, 2), temperature=1.0)
-    alone = drafter.propose(inputs_for(drafter, target, [text[:25]], [0], [3], new_pool(drafter, 1)))
+def test_a_greedy_row_among_sampled_ones_has_a_one_hot_distribution(drafter, target, text):
+    inputs = inputs_for(
+        drafter,
+        target,
+        [text[:25], text[:20]],
+        [0, 0],
+        [3, 3],
+        new_pool(drafter, 2),
+        temperature=1.0,
+    )
+    alone = drafter.propose(
+        inputs_for(drafter, target, [text[:25]], [0], [3], new_pool(drafter, 1))
+    )
     mixed = replace(inputs, sampling=SamplingRows.of([0.0, 1.0]))
     proposal = drafter.propose(mixed)
     assert proposal.tokens[0].tolist() == alone.tokens[0].tolist()
     for depth, token in enumerate(proposal.tokens[0].tolist()):
-        law = proposal.logits[0, depth].softmax(-1)
-        assert law[token] == 1.0 and law.sum() == 1.0
+        distribution = proposal.logits[0, depth].softmax(-1)
+        assert distribution[token] == 1.0 and distribution.sum() == 1.0
 
 
-def first_token_statistic(drawn: torch.Tensor, law: torch.Tensor) -> float:
-    """Pearson's statistic in standard deviations above its mean; bins are tokens expected at least 5 times, and the rest."""
-    expected = law * len(drawn)
-    counts = torch.bincount(drawn, minlength=len(law)).double()
+def first_token_statistic(drawn: torch.Tensor, distribution: torch.Tensor) -> float:
+    """Pearson's statistic in standard deviations above its mean; bins are tokens expected at least
+    5 times, and the rest."""
+    expected = distribution * len(drawn)
+    counts = torch.bincount(drawn, minlength=len(distribution)).double()
     common = expected >= 5
     bins_expected = torch.cat([expected[common], expected[~common].sum()[None]])
     bins_counts = torch.cat([counts[common], counts[~common].sum()[None]])
@@ -311,26 +418,34 @@ def first_token_statistic(drawn: torch.Tensor, law: torch.Tensor) -> float:
 
 @torch.no_grad()
 @pytest.mark.parametrize("depth", [0, 1])
-def test_q_is_the_law_of_the_drawn_tokens(drafter, target, text, depth):
-    """Tokens over many seeds follow the returned logits (T = 0.8, top-k 12); the same test rejects the unfiltered law."""
+def test_q_is_the_distribution_of_the_drawn_tokens(drafter, target, text, depth):
+    """Tokens over many seeds follow the returned logits (T = 0.8, top-k 12); the same test rejects
+    the unfiltered distribution."""
     size = 600
     tables = torch.randperm(size * 4, generator=torch.Generator().manual_seed(4)).view(size, 4)
     pool = drafter.new_pool(size * 4, BLOCK, torch.device("cpu"), torch.float64)
     rows = [text[:8]] * size
-    options = {"temperature": 0.8, "top_k": 12, "seeds": list(range(100, 100 + size)), "tables": tables}
-    proposal = drafter.propose(inputs_for(drafter, target, rows, [0] * size, [depth + 1] * size, pool, **options))
+    options = {
+        "temperature": 0.8,
+        "top_k": 12,
+        "seeds": list(range(100, 100 + size)),
+        "tables": tables,
+    }
+    proposal = drafter.propose(
+        inputs_for(drafter, target, rows, [0] * size, [depth + 1] * size, pool, **options)
+    )
     if depth == 0:
-        law = proposal.logits[0, 0].double().softmax(-1)
+        distribution = proposal.logits[0, 0].double().softmax(-1)
         chosen = torch.arange(size)
     else:
-        # Only rows that drew the same first token share the law of the second.
+        # Only rows that drew the same first token share the distribution of the second.
         first = proposal.tokens[:, 0].mode().values
         chosen = (proposal.tokens[:, 0] == first).nonzero()[:, 0]
-        law = proposal.logits[chosen[0], 1].double().softmax(-1)
+        distribution = proposal.logits[chosen[0], 1].double().softmax(-1)
         assert len(chosen) > 50
     drawn = proposal.tokens[chosen, depth]
-    assert first_token_statistic(drawn, law) < 4
-    wrong = law.clone()
+    assert first_token_statistic(drawn, distribution) < 4
+    wrong = distribution.clone()
     wrong[drawn.mode().values] *= 0.3
     assert first_token_statistic(drawn, wrong / wrong.sum()) > 4
 
@@ -340,20 +455,27 @@ def test_seeds_and_positions_decide_the_draft(drafter, target, text):
     rows = [text[:8]] * 2
     options = {"temperature": 1.0}
     pool = new_pool(drafter, 2)
-    same = drafter.propose(inputs_for(drafter, target, rows, [0, 0], [4, 4], pool, seeds=[5, 5], **options))
+    same = drafter.propose(
+        inputs_for(drafter, target, rows, [0, 0], [4, 4], pool, seeds=[5, 5], **options)
+    )
     assert same.tokens[0].tolist() == same.tokens[1].tolist()
-    other = drafter.propose(inputs_for(drafter, target, rows, [0, 0], [4, 4], pool, seeds=[5, 6], **options))
+    other = drafter.propose(
+        inputs_for(drafter, target, rows, [0, 0], [4, 4], pool, seeds=[5, 6], **options)
+    )
     assert other.tokens[0].tolist() == same.tokens[0].tolist() != other.tokens[1].tolist()
 
 
 @torch.no_grad()
-def test_weights_of_nan_give_a_law_without_mass(drafter, target, text):
-    """The engine sees that the law has no mass at the drawn token and falls back; nothing raises on the way."""
+def test_weights_of_nan_give_a_distribution_without_mass(drafter, target, text):
+    """The engine sees that the distribution has no mass at the drawn token and falls back; nothing
+    raises on the way."""
     broken = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     try:
         for parameter in drafter.parameters():
             parameter.fill_(torch.nan)
-        proposal = drafter.propose(inputs_for(drafter, target, [text[:8]], [0], [3], new_pool(drafter, 1), temperature=1.0))
+        proposal = drafter.propose(
+            inputs_for(drafter, target, [text[:8]], [0], [3], new_pool(drafter, 1), temperature=1.0)
+        )
     finally:
         drafter.load_state_dict(broken)
     drawn = proposal.logits[0].gather(1, proposal.tokens[0][:, None])
@@ -362,8 +484,15 @@ def test_weights_of_nan_give_a_law_without_mass(drafter, target, text):
 
 
 def test_inputs_are_left_alone(drafter, target, text):
-    inputs = inputs_for(drafter, target, [text[:8]], [0], [3], new_pool(drafter, 1), temperature=1.0)
-    before = replace(inputs, tokens=inputs.tokens.clone(), starts=inputs.starts.clone(), lengths=inputs.lengths.clone())
+    inputs = inputs_for(
+        drafter, target, [text[:8]], [0], [3], new_pool(drafter, 1), temperature=1.0
+    )
+    before = replace(
+        inputs,
+        tokens=inputs.tokens.clone(),
+        starts=inputs.starts.clone(),
+        lengths=inputs.lengths.clone(),
+    )
     drafter.propose(inputs)
     for name in ("tokens", "starts", "lengths"):
         assert torch.equal(getattr(inputs, name), getattr(before, name))
@@ -373,15 +502,20 @@ def test_inputs_are_left_alone(drafter, target, text):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
 def test_half_precision_on_other_targets(tiny_target, kind, arch):
-    """bfloat16 throughout, as on an accelerator: laws stay float32 and what was drawn has mass."""
+    """bfloat16 throughout, as on an accelerator: distributions stay float32 and what was drawn has
+    mass."""
     half = Target.load(tiny_target(arch), dtype=torch.bfloat16)
     family, options = KINDS[kind]
-    drafter = FAMILIES[family].create(options, half, seed=0, token_counts=torch.ones(half.vocab_size).long())
+    drafter = FAMILIES[family].create(
+        options, half, seed=0, token_counts=torch.ones(half.vocab_size).long()
+    )
     drafter = drafter.to(device=half.device, dtype=torch.bfloat16).eval()
     rows = [list(range(5, 14)), list(range(40, 45))]
     tables = torch.arange(16).view(2, 8)
     pool = drafter.new_pool(16, BLOCK, torch.device("cpu"), torch.bfloat16)
-    proposal = drafter.propose(inputs_for(drafter, half, rows, [0, 0], [3, 2], pool, temperature=1.0, tables=tables))
+    proposal = drafter.propose(
+        inputs_for(drafter, half, rows, [0, 0], [3, 2], pool, temperature=1.0, tables=tables)
+    )
     assert proposal.lengths.tolist() == [3, 2] and proposal.logits.dtype == torch.float32
     drawn = proposal.logits.gather(2, proposal.tokens.clamp(min=0)[..., None])[..., 0]
     assert torch.isfinite(drawn[proposal.tokens >= 0]).all()
@@ -392,9 +526,13 @@ def test_autocast_trains_close_to_float32(tiny_target, text):
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     ids = torch.tensor([text[:60]])
     for family, options in KINDS.values():
-        made = FAMILIES[family].create(options, target, seed=0, token_counts=torch.ones(target.vocab_size).long())
+        made = FAMILIES[family].create(
+            options, target, seed=0, token_counts=torch.ones(target.vocab_size).long()
+        )
         taps, _ = target.states(ids, torch.ones_like(ids), made.taps)
-        batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3)
+        batch = UnrollBatch(
+            input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3
+        )
         exact = [step.hidden for step in made.unroll(batch)]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             rough = [step.hidden for step in made.unroll(batch)]

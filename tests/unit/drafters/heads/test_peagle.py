@@ -1,4 +1,5 @@
-"""P-EAGLE: slot by slot what a plain EAGLE-3 head gives when it is fed mask inputs by hand, one pass a round, and its files."""
+"""P-EAGLE: slot by slot what a plain EAGLE-3 head gives when it is fed mask inputs by hand, one
+pass a round, and its files."""
 
 from __future__ import annotations
 
@@ -41,27 +42,41 @@ def propose(drafter: Peagle, target: Target, text: list[int], k: int) -> Proposa
     ids = torch.tensor([text])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
     inputs = DraftInputs(
-        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]), taps=taps[0, :-1],
+        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]),
+        taps=taps[0, :-1],
         num_draft=torch.tensor([k]), sampling=SamplingRows.of([1.0]), seeds=torch.tensor([7]),
-        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float64), block_tables=torch.arange(8)[None], histories=[text],
+        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float64),
+        block_tables=torch.arange(8)[None], histories=[text],
     )  # fmt: skip
     return drafter.propose(inputs)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("segments", [None, [0] * 30 + [1] * 40])
-def test_masks_stand_where_they_draft_what_counts_and_nowhere_else(segments, drafter, target, monkeypatch):
+def test_masks_stand_where_they_draft_what_counts_and_nowhere_else(
+    segments, drafter, target, monkeypatch
+):
     ids = torch.randint(3, 288, (1, 70), generator=torch.Generator().manual_seed(1))
     numbers = None if segments is None else torch.tensor([segments])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps, segments=numbers)
     read, step = [], drafter.step
-    monkeypatch.setattr(drafter, "step", lambda embeds, *rest: (read.append(embeds.shape[1]), step(embeds, *rest))[1])
+    monkeypatch.setattr(
+        drafter,
+        "step",
+        lambda embeds, *rest: (read.append(embeds.shape[1]), step(embeds, *rest))[1],
+    )
     found = []
     for first in (0, 40):
         batch = UnrollBatch(
-            input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=K, segments=numbers, first=first
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            taps=taps,
+            num_steps=K,
+            segments=numbers,
+            first=first,
         )
-        found.append([one.hidden[:, 38:] for one in drafter.unroll(batch)])  # they predict the tokens from 40 on
+        # they predict the tokens from 40 on
+        found.append([one.hidden[:, 38:] for one in drafter.unroll(batch)])
     assert read == [70 * K, 35 + 35 * K]
     for whole, part in zip(*found, strict=True):
         torch.testing.assert_close(whole, part)
@@ -69,7 +84,8 @@ def test_masks_stand_where_they_draft_what_counts_and_nowhere_else(segments, dra
 
 @torch.no_grad()
 def test_slots_are_eagle3_steps_over_mask_inputs(drafter, target):
-    """One slot after another through the head's own step, as an engine that does not draft in parallel would run it."""
+    """One slot after another through the head's own step, as an engine that does not draft in
+    parallel would run it."""
     text = torch.randint(3, 288, (13,), generator=torch.Generator().manual_seed(1)).tolist()
     proposal = propose(drafter, target, text, K)
     ids = torch.tensor([text])
@@ -80,18 +96,26 @@ def test_slots_are_eagle3_steps_over_mask_inputs(drafter, target):
     for place, (token, hidden) in enumerate(inputs):
         at = torch.tensor([place])
         context = PagedPass(pool, table, at, torch.tensor([1]))
-        step = drafter.step(drafter.embed(torch.tensor([[token]])), hidden[None, None], at[None], context)
+        step = drafter.step(
+            drafter.embed(torch.tensor([[token]])), hidden[None, None], at[None], context
+        )
         depth = place - (len(text) - 2)
         if depth >= 0:
-            law = process(step.head_input[0] @ drafter.head_weight().T, SamplingRows.of([1.0]))[0].softmax(-1)
-            torch.testing.assert_close(proposal.logits[0, depth].softmax(-1), law, atol=1e-5, rtol=1e-4)
+            distribution = process(
+                step.head_input[0] @ drafter.head_weight().T, SamplingRows.of([1.0])
+            )[0].softmax(-1)
+            torch.testing.assert_close(
+                proposal.logits[0, depth].softmax(-1), distribution, atol=1e-5, rtol=1e-4
+            )
     assert depth == K - 1
 
 
 @torch.no_grad()
 def test_a_round_is_one_pass(drafter, target, monkeypatch):
     passes = []
-    monkeypatch.setattr(Peagle, "step", lambda self, *inputs: passes.append(1) or Eagle3.step(self, *inputs))
+    monkeypatch.setattr(
+        Peagle, "step", lambda self, *inputs: passes.append(1) or Eagle3.step(self, *inputs)
+    )
     assert propose(drafter, target, [5, 6, 7, 8], K).lengths.tolist() == [K]
     assert len(passes) == 1
 
@@ -117,7 +141,9 @@ def folder(target, tmp_path):
 
 def reconfigure(folder, **values) -> None:
     config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Drafts from a recording are the drafts the head's own forward gives, before and after new weights are swapped in."""
+"""Drafts from a recording are the drafts the head's own forward gives, before and after new weights
+are swapped in."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def target(tiny_target):
 @pytest.fixture(params=KINDS)
 def drafter(request, target):
     family, options = KINDS[request.param]
-    counts = torch.randint(1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1))
+    counts = torch.randint(
+        1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1)
+    )
     made = FAMILIES[family].create(options, target, seed=0, token_counts=counts)
     scatter(made, seed=2)
     return made.eval()
@@ -45,7 +48,9 @@ def scatter(drafter: torch.nn.Module, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in drafter.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + 0.1 * noise)
+        parameter.copy_(
+            noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + 0.1 * noise
+        )
 
 
 def draft(drafter, target: Target, lengths: Sequence[int], num_draft: Sequence[int]) -> Proposal:
@@ -53,14 +58,18 @@ def draft(drafter, target: Target, lengths: Sequence[int], num_draft: Sequence[i
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, target.vocab_size, (sum(lengths),), generator=generator)
     pool = drafter.new_pool(64, 4, target.device, torch.float32)
-    taps = torch.randn(sum(lengths) - len(lengths), len(drafter.taps) * target.hidden_size, generator=generator)
+    taps = torch.randn(
+        sum(lengths) - len(lengths), len(drafter.taps) * target.hidden_size, generator=generator
+    )
     inputs = DraftInputs(
         tokens=tokens,
         starts=torch.zeros(len(lengths), dtype=torch.int64),
         lengths=torch.tensor(lengths),
         taps=taps if drafter.taps else None,
         num_draft=torch.tensor(num_draft),
-        sampling=SamplingRows.of([1.0] * len(lengths), top_k=[0] * len(lengths), top_p=[1.0] * len(lengths), device="cpu"),
+        sampling=SamplingRows.of(
+            [1.0] * len(lengths), top_k=[0] * len(lengths), top_p=[1.0] * len(lengths), device="cpu"
+        ),
         seeds=torch.arange(len(lengths)),
         pool=pool,
         block_tables=torch.randperm(60, generator=generator).view(ROWS, 20)[: len(lengths)],

@@ -1,4 +1,5 @@
-"""Medusa and the MLP speculator: their published formulas, their public layouts, and depths that are not there."""
+"""Medusa and the MLP speculator: their published formulas, their public layouts, and depths that
+are not there."""
 
 from __future__ import annotations
 
@@ -37,8 +38,10 @@ def draft_greedily(drafter, target: Target, text: list[int], k: int) -> Proposal
     ids = torch.tensor([text])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
     inputs = DraftInputs(
-        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]), taps=taps[0, :-1],
-        num_draft=torch.tensor([k]), sampling=SamplingRows.of([0.0]), seeds=torch.tensor([0]), pool=None,
+        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]),
+        taps=taps[0, :-1],
+        num_draft=torch.tensor([k]), sampling=SamplingRows.of([0.0]), seeds=torch.tensor([0]),
+        pool=None,
         block_tables=torch.zeros(1, 1, dtype=torch.int64), histories=[text],
     )  # fmt: skip
     return drafter.propose(inputs)
@@ -50,7 +53,9 @@ def final_state(target: Target, text: list[int]) -> torch.Tensor:
     return target.states(ids, torch.ones_like(ids), ())[1][0, -2]
 
 
-def medusa_files(folder: Path, target: Target, *, original: bool, tables: bool) -> dict[str, torch.Tensor]:
+def medusa_files(
+    folder: Path, target: Target, *, original: bool, tables: bool
+) -> dict[str, torch.Tensor]:
     """A Medusa draft as others write it; returns the tensors under the original names."""
     size, vocab = target.hidden_size, target.vocab_size
     tensors = {}
@@ -61,17 +66,26 @@ def medusa_files(folder: Path, target: Target, *, original: bool, tables: bool) 
         if tables:
             tensors[f"{head}.{LAYERS}.weight"] = noise((vocab, size), 1000 + head)
     if original:
-        config = {"medusa_num_heads": HEADS, "medusa_num_layers": LAYERS, "base_model_name_or_path": "somewhere"}
+        config = {
+            "medusa_num_heads": HEADS,
+            "medusa_num_layers": LAYERS,
+            "base_model_name_or_path": "somewhere",
+        }
         save_file(tensors, folder / "medusa_lm_head.safetensors")
     else:
         config = {
-            "model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": LAYERS, "hidden_size": size, "vocab_size": vocab,
+            "model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": LAYERS,
+            "hidden_size": size, "vocab_size": vocab,
             "truncated_vocab_size": vocab, "medusa_fc_bias": True, "original_lm_head": not tables,
         }  # fmt: skip
         named = {}
         for name, tensor in tensors.items():
             head, layer, *rest = name.split(".")
-            named[f"blocks.{head}.layers.{layer}.{rest[-1]}" if len(rest) == 2 else f"lm_heads.{head}.weight"] = tensor
+            named[
+                f"blocks.{head}.layers.{layer}.{rest[-1]}"
+                if len(rest) == 2
+                else f"lm_heads.{head}.weight"
+            ] = tensor
         if not tables:
             named["lm_head.weight"] = output_table(target).detach().clone()
         save_file(named, folder / "model.safetensors")
@@ -90,14 +104,20 @@ def test_medusa_made_elsewhere_drafts_by_the_published_formula(original, tables,
     for head in range(HEADS):
         state = final_state(target, text)
         for layer in range(LAYERS):
-            linear = tensors[f"{head}.{layer}.linear.weight"] @ state + tensors[f"{head}.{layer}.linear.bias"]
+            linear = (
+                tensors[f"{head}.{layer}.linear.weight"] @ state
+                + tensors[f"{head}.{layer}.linear.bias"]
+            )
             state = state + linear * torch.sigmoid(linear)
         table = tensors[f"{head}.{LAYERS}.weight"] if tables else output_table(target)
         expected.append(int((table @ state).argmax()))
     assert draft_greedily(drafter, target, text, HEADS).tokens[0].tolist() == expected
     checkpoint.save(drafter, tmp_path / "again", target)
     again = checkpoint.load(tmp_path / "again", target)
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    assert all(
+        torch.equal(tensor, again.state_dict()[name])
+        for name, tensor in drafter.state_dict().items()
+    )
 
 
 def mlp_files(
@@ -109,17 +129,28 @@ def mlp_files(
     for depth in range(HEADS):
         first = 0 if tied else depth
         tensors[f"emb.{depth}.weight"] = noise((vocab, inner), 1 + first)
-        tensors[f"proj.{depth}.weight"] = noise((inner, size if depth == 0 else inner), 20 + (min(depth, 1) if tied else depth))
+        tensors[f"proj.{depth}.weight"] = noise(
+            (inner, size if depth == 0 else inner), 20 + (min(depth, 1) if tied else depth)
+        )
         tensors[f"ln.{depth}.weight"] = 1 + noise((inner,), 40 + first)
         tensors[f"ln.{depth}.bias"] = noise((inner,), 60 + first)
         tensors[f"head.{depth}.weight"] = noise((vocab, inner), 80 + first)
     written = tensors
     if tied and not copies:
-        written = {name: tensor for name, tensor in tensors.items() if ".0." in name or name.startswith("proj.1")}
-    save_file({f"speculator.{name}": tensor.clone() for name, tensor in written.items()}, folder / "model.safetensors")
+        written = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if ".0." in name or name.startswith("proj.1")
+        }
+    save_file(
+        {f"speculator.{name}": tensor.clone() for name, tensor in written.items()},
+        folder / "model.safetensors",
+    )
     config = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": vocab, "emb_dim": size,
-        "inner_dim": inner, "n_predict": HEADS, "n_candidates": 5, "top_k_tokens_per_head": [5, 4, 3], "tie_weights": tied,
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator",
+        "vocab_size": vocab, "emb_dim": size,
+        "inner_dim": inner, "n_predict": HEADS, "n_candidates": 5,
+        "top_k_tokens_per_head": [5, 4, 3], "tie_weights": tied,
         "scale_input": scale_input,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
@@ -127,8 +158,13 @@ def mlp_files(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("tied", "copies", "scale_input"), [(True, True, True), (True, False, False), (False, False, True)])
-def test_an_mlp_speculator_made_elsewhere_drafts_by_the_published_formula(tied, copies, scale_input, target, tmp_path):
+@pytest.mark.parametrize(
+    ("tied", "copies", "scale_input"),
+    [(True, True, True), (True, False, False), (False, False, True)],
+)
+def test_an_mlp_speculator_made_elsewhere_drafts_by_the_published_formula(
+    tied, copies, scale_input, target, tmp_path
+):
     tensors = mlp_files(tmp_path, target, tied=tied, copies=copies, scale_input=scale_input)
     drafter = checkpoint.load(tmp_path, target)
     assert isinstance(drafter, Mlp)
@@ -139,15 +175,23 @@ def test_an_mlp_speculator_made_elsewhere_drafts_by_the_published_formula(tied, 
     state_weight = 0.5 ** (0.5 / HEADS)
     emb_weight = math.sqrt((1 - state_weight**2) * (24 / 2))
     for depth in range(HEADS):
-        mixed = tensors[f"proj.{depth}.weight"] @ state + emb_weight / state_weight * tensors[f"emb.{depth}.weight"][token]
+        mixed = (
+            tensors[f"proj.{depth}.weight"] @ state
+            + emb_weight / state_weight * tensors[f"emb.{depth}.weight"][token]
+        )
         mixed = mixed / torch.sqrt(mixed.pow(2).mean() + 1e-6)
-        state = torch.nn.functional.gelu(tensors[f"ln.{depth}.weight"] * mixed + tensors[f"ln.{depth}.bias"])
+        state = torch.nn.functional.gelu(
+            tensors[f"ln.{depth}.weight"] * mixed + tensors[f"ln.{depth}.bias"]
+        )
         token = int((tensors[f"head.{depth}.weight"] @ state).argmax())
         expected.append(token)
     assert draft_greedily(drafter, target, text, HEADS).tokens[0].tolist() == expected
     checkpoint.save(drafter, tmp_path / "again", target)
     again = checkpoint.load(tmp_path / "again", target)
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    assert all(
+        torch.equal(tensor, again.state_dict()[name])
+        for name, tensor in drafter.state_dict().items()
+    )
 
 
 def test_a_tied_copy_that_differs_is_refused(target, tmp_path):
@@ -170,14 +214,21 @@ def test_drafts_with_tables_of_their_own_are_served_and_not_trained(target, tmp_
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "options"), [("medusa", MedusaOptions(num_heads=2)), ("mlp", MlpOptions(num_predict=2))])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("medusa", MedusaOptions(num_heads=2)), ("mlp", MlpOptions(num_predict=2))],
+)
 def test_depths_beyond_the_last_are_neither_drafted_nor_scored(family, options, target):
     drafter = FAMILIES[family].create(options, target, seed=0)
     proposal = draft_greedily(drafter, target, [5, 6, 7, 8], 4)
     assert proposal.lengths.tolist() == [2] and proposal.tokens[0, 2:].tolist() == [-1, -1]
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    steps = list(drafter.unroll(UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=4)))
+    steps = list(
+        drafter.unroll(
+            UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=4)
+        )
+    )
     assert [bool(step.valid.any()) for step in steps] == [True, True, False, False]
 
 

@@ -27,10 +27,20 @@ IDS = torch.tensor([[5, 9, 200, 31, 77]])
 
 
 def test_new_model_follows_its_options(target):
-    options = DraftLmOptions(num_layers=3, hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
+    options = DraftLmOptions(
+        num_layers=3,
+        hidden_size=24,
+        intermediate_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     config = DraftLm.create(options, target, seed=0).model.config
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (3, 24, 40)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 2, 288)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (
+        4,
+        2,
+        288,
+    )
     assert config.eos_token_id == 0 and config.max_position_embeddings == target.max_positions
 
 
@@ -48,13 +58,16 @@ def test_saved_folder_is_a_plain_model(target, tmp_path):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe", "gpt2"])
 def test_an_existing_model_is_taken_as_it_is(target, tiny_target, tmp_path, arch):
-    """Mixture-of-experts weights have other names in memory than on disk; a saved draft must be loadable all the same."""
+    """Mixture-of-experts weights have other names in memory than on disk; a saved draft must be
+    loadable all the same."""
     folder = tiny_target(arch, seed=1)
     drafter = DraftLm.create(DraftLmOptions(init=folder), target, seed=0)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
     torch.testing.assert_close(logits(drafter, IDS), expected, atol=1e-4, rtol=1e-4)
     checkpoint.save(drafter, tmp_path, target)
-    torch.testing.assert_close(logits(checkpoint.load(tmp_path, target), IDS), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits(checkpoint.load(tmp_path, target), IDS), expected, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_a_saved_draft_is_where_the_next_training_starts(target, tmp_path):
@@ -82,8 +95,12 @@ def test_adapters_train_alone_and_merge_exactly(target, tiny_target, tmp_path):
     adapted = logits(drafter, IDS)
     assert (adapted - untouched).abs().max() > 0.1
     checkpoint.save(drafter, tmp_path, target)
-    torch.testing.assert_close(logits(checkpoint.load(tmp_path, target), IDS), adapted, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(logits(drafter, IDS), adapted, msg="saving must not change the draft")
+    torch.testing.assert_close(
+        logits(checkpoint.load(tmp_path, target), IDS), adapted, atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        logits(drafter, IDS), adapted, msg="saving must not change the draft"
+    )
 
 
 def test_adapters_need_a_model(target):
@@ -107,7 +124,10 @@ def test_padded_tables_are_matched(target, tiny_target, tmp_path, rows):
 
 
 def test_another_tokenizer_is_refused_with_the_difference(target, tiny_target):
-    with pytest.raises(UserError, match=r"288 tokens and the draft's 272 differ in 16, by their ids '.*' is 272 and unknown"):
+    with pytest.raises(
+        UserError,
+        match=r"288 tokens and the draft's 272 differ in 16, by their ids '.*' is 272 and unknown",
+    ):
         DraftLm.create(DraftLmOptions(init=tiny_target("other_vocab")), target, seed=0)
     with pytest.raises(UserError, match="the draft's tokenizer is not the target's"):
         checkpoint.load(tiny_target("other_vocab"), target)

@@ -1,5 +1,5 @@
-"""A draft LM with another tokenizer: which tokens are shared, what it reads, that its law is told over the target's ids, and
-greedy text that no such draft changes."""
+"""A draft LM with another tokenizer: which tokens are shared, what it reads, that its distribution
+is told over the target's ids, and greedy text that no such draft changes."""
 
 from __future__ import annotations
 
@@ -36,19 +36,29 @@ def target(tiny_target) -> Target:
 
 @pytest.fixture(scope="module")
 def foreign(target, tmp_path_factory) -> str:
-    """Every second of the target's tokens, in the opposite order and with another way of writing a space, and 40 of its own."""
+    """Every second of the target's tokens, in the opposite order and with another way of writing a
+    space, and 40 of its own."""
     folder = str(tmp_path_factory.mktemp("foreign"))
     theirs = target.tokenizer()
-    names = [theirs.convert_ids_to_tokens(index).replace("\u0120", SPACE) for index in range(4, len(theirs), 2)]
+    names = [
+        theirs.convert_ids_to_tokens(index).replace("\u0120", SPACE)
+        for index in range(4, len(theirs), 2)
+    ]
     vocabulary = {
-        name: index for index, name in enumerate(["<unk>", "</s>", *[f"own{number}" for number in range(40)], *names[::-1]])
+        name: index
+        for index, name in enumerate(
+            ["<unk>", "</s>", *[f"own{number}" for number in range(40)], *names[::-1]]
+        )
     }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=len(vocabulary), hidden_size=24, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2,
         max_position_embeddings=256,
     )  # fmt: skip
     torch.manual_seed(3)
@@ -70,7 +80,9 @@ def test_shared_tokens_have_one_text(foreign, target):
         if mine == ours.eos_token_id:
             assert other == theirs.eos_token_id
         else:
-            assert ours.convert_ids_to_tokens(mine).replace("\u0120", SPACE) == theirs.convert_ids_to_tokens(other)
+            assert ours.convert_ids_to_tokens(mine).replace(
+                "\u0120", SPACE
+            ) == theirs.convert_ids_to_tokens(other)
     assert torch.equal(shared.to_draft[shared.target_ids], shared.draft_ids)
     assert int(shared.to_draft.min()) >= 0 and int(shared.to_draft.max()) < len(theirs)
 
@@ -87,13 +99,15 @@ def test_another_tokenizer_is_refused_with_the_difference_shown(foreign, target)
 
 
 @torch.no_grad()
-def test_the_law_is_the_models_own_over_the_shared_tokens(drafter, target):
+def test_the_distribution_is_the_models_own_over_the_shared_tokens(drafter, target):
     """Against the plain transformers model on translated ids."""
     text = torch.randint(3, 288, (12,), generator=torch.Generator().manual_seed(1))
     inputs = DraftInputs(
-        tokens=text, starts=torch.tensor([0]), lengths=torch.tensor([12]), taps=None, num_draft=torch.tensor([3]),
+        tokens=text, starts=torch.tensor([0]), lengths=torch.tensor([12]), taps=None,
+        num_draft=torch.tensor([3]),
         sampling=SamplingRows.of([1.0]), seeds=torch.tensor([7]),
-        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float32), block_tables=torch.arange(8)[None],
+        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float32),
+        block_tables=torch.arange(8)[None],
         histories=[text.tolist()],
     )  # fmt: skip
     proposal = drafter.propose(inputs)
@@ -101,9 +115,11 @@ def test_the_law_is_the_models_own_over_the_shared_tokens(drafter, target):
     plain = drafter.model.__class__.from_pretrained(drafter.lm.name)
     logits = plain(drafter.to_draft[whole][None]).logits[0]
     for depth in range(3):
-        law = torch.full((target.vocab_size,), -torch.inf)
-        law[drafter.target_ids] = logits[11 + depth, drafter.draft_ids]
-        torch.testing.assert_close(proposal.logits[0, depth].softmax(-1), law.softmax(-1), atol=1e-5, rtol=1e-4)
+        distribution = torch.full((target.vocab_size,), -torch.inf)
+        distribution[drafter.target_ids] = logits[11 + depth, drafter.draft_ids]
+        torch.testing.assert_close(
+            proposal.logits[0, depth].softmax(-1), distribution.softmax(-1), atol=1e-5, rtol=1e-4
+        )
 
 
 def engine(target: Target, drafter: ForeignLm | None, **changes) -> Engine:
@@ -129,17 +145,27 @@ def test_it_is_taken_when_the_user_says_so(foreign, target):
     with PythonEngine(target.name, **options, config=EngineConfig(k=2, compile="off")) as made:
         (answer,) = made.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
     assert sum(answer.speculation.offered) > 0
-    findings = {finding.check: finding for finding in check_pair(DoctorConfig(target=target.name, **options))}
-    assert findings["draft.loads"].what == "draft-lm, a tokenizer of its own" and findings["draft.finite"].status == "ok"
-    assert findings["draft.vocabulary"].what.startswith(f"drafts {len(served.target_ids)} of {target.vocab_size}")
+    findings = {
+        finding.check: finding
+        for finding in check_pair(DoctorConfig(target=target.name, **options))
+    }
+    assert (
+        findings["draft.loads"].what == "draft-lm, a tokenizer of its own"
+        and findings["draft.finite"].status == "ok"
+    )
+    assert findings["draft.vocabulary"].what.startswith(
+        f"drafts {len(served.target_ids)} of {target.vocab_size}"
+    )
     assert "memory.training" not in findings
 
 
 @torch.no_grad()
-def test_what_training_would_see_of_it_is_its_law_too(drafter, target):
+def test_what_training_would_see_of_it_is_its_distribution_too(drafter, target):
     """`doctor --data` judges it by its unroll."""
     text = torch.randint(3, 288, (1, 12), generator=torch.Generator().manual_seed(2))
-    (step,) = drafter.unroll(UnrollBatch(input_ids=text, attention_mask=torch.ones_like(text), taps=None, num_steps=1))
+    (step,) = drafter.unroll(
+        UnrollBatch(input_ids=text, attention_mask=torch.ones_like(text), taps=None, num_steps=1)
+    )
     plain = drafter.model(drafter.to_draft[text]).logits[..., drafter.draft_ids]
     torch.testing.assert_close(step.hidden @ drafter.head_weight().T, plain, atol=1e-5, rtol=1e-4)
 
@@ -177,5 +203,7 @@ def test_a_draft_may_have_a_type_of_its_own(dtype, target, tmp_path):
         drafter = load_drafter(config, target).drafter
         assert drafter.fc.weight.dtype == getattr(torch, dtype)
         made = engine(target, drafter, compile=mode)
-        made.generate([[5, 6, 7, 8]], SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True))
+        made.generate(
+            [[5, 6, 7, 8]], SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+        )
         assert made.stats.num_drafts > 0 and not made.stats.fallbacks

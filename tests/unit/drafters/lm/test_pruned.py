@@ -45,4 +45,6 @@ def test_training_the_draft_leaves_the_target_alone(tiny_target):
 @pytest.mark.parametrize("layers", [(), (1, 0), (0, 0), (-1,), (99,)])
 def test_layers_that_are_not_there_are_refused(tiny_target, layers):
     with pytest.raises(UserError, match="target_layers"):
-        DraftLm.create(DraftLmOptions(target_layers=layers), Target.load(tiny_target("llama")), seed=0)
+        DraftLm.create(
+            DraftLmOptions(target_layers=layers), Target.load(tiny_target("llama")), seed=0
+        )

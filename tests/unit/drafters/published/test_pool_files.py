@@ -1,4 +1,5 @@
-"""The canary and the pool on disk: read back as written, refused in one sentence, requests sorted as they should be."""
+"""The canary and the pool on disk: read back as written, refused in one sentence, requests sorted
+as they should be."""
 
 from __future__ import annotations
 
@@ -11,9 +12,29 @@ import numpy as np
 import pytest
 
 from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.canary import CANARY, Canary, in_canary, read_canary, remove_canary, write_canary
-from draftsmith.drafters.published.pool import POOL_FILE, DraftPool, next_folder, pool_root, read_pool, write_pool
-from draftsmith.drafters.published.prompt_clusters import PromptClusters, cluster_name, counts, unit, vector
+from draftsmith.drafters.published.canary import (
+    CANARY,
+    Canary,
+    in_canary,
+    read_canary,
+    remove_canary,
+    write_canary,
+)
+from draftsmith.drafters.published.pool import (
+    POOL_FILE,
+    DraftPool,
+    next_folder,
+    pool_root,
+    read_pool,
+    write_pool,
+)
+from draftsmith.drafters.published.prompt_clusters import (
+    PromptClusters,
+    cluster_name,
+    counts,
+    unit,
+    vector,
+)
 from draftsmith.errors import UserError
 from draftsmith.record import uniform
 
@@ -31,7 +52,11 @@ def test_files_are_read_back_as_written(tmp_path: Path) -> None:
     assert read_pool(tmp_path) == DraftPool({"code": "c01"})
     write_pool(
         tmp_path,
-        DraftPool({"code": "c01", "(cluster 1)": "c02"}, {"sql": "c03"}, PromptClusters(np.linspace(0, 1, 8), CENTROIDS)),
+        DraftPool(
+            {"code": "c01", "(cluster 1)": "c02"},
+            {"sql": "c03"},
+            PromptClusters(np.linspace(0, 1, 8), CENTROIDS),
+        ),
     )
     pool = read_pool(tmp_path)
     assert (
@@ -45,7 +70,15 @@ def test_files_are_read_back_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"version": 7}', '{"version": true, "share": 0.1}', '{"version": 7, "share": 2}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 7}',
+        '{"version": true, "share": 0.1}',
+        '{"version": 7, "share": 2}',
+    ],
 )
 def test_a_malformed_canary_is_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / CANARY).write_text(text)
@@ -83,12 +116,16 @@ def test_the_canary_takes_its_share_whatever_is_recorded() -> None:
     recorded = np.array([uniform(request) < 0.1 for request in requests])
     # The same draw for both would record nothing but canaries.
     assert abs((chosen & recorded).mean() - 0.01) < 0.004
-    assert all(in_canary(request, 0.2) for request, one in zip(requests, chosen, strict=True) if one)
+    assert all(
+        in_canary(request, 0.2) for request, one in zip(requests, chosen, strict=True) if one
+    )
 
 
 def test_a_request_goes_by_its_tag_then_by_its_prompt() -> None:
     weights = np.ones(8)
-    prompts = {name: next(token for token in range(1000) if counts([token], 8)[name]) for name in range(8)}
+    prompts = {
+        name: next(token for token in range(1000) if counts([token], 8)[name]) for name in range(8)
+    }
     pool = DraftPool(clusters=PromptClusters(weights, CENTROIDS))
     assert pool.class_of("code", [prompts[0]]) == "code"
     assert pool.class_of("", [prompts[0]] * 3 + [prompts[1]]) == cluster_name(0)
@@ -108,13 +145,16 @@ def test_leftovers_of_a_kill_are_swept(tmp_path: Path) -> None:
         (tmp_path / f".{name}.0123abcd.tmp").write_text("{")
     (tmp_path / ".v000003.00000000.old").mkdir()
     (tmp_path / ".by-hand.tmp").write_text("of somebody else")
-    versions.publish(tmp_path, lambda folder: None, family="fake", target={}, parent=None, data_range={}, gate={})
+    versions.publish(
+        tmp_path, lambda folder: None, family="fake", target={}, parent=None, data_range={}, gate={}
+    )
     assert {path.name for path in tmp_path.glob(".*")} == {".by-hand.tmp"}
 
 
 def test_they_import_no_torch() -> None:
     code = (
-        "import sys, draftsmith.drafters.published.canary, draftsmith.drafters.published.pool; assert 'torch' not in sys.modules"
+        "import sys, draftsmith.drafters.published.canary, draftsmith.drafters.published.pool; "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -124,7 +164,13 @@ def test_no_folder_means_two_classes_and_one_that_never_began_is_used_again(tmp_
     assert next_folder(tmp_path) == "c01"
     for number in (1, 2):
         versions.publish(
-            root / next_folder(tmp_path), lambda folder: None, family="fake", target={}, parent=None, data_range={}, gate={}
+            root / next_folder(tmp_path),
+            lambda folder: None,
+            family="fake",
+            target={},
+            parent=None,
+            data_range={},
+            gate={},
         )
         assert next_folder(tmp_path) == f"c{number + 1:02d}"
     (root / "c03").mkdir()  # as a full disk leaves it

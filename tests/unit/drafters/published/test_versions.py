@@ -23,7 +23,13 @@ def publish(root: Path, text: str = "weights", *, parent: int | None = None) -> 
         (folder / "model.safetensors").write_text(text)
 
     return versions.publish(
-        root, save, family="fake", target={"name": "t"}, parent=parent, data_range={"records": 3}, gate={"gain": 0.1}
+        root,
+        save,
+        family="fake",
+        target={"name": "t"},
+        parent=parent,
+        data_range={"records": 3},
+        gate={"gain": 0.1},
     )
 
 
@@ -34,7 +40,11 @@ def test_published_version_is_latest_and_opens(tmp_path: Path) -> None:
     assert versions.latest(tmp_path) == 2
     assert (versions.open_version(tmp_path, 2) / "model.safetensors").read_text() == "two"
     manifest = versions.read_manifest(tmp_path, 2)
-    assert manifest["parent"] == 1 and manifest["family"] == "fake" and manifest["gate"] == {"gain": 0.1}
+    assert (
+        manifest["parent"] == 1
+        and manifest["family"] == "fake"
+        and manifest["gate"] == {"gain": 0.1}
+    )
     assert set(manifest["hashes"]) == {"config.json", "model.safetensors"}
 
 
@@ -65,7 +75,9 @@ def test_rollback_points_back_logs_and_keeps_numbers_monotone(tmp_path: Path) ->
     assert versions.latest(tmp_path) == 1
     assert publish(tmp_path, "three") == 3
     (decision,) = versions.read_decisions(tmp_path)
-    assert decision["decision"] == "rolled back" and decision["version"] == 1 and decision["left"] == 2
+    assert (
+        decision["decision"] == "rolled back" and decision["version"] == 1 and decision["left"] == 2
+    )
     assert decision["reason"] == "acceptance fell"
 
 
@@ -112,10 +124,14 @@ def test_torn_decision_line_spoils_only_itself(cut: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for number in range(3):
-            versions.record_decision(root, {"decision": "hold", "number": number, "gain": float("nan")})
+            versions.record_decision(
+                root, {"decision": "hold", "number": number, "gain": float("nan")}
+            )
         whole = (root / "decisions.jsonl").read_bytes()
         (root / "decisions.jsonl").write_bytes(whole[: min(cut, len(whole))])
-        survivors = whole[: min(cut, len(whole))].count(b"\n") + (0 < cut < len(whole) and whole[cut : cut + 1] == b"\n")
+        survivors = whole[: min(cut, len(whole))].count(b"\n") + (
+            0 < cut < len(whole) and whole[cut : cut + 1] == b"\n"
+        )
         versions.record_decision(root, {"decision": "accept", "number": 9})
         numbers = [decision["number"] for decision in versions.read_decisions(root)]
         assert numbers == [*range(survivors), 9]
@@ -149,13 +165,22 @@ def test_kill_at_every_file_operation_leaves_a_readable_version(tmp_path: Path) 
     for point in range(1, 60):
         root = tmp_path / str(point)
         publish(root, "old")
-        done = subprocess.run([sys.executable, "-c", KILLED, str(root), str(point)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(root), str(point)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         live = versions.latest(root)
         assert live is not None
         text = (versions.open_version(root, live) / "model.safetensors").read_text()
         assert text == ("old" if live == 1 else "new" * 1000)
         outcomes.add(live)
-        for line in (root / "decisions.jsonl").read_text().splitlines() if (root / "decisions.jsonl").exists() else []:
+        for line in (
+            (root / "decisions.jsonl").read_text().splitlines()
+            if (root / "decisions.jsonl").exists()
+            else []
+        ):
             json.loads(line)
         # The next learner goes on over whatever was left behind.
         assert publish(root, "next") > live

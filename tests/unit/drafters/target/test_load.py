@@ -1,4 +1,5 @@
-"""Code that a model's folder brings is run where that was allowed, and nowhere else; nobody is asked on the terminal."""
+"""Code that a model's folder brings is run where that was allowed, and nowhere else; nobody is
+asked on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from draftsmith.drafters.target.load import build_model, load_config, load_model
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
-LOADERS: dict[str, Callable[..., Any]] = {"model": load_model, "config": load_config, "tokenizer": load_tokenizer}
+LOADERS: dict[str, Callable[..., Any]] = {
+    "model": load_model,
+    "config": load_config,
+    "tokenizer": load_tokenizer,
+}
 IDS = torch.tensor([[3, 5, 7, 11]])
 
 
@@ -40,7 +45,8 @@ def test_a_class_of_transformers_loads_beside_code_that_is_not_run(own_code):
 
 
 def test_a_target_of_own_code_and_drafts_for_it(tiny_target, own_code):
-    """The target's leave is that of its drafts: one made of its layers, one begun from a model, one read from a folder."""
+    """The target's leave is that of its drafts: one made of its layers, one begun from a model, one
+    read from a folder."""
     folder = own_code.make()
     target = Target.load(folder, dtype=torch.float32, trust_remote_code=True)
     assert type(target.model).__name__ == "OwnForCausalLM"

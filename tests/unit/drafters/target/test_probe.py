@@ -1,4 +1,5 @@
-"""Which causal LMs are served in place and which are refused, each with its reason. Tiny random models of many families."""
+"""Which causal LMs are served in place and which are refused, each with its reason. Tiny random
+models of many families."""
 
 from __future__ import annotations
 
@@ -18,10 +19,13 @@ from draftsmith.kernels.attention.paged import PagedPass
 
 LENGTH = 24
 SHAPE: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 0,
+    "eos_token_id": 0,
 }  # fmt: skip
-# Latent attention whose values are narrower than its keys, sinks, scaled logits, biases on the head, windows in some layers.
+# Latent attention whose values are narrower than its keys, sinks, scaled logits, biases on the
+# head, windows in some layers.
 SERVED: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "phi": {},
@@ -33,8 +37,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
     "deepseek_v3": {
-        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1,
         "moe_intermediate_size": 32, "num_key_value_heads": 4,
     },
 }  # fmt: skip
@@ -47,7 +53,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     "llama3": {
-        "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0,
+        "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32,
+        "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     },
 }  # fmt: skip
@@ -55,14 +62,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_head": 4, "n_layer": 4}, "its code fails"),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 4}, "its code fails"),
     "mamba": ({}, "its code fails"),
-    "gptj": ({"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 8}, "knows no attention named"),
+    "gptj": (
+        {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
+        "knows no attention named",
+    ),
     "qwen3_next": (LINEAR, "layer 0 has no attention that honours"),
 }
 
 
 def save_tiny(model_type: str, changes: dict[str, Any], folder) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, "model_type": model_type, **changes}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**SHAPE, "model_type": model_type, **changes})
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -75,17 +87,27 @@ def save_tiny(model_type: str, changes: dict[str, Any], folder) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SERVED)
 def test_served_in_place(model_type, tmp_path):
-    """Paged in pieces and plain, against transformers' eager attention, over texts longer than any window."""
+    """Paged in pieces and plain, against transformers' eager attention, over texts longer than any
+    window."""
     save_tiny(model_type, SERVED[model_type], tmp_path)
     target = Target.load(tmp_path, dtype=torch.float32)
-    eager = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
-    ids = torch.randint(SHAPE["vocab_size"], (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    eager = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    ids = torch.randint(
+        SHAPE["vocab_size"], (1, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     expected = eager(ids, use_cache=False).logits[0]
-    pool, table = target.new_pool(6, 4), torch.randperm(6, generator=torch.Generator().manual_seed(2))[None]
+    pool, table = (
+        target.new_pool(6, 4),
+        torch.randperm(6, generator=torch.Generator().manual_seed(2))[None],
+    )
     pieces = []
     for part in torch.arange(LENGTH).split(5):
         context = PagedPass(pool, table, part, torch.tensor([len(part)]))
-        pieces.append(target.forward(ids[:, part], part[None], context, torch.arange(len(part))).logits)
+        pieces.append(
+            target.forward(ids[:, part], part[None], context, torch.arange(len(part))).logits
+        )
     torch.testing.assert_close(torch.cat(pieces), expected, atol=5e-5, rtol=1e-4)
     hidden = target.states(ids, torch.ones_like(ids), ())[1]
     torch.testing.assert_close(target.head(hidden)[0], expected, atol=5e-5, rtol=1e-4)
@@ -101,7 +123,9 @@ def test_ropes_that_never_change_are_served_to_their_end(rope, tmp_path):
 class Sways(torch.nn.Module):
     """An innocent name, and a layer's output that depends on `trait` of the whole pass."""
 
-    def __init__(self, layer: torch.nn.Module, trait: Callable[[torch.Tensor, torch.Tensor], float]):
+    def __init__(
+        self, layer: torch.nn.Module, trait: Callable[[torch.Tensor, torch.Tensor], float]
+    ):
         super().__init__()
         self.layer, self.trait = layer, trait
 
@@ -116,13 +140,18 @@ TRAITS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], float], str]] = {
     "the longest position": (lambda hidden, places: float(places.max() > 64), "share its pass"),
     "the number of tokens": (lambda hidden, places: float(hidden.shape[1] > 12), "share its pass"),
     "the mean of all tokens": (lambda hidden, places: float(hidden.mean()) * 10, "."),
-    "the number of rows": (lambda hidden, places: float(hidden.shape[0] > 1), "other rows of its batch"),
+    "the number of rows": (
+        lambda hidden, places: float(hidden.shape[0] > 1),
+        "other rows of its batch",
+    ),
 }
 
 
 @pytest.mark.parametrize("trait", TRAITS)
 def test_a_module_that_looks_at_the_whole_batch_is_refused(trait, tiny_target):
-    model = AutoModelForCausalLM.from_pretrained(tiny_target("llama"), attn_implementation=register())
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_target("llama"), attn_implementation=register()
+    )
     Target(model, "sound")
     sways, reason = TRAITS[trait]
     model.model.layers[1] = Sways(model.model.layers[1], sways)
@@ -133,7 +162,9 @@ def test_a_module_that_looks_at_the_whole_batch_is_refused(trait, tiny_target):
 
 def test_a_module_that_keeps_something_of_earlier_passes_is_refused(tiny_target):
     """A cache of frequencies that grows and never shrinks: each pass by itself is sound."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_target("llama"), attn_implementation=register())
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_target("llama"), attn_implementation=register()
+    )
     longest = [0]
 
     def grown(hidden: torch.Tensor, places: torch.Tensor) -> float:
@@ -159,7 +190,12 @@ def test_an_attention_the_pool_does_not_know_is_refused(tiny_target):
     target = Target.load(tiny_target("mistral"))
     recorder = probe.Recorder()
     recorder.shapes = {layer: LayerShape(2, 8, 8) for layer in range(4)}
-    target.config.layer_types = ["full_attention", "chunked_attention", "full_attention", "full_attention"]
+    target.config.layer_types = [
+        "full_attention",
+        "chunked_attention",
+        "full_attention",
+        "full_attention",
+    ]
     with pytest.raises(UserError, match="attention of type 'chunked_attention' is not supported"):
         probe.check_layers(target, recorder)
     target.config.layer_types = ["full_attention", "sliding_attention"] * 2

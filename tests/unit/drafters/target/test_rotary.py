@@ -1,4 +1,5 @@
-"""Where transformers keeps the kind of rotary embedding, and up to which length each kind is the same in every pass."""
+"""Where transformers keeps the kind of rotary embedding, and up to which length each kind is the
+same in every pass."""
 
 from __future__ import annotations
 
@@ -11,17 +12,39 @@ from transformers import AutoConfig
 from draftsmith.drafters.target.rotary import rope_limit
 from draftsmith.errors import UserError
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "rope_theta": 1e4,
+}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 FOUND: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
-    "long": ({"rope_parameters": {**LONG, "original_max_position_embeddings": 32}}, ("longrope", 32)),
-    "told outside": ({"rope_parameters": LONG, "original_max_position_embeddings": 64}, ("longrope", 64)),
+    "long": (
+        {"rope_parameters": {**LONG, "original_max_position_embeddings": 32}},
+        ("longrope", 32),
+    ),
+    "told outside": (
+        {"rope_parameters": LONG, "original_max_position_embeddings": 64},
+        ("longrope", 64),
+    ),
     "told nowhere": ({"rope_parameters": LONG}, ("longrope", 256)),
-    "the old name": ({"rope_scaling": {**LONG, "original_max_position_embeddings": 32}}, ("longrope", 32)),
-    "the old key": ({"rope_scaling": {"type": "su", "original_max_position_embeddings": 32}}, ("su", 32)),
+    "the old name": (
+        {"rope_scaling": {**LONG, "original_max_position_embeddings": 32}},
+        ("longrope", 32),
+    ),
+    "the old key": (
+        {"rope_scaling": {"type": "su", "original_max_position_embeddings": 32}},
+        ("su", 32),
+    ),
     "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic", 256)),
     "one kind of layer": (
-        {"rope_parameters": {"full_attention": {**LONG, "original_max_position_embeddings": 32}, "sliding_attention": PLAIN}},
+        {
+            "rope_parameters": {
+                "full_attention": {**LONG, "original_max_position_embeddings": 32},
+                "sliding_attention": PLAIN,
+            }
+        },
         ("longrope", 32),
     ),
     "the tightest layer": (
@@ -37,8 +60,26 @@ FOUND: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
     "nothing said": ({"rope_parameters": None}, None),
     "default": ({"rope_parameters": PLAIN}, None),
     "linear": ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, None),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}}, None),
-    "llama3": ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}}, None),
+    "yarn": (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        None,
+    ),
+    "llama3": (
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        None,
+    ),
 }
 
 
@@ -51,7 +92,9 @@ def test_a_kind_is_found_wherever_it_stands(case):
 def test_it_is_found_in_a_configuration_as_transformers_reads_it():
     shape = {"max_position_embeddings": 256, "hidden_size": 32, "num_attention_heads": 4}
     long = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    config = AutoConfig.for_model("phi3", **shape, rope_scaling=long, original_max_position_embeddings=32)
+    config = AutoConfig.for_model(
+        "phi3", **shape, rope_scaling=long, original_max_position_embeddings=32
+    )
     assert rope_limit(config) == ("longrope", 32)
     config = AutoConfig.for_model("llama", **shape, rope_scaling={"type": "dynamic", "factor": 2.0})
     assert rope_limit(config) == ("dynamic", 256)
@@ -59,7 +102,11 @@ def test_it_is_found_in_a_configuration_as_transformers_reads_it():
 
 
 def test_the_refusal_names_the_value_and_the_limit():
-    limit = rope_limit(SimpleNamespace(max_position_embeddings=256, rope_parameters={"rope_type": "dynamic"}))
+    limit = rope_limit(
+        SimpleNamespace(max_position_embeddings=256, rope_parameters={"rope_type": "dynamic"})
+    )
     limit.check(256, "model", "max_length")
-    with pytest.raises(UserError, match=r"^max_length is 257: 'model' has rope_type 'dynamic'.*at most 256$"):
+    with pytest.raises(
+        UserError, match=r"^max_length is 257: 'model' has rope_type 'dynamic'.*at most 256$"
+    ):
         limit.check(257, "model", "max_length")

@@ -1,4 +1,5 @@
-"""The target wrapper equals the model it wraps: paged against plain eager forward, taps, head, batched answers."""
+"""The target wrapper equals the model it wraps: paged against plain eager forward, taps, head,
+batched answers."""
 
 from __future__ import annotations
 
@@ -13,9 +14,20 @@ from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gemma2", "gpt_neox", "qwen3_moe", "mixtral", "gpt2"]
+ARCHITECTURES = [
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gpt_neox",
+    "qwen3_moe",
+    "mixtral",
+    "gpt2",
+]
 LENGTHS = (23, 17)
-# Logits are a few units large and leave `forward` in float32; the float32 models of `pair` add up to 2e-5.
+# Logits are a few units large and leave `forward` in float32; the float32 models of `pair` add up
+# to 2e-5.
 CLOSE = {"atol": 4e-5, "rtol": 1e-5, "check_dtype": False}
 
 
@@ -25,17 +37,24 @@ def pair(request, tiny_target):
     folder = tiny_target(request.param)
     # float64 leaves only mistakes, but transformers' grouped expert product has no such kernel.
     dtype = torch.float32 if request.param in ("qwen3_moe", "mixtral") else torch.float64
-    eager = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    eager = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
     return Target.load(folder, dtype=dtype), eager
 
 
 def texts(target: Target) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, target.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    return [
+        torch.randint(3, target.vocab_size, (length,), generator=generator) for length in LENGTHS
+    ]
 
 
-def paged_in_chunks(target: Target, rows: list[torch.Tensor], taps: tuple[int, ...], sizes: list[tuple[int, ...]]):
-    """Feeds the rows side by side, `sizes[pass][row]` tokens at a time, through blocks that are not in order."""
+def paged_in_chunks(
+    target: Target, rows: list[torch.Tensor], taps: tuple[int, ...], sizes: list[tuple[int, ...]]
+):
+    """Feeds the rows side by side, `sizes[pass][row]` tokens at a time, through blocks that are not
+    in order."""
     pool = target.new_pool(num_blocks=16, block_size=4)
     tables = torch.randperm(16, generator=torch.Generator().manual_seed(2)).view(2, 8)
     done, logits, states = [0, 0], [[], []], [[], []]
@@ -44,10 +63,15 @@ def paged_in_chunks(target: Target, rows: list[torch.Tensor], taps: tuple[int, .
         parts = [torch.arange(done[row], done[row] + counts[row]) for row in alive]
         positions = torch.cat(parts)
         ids = torch.cat([rows[row][part] for row, part in zip(alive, parts)])
-        context = PagedPass(pool, tables[alive], positions, torch.tensor([len(part) for part in parts]))
+        context = PagedPass(
+            pool, tables[alive], positions, torch.tensor([len(part) for part in parts])
+        )
         output = target.forward(ids[None], positions[None], context, torch.arange(len(ids)), taps)
         for row, part, part_logits, part_taps in zip(
-            alive, parts, output.logits.split([len(p) for p in parts]), output.taps.split([len(p) for p in parts])
+            alive,
+            parts,
+            output.logits.split([len(p) for p in parts]),
+            output.taps.split([len(p) for p in parts]),
         ):
             logits[row].append(part_logits)
             states[row].append(part_taps)
@@ -61,7 +85,9 @@ def test_paged_forward_in_odd_chunks_is_the_plain_forward(pair):
     target, eager = pair
     rows = texts(target)
     taps = (0, 1, 3, FINAL)
-    logits, states = paged_in_chunks(target, rows, taps, [(7, 2), (1, 5), (9, 0), (0, 9), (5, 1), (1, 0)])
+    logits, states = paged_in_chunks(
+        target, rows, taps, [(7, 2), (1, 5), (9, 0), (0, 9), (5, 1), (1, 0)]
+    )
     for row, ids in enumerate(rows):
         expected = eager(ids[None], output_hidden_states=True, use_cache=False)
         torch.testing.assert_close(logits[row], expected.logits[0], **CLOSE)
@@ -76,7 +102,12 @@ def test_a_wrong_block_table_is_noticed(pair):
     ids = texts(target)[0][:12]
     pool = target.new_pool(num_blocks=4, block_size=4)
     first, rest = torch.arange(8), torch.arange(8, 12)
-    target.forward(ids[None, :8], first[None], PagedPass(pool, torch.tensor([[0, 1, 2]]), first, torch.tensor([8])), first)
+    target.forward(
+        ids[None, :8],
+        first[None],
+        PagedPass(pool, torch.tensor([[0, 1, 2]]), first, torch.tensor([8])),
+        first,
+    )
     context = PagedPass(pool, torch.tensor([[0, 3, 2]]), rest, torch.tensor([4]))
     logits = target.forward(ids[None, 8:], rest[None], context, torch.arange(4)).logits
     assert (logits - eager(ids[None]).logits[0, 8:]).abs().max() > 1e-2
@@ -94,9 +125,15 @@ def test_states_of_right_padded_texts(pair):
     for row, text in enumerate(rows):
         expected = eager(text[None], output_hidden_states=True, use_cache=False)
         size = target.hidden_size
-        torch.testing.assert_close(taps[row, : len(text), :size], expected.hidden_states[2][0], **CLOSE)
-        torch.testing.assert_close(taps[row, : len(text), 2 * size :], expected.hidden_states[-1][0], **CLOSE)
-        torch.testing.assert_close(target.head(hidden[row, : len(text)]), expected.logits[0], **CLOSE)
+        torch.testing.assert_close(
+            taps[row, : len(text), :size], expected.hidden_states[2][0], **CLOSE
+        )
+        torch.testing.assert_close(
+            taps[row, : len(text), 2 * size :], expected.hidden_states[-1][0], **CLOSE
+        )
+        torch.testing.assert_close(
+            target.head(hidden[row, : len(text)]), expected.logits[0], **CLOSE
+        )
 
 
 @torch.no_grad()
@@ -140,8 +177,9 @@ def test_greedy_answers_do_not_depend_on_the_batch(pair):
         assert len(answer) == 10 or answer[-1] in target.eos_token_ids
 
 
-def test_the_checkpoints_generation_settings_change_no_law(tiny_target, tmp_path):
-    """Some checkpoints ship a repetition penalty; the target's law is that of its logits. Its end-of-text ids do count."""
+def test_the_checkpoints_generation_settings_change_no_distribution(tiny_target, tmp_path):
+    """Some checkpoints ship a repetition penalty; the target's distribution is that of its logits.
+    Its end-of-text ids do count."""
     folder = tiny_target("llama")
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.generation_config.repetition_penalty = 50.0
@@ -150,7 +188,10 @@ def test_the_checkpoints_generation_settings_change_no_law(tiny_target, tmp_path
     target = Target.load(tmp_path)
     assert target.eos_token_ids == (0, 7)
     prompt = [5, 9, 9, 9, 9, 9]
-    answers = [t.answer([prompt], max_new_tokens=30, ignore_eos=True) for t in (target, Target.load(folder))]
+    answers = [
+        t.answer([prompt], max_new_tokens=30, ignore_eos=True)
+        for t in (target, Target.load(folder))
+    ]
     assert answers[0] == answers[1]
     assert len(set(answers[0][0])) < 30, "a penalty would have forbidden every repetition"
 
@@ -160,7 +201,10 @@ def test_sampled_answers_follow_their_seed_alone(tiny_target):
     prompts = [[5, 6, 7, 8], [9, 10], [11]]
     options = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     together = target.answer(prompts, seeds=[3, 4, 5], **options)
-    alone = [target.answer([prompt], seeds=[seed], **options)[0] for prompt, seed in zip(prompts, (3, 4, 5))]
+    alone = [
+        target.answer([prompt], seeds=[seed], **options)[0]
+        for prompt, seed in zip(prompts, (3, 4, 5))
+    ]
     assert together == alone
     assert target.answer(prompts, seeds=[6, 7, 8], **options) != together
 
@@ -168,9 +212,16 @@ def test_sampled_answers_follow_their_seed_alone(tiny_target):
 def test_sampled_answers_obey_their_filter(tiny_target):
     target = Target.load(tiny_target("llama"))
     prompts = [[5, 6, 7, 8]] * 40
-    first = {answer[0] for answer in target.answer(prompts, max_new_tokens=1, temperature=1.0, top_k=3)}
+    first = {
+        answer[0] for answer in target.answer(prompts, max_new_tokens=1, temperature=1.0, top_k=3)
+    }
     ids = torch.tensor([prompts[0]])
-    best = target.head(target.states(ids, torch.ones_like(ids), ())[1][:, -1]).topk(3).indices[0].tolist()
+    best = (
+        target.head(target.states(ids, torch.ones_like(ids), ())[1][:, -1])
+        .topk(3)
+        .indices[0]
+        .tolist()
+    )
     assert first == set(best)
 
 

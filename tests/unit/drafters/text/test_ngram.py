@@ -19,7 +19,8 @@ def propose(drafter: Ngram, histories: list[list[int]], num_draft: list[int]):
     none = torch.zeros(size, dtype=torch.int64)
     inputs = DraftInputs(
         tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
-        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None], histories=histories,
+        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None],
+        histories=histories,
     )  # fmt: skip
     return drafter.propose(inputs)
 
@@ -59,15 +60,23 @@ def test_vectors(history, min_n, max_n, k, expected):
 def test_equals_a_plain_search_on_random_texts():
     generator = np.random.default_rng(0)
     for _ in range(400):
-        history = generator.integers(0, int(generator.integers(2, 6)), int(generator.integers(1, 40))).tolist()
+        history = generator.integers(
+            0, int(generator.integers(2, 6)), int(generator.integers(1, 40))
+        ).tolist()
         min_n = int(generator.integers(1, 4))
         max_n = min_n + int(generator.integers(0, 4))
         k = int(generator.integers(0, 6))
-        assert drafted(Ngram(min_n=min_n, max_n=max_n), history, k) == plain_search(history, min_n, max_n, k)
+        assert drafted(Ngram(min_n=min_n, max_n=max_n), history, k) == plain_search(
+            history, min_n, max_n, k
+        )
 
 
 def test_rows_of_different_k():
-    proposal = propose(Ngram(min_n=2), [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [5, 6], [7, 8, 7, 8, 9, 7, 8]], [3, 0, 4, 1])
+    proposal = propose(
+        Ngram(min_n=2),
+        [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [5, 6], [7, 8, 7, 8, 9, 7, 8]],
+        [3, 0, 4, 1],
+    )
     assert proposal.tokens.tolist() == [[3, 1, 2, -1], [-1] * 4, [-1] * 4, [7, -1, -1, -1]]
     assert proposal.lengths.tolist() == [3, 0, 0, 1]
     assert proposal.logits is None
@@ -85,7 +94,8 @@ def test_the_window_bounds_what_is_searched():
 
 
 def test_long_histories_are_cheap():
-    """The worst case, one token over and over, within the window: well under the time of a forward pass."""
+    """The worst case, one token over and over, within the window: well under the time of a forward
+    pass."""
     drafter, history = Ngram(min_n=1, max_n=8), [5] * 100_000
     begun_s = time.perf_counter()
     for _ in range(5):

@@ -1,4 +1,5 @@
-"""Suffix decoding against a search of everything; memory and time are bounded; requests share what they may."""
+"""Suffix decoding against a search of everything; memory and time are bounded; requests share what
+they may."""
 
 from __future__ import annotations
 
@@ -20,13 +21,18 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 
 
 def propose(
-    drafter: Suffix, histories: list[list[int]], num_draft: list[int], names: Sequence[str] = (), shares: Sequence[bool] = ()
+    drafter: Suffix,
+    histories: list[list[int]],
+    num_draft: list[int],
+    names: Sequence[str] = (),
+    shares: Sequence[bool] = (),
 ):
     size = len(histories)
     none = torch.zeros(size, dtype=torch.int64)
     inputs = DraftInputs(
         tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
-        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None], histories=histories,
+        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None],
+        histories=histories,
         request_ids=list(names), shares=list(shares),
     )  # fmt: skip
     return drafter.propose(inputs)
@@ -37,8 +43,11 @@ def drafted(drafter: Suffix, history: list[int], k: int, name: str = "") -> list
     return proposal.tokens[0, : proposal.lengths[0]].tolist()
 
 
-def continuations(texts: Sequence[Sequence[int]], context: Sequence[int], *, skip: tuple[int, int] | None) -> list[list[int]]:
-    """What followed every occurrence of `context`, newest first. `skip` is (text, end) of an occurrence that does not count."""
+def continuations(
+    texts: Sequence[Sequence[int]], context: Sequence[int], *, skip: tuple[int, int] | None
+) -> list[list[int]]:
+    """What followed every occurrence of `context`, newest first. `skip` is (text, end) of an
+    occurrence that does not count."""
     found = []
     for number in reversed(range(len(texts))):
         text = texts[number]
@@ -48,8 +57,11 @@ def continuations(texts: Sequence[Sequence[int]], context: Sequence[int], *, ski
     return found
 
 
-def reference(texts: Sequence[Sequence[int]], history: Sequence[int], k: int, options: SuffixOptions):
-    """(tokens, score) by looking at every context length and every occurrence. The newest text's own end is no occurrence."""
+def reference(
+    texts: Sequence[Sequence[int]], history: Sequence[int], k: int, options: SuffixOptions
+):
+    """(tokens, score) by looking at every context length and every occurrence. The newest text's
+    own end is no occurrence."""
     best: tuple[list[int], float] = ([], 0.0)
     skip = (len(texts) - 1, len(texts[-1])) if texts else None
     for length in range(min(options.max_tree_depth, len(history)), 0, -1):
@@ -83,7 +95,9 @@ OPTIONS = st.builds(
 @given(options=OPTIONS, k=st.integers(1, 6), data=st.data())
 def test_own_text_equals_a_search_of_everything(options, k, data):
     """Read in pieces of any size, as rounds commit them."""
-    history = data.draw(st.lists(st.integers(0, data.draw(st.integers(0, 4))), min_size=1, max_size=100))
+    history = data.draw(
+        st.lists(st.integers(0, data.draw(st.integers(0, 4))), min_size=1, max_size=100)
+    )
     drafter, read = Suffix(options), 0
     while read < len(history):
         read += min(data.draw(st.integers(1, 60)), len(history) - read)
@@ -132,7 +146,11 @@ def test_finished_requests_serve_others_and_are_forgotten_in_order():
     for number in range(3):
         drafter.finished(str(number), [10 * number + 100, 10 * number + 101, 10 * number + 102])
     assert drafter.shared.num_texts == 2
-    assert [drafted(drafter, [first, first + 1], 4) for first in (100, 110, 120)] == [[], [112], [122]]
+    assert [drafted(drafter, [first, first + 1], 4) for first in (100, 110, 120)] == [
+        [],
+        [112],
+        [122],
+    ]
 
 
 def test_what_may_not_be_kept_is_not():
@@ -148,7 +166,9 @@ def test_what_may_not_be_kept_is_not():
 def test_a_request_that_shares_no_text_is_drafted_from_its_own_alone():
     drafter = Suffix()
     drafter.finished("a", [1, 2, 3, 4])
-    proposal = propose(drafter, [[1, 2], [1, 2], [2, 7, 1, 2]], [1, 1, 1], ["b", "c", "d"], [True, False, False])
+    proposal = propose(
+        drafter, [[1, 2], [1, 2], [2, 7, 1, 2]], [1, 1, 1], ["b", "c", "d"], [True, False, False]
+    )
     assert proposal.lengths.tolist() == [1, 0, 1] and proposal.tokens[:, 0].tolist() == [3, -1, 7]
 
 
@@ -161,7 +181,9 @@ def test_requests_leave_nothing_behind():
 
 
 def test_rows_of_different_k():
-    proposal = propose(Suffix(), [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [5, 6]], [3, 0, 4], ["a", "b", "c"])
+    proposal = propose(
+        Suffix(), [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [5, 6]], [3, 0, 4], ["a", "b", "c"]
+    )
     assert proposal.tokens.tolist() == [[3, 1, -1, -1], [-1] * 4, [-1] * 4]
     assert proposal.lengths.tolist() == [2, 0, 0] and proposal.logits is None
     assert propose(Suffix(), [[1, 2, 1]], [0]).tokens.shape == (1, 0)
@@ -169,7 +191,8 @@ def test_rows_of_different_k():
 
 @pytest.mark.parametrize("piece", [1, 10, 40, 300])
 def test_the_ring_forgets_the_oldest_tokens_alone(piece):
-    """Far more than fits, in pieces of any size: what is still held is found, as in an index of just that."""
+    """Far more than fits, in pieces of any size: what is still held is found, as in an index of
+    just that."""
     text = np.random.default_rng(0).integers(0, 5, 1500).tolist()
     index = SuffixIndex(256)
     index.begin_text()
@@ -181,7 +204,11 @@ def test_the_ring_forgets_the_oldest_tokens_alone(piece):
     held = text[-256:]
     for order, size in enumerate((1, 2, 4)):
         found = index.occurrences(held[-12:], order, 3)
-        ends = [end for end in range(len(held) - 1, size - 1, -1) if held[end - size : end] == held[-size:]]
+        ends = [
+            end
+            for end in range(len(held) - 1, size - 1, -1)
+            if held[end - size : end] == held[-size:]
+        ]
         followed = [(held[end : end + 3] + [-1] * 3)[:3] for end in ends]
         assert found.continuations.tolist() == followed[:MAX_OCCURRENCES]
 
@@ -214,7 +241,13 @@ def test_long_and_repetitive_texts_are_cheap():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tree_depth": 0}, {"min_token_prob": 1.5}, {"max_spec_factor": -1.0}, {"max_cached_requests": -1}]
+    "wrong",
+    [
+        {"max_tree_depth": 0},
+        {"min_token_prob": 1.5},
+        {"max_spec_factor": -1.0},
+        {"max_cached_requests": -1},
+    ],
 )
 def test_bad_options(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):

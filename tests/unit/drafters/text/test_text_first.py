@@ -1,4 +1,5 @@
-"""Suffix decoding beside a model: who drafts which row, and that the laws are those of who drafted."""
+"""Suffix decoding beside a model: who drafts which row, and that the distributions are those of who
+drafted."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ VOCAB = 20
 
 
 class Model:
-    """Drafts token 9 for as long as it may, by a law of two tokens."""
+    """Drafts token 9 for as long as it may, by a distribution of two tokens."""
 
     family, taps = "made-up", (3,)
 
@@ -32,7 +33,9 @@ class Model:
         logits = torch.full((len(inputs.num_draft), width, VOCAB), -torch.inf)
         logits[..., 9], logits[..., 8] = 0.0, -1.0
         tokens = torch.where(used, 9, -1)
-        return Proposal(tokens=tokens, lengths=inputs.num_draft, logits=None if self.greedy else logits)
+        return Proposal(
+            tokens=tokens, lengths=inputs.num_draft, logits=None if self.greedy else logits
+        )
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         return last + 1 + accepted
@@ -43,7 +46,8 @@ def propose(drafter: TextFirst, histories: list[list[int]], num_draft: list[int]
     none = torch.zeros(size, dtype=torch.int64)
     return drafter.propose(DraftInputs(
         tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
-        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None], histories=histories,
+        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None],
+        histories=histories,
         request_ids=[str(row) for row in range(size)],
     ))  # fmt: skip
 
@@ -54,7 +58,9 @@ REPEATED, NEW = [1, 2, 3, 4, 5, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6]
 def test_text_drafts_where_it_is_sure_and_the_model_elsewhere():
     model = Model()
     proposal = propose(TextFirst(model, Suffix()), [REPEATED, NEW, REPEATED], [3, 2, 0])
-    assert model.asked == [[0, 2, 0]], "every row is read by the model; it drafts those that text does not"
+    assert model.asked == [[0, 2, 0]], (
+        "every row is read by the model; it drafts those that text does not"
+    )
     assert proposal.tokens.tolist() == [[5, 1, 2], [9, 9, -1], [-1, -1, -1]]
     assert proposal.lengths.tolist() == [3, 2, 0] and proposal.copied == {0}
     one_hot = torch.full((3, VOCAB), -torch.inf)
@@ -68,13 +74,14 @@ def test_text_alone_leaves_nothing_to_the_model():
     assert proposal.tokens.tolist() == [[5, 1]] and proposal.logits.shape == (1, 2, VOCAB)
 
 
-def test_greedy_models_need_no_laws():
+def test_greedy_models_need_no_distributions():
     proposal = propose(TextFirst(Model(greedy=True), Suffix()), [REPEATED, NEW], [3, 3])
     assert proposal.tokens.tolist() == [[5, 1, 2], [9, 9, 9]] and proposal.logits is None
 
 
 def test_the_share_decides():
-    """The context of one token, 1, promises 2 surely and one token is all it earns: a third of k = 3."""
+    """The context of one token, 1, promises 2 surely and one token is all it earns: a third of k =
+    3."""
     history = [1, 2, 7, 1]
     for share, by_text in ((0.3, True), (0.4, False)):
         proposal = propose(TextFirst(Model(), Suffix(), share=share), [history], [3])

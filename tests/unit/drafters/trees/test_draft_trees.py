@@ -1,4 +1,5 @@
-"""Trees of feature heads against the same trees grown by hand from unrolled laws: no cache, no batch, no masks."""
+"""Trees of feature heads against the same trees grown by hand from unrolled distributions: no
+cache, no batch, no masks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
-from draftsmith.drafters.tree_shape import DynamicTree, SampledTree, TreeByLaw, TreeShape, parse_tree
+from draftsmith.drafters.tree_shape import (
+    DynamicTree,
+    SampledShape,
+    SampledTree,
+    TreeShape,
+    parse_tree,
+)
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
@@ -37,8 +44,14 @@ def target(tiny_target: Callable[..., str]) -> Target:
 @pytest.fixture(scope="module", params=KINDS)
 def drafter(request: pytest.FixtureRequest, target: Target):
     family, options = KINDS[request.param]
-    counts = torch.randint(1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1))
-    made = FAMILIES[family].create(options, target, seed=0, token_counts=counts).to(device=target.device, dtype=torch.float64)
+    counts = torch.randint(
+        1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1)
+    )
+    made = (
+        FAMILIES[family]
+        .create(options, target, seed=0, token_counts=counts)
+        .to(device=target.device, dtype=torch.float64)
+    )
     generator = torch.Generator().manual_seed(2)
     for parameter in made.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -49,7 +62,9 @@ def drafter(request: pytest.FixtureRequest, target: Target):
 @pytest.fixture(scope="module")
 def texts(target: Target) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, target.vocab_size, (size,), generator=generator).tolist() for size in SIZES]
+    return [
+        torch.randint(3, target.vocab_size, (size,), generator=generator).tolist() for size in SIZES
+    ]
 
 
 def taps_of(drafter, target: Target, tokens: Sequence[int]) -> torch.Tensor:
@@ -58,19 +73,35 @@ def taps_of(drafter, target: Target, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def propose(
-    drafter, target: Target, texts: list[list[int]], num_draft: Sequence[int], temperatures: Sequence[float], shape: TreeShape
+    drafter,
+    target: Target,
+    texts: list[list[int]],
+    num_draft: Sequence[int],
+    temperatures: Sequence[float],
+    shape: TreeShape,
 ) -> Proposal:
     """One call over all texts, once the caches hold `STARTS` positions."""
     width = -(-(max(SIZES) + 80) // BLOCK)
-    tables = 1 + torch.randperm(len(texts) * width, generator=torch.Generator().manual_seed(4)).view(len(texts), width)
+    tables = 1 + torch.randperm(
+        len(texts) * width, generator=torch.Generator().manual_seed(4)
+    ).view(len(texts), width)
     pool = drafter.new_pool(tables.numel() + 1, BLOCK, torch.device("cpu"), torch.float64)
     for tensor in (*pool.keys, *pool.values):
         tensor[BLOCK:] = torch.nan
 
     def inputs(starts: Sequence[int], ends: Sequence[int], num_draft: Sequence[int]) -> DraftInputs:
-        taps = [taps_of(drafter, target, text)[0, start : end - 1] for text, start, end in zip(texts, starts, ends)]
+        taps = [
+            taps_of(drafter, target, text)[0, start : end - 1]
+            for text, start, end in zip(texts, starts, ends)
+        ]
         return DraftInputs(
-            tokens=torch.tensor([token for text, start, end in zip(texts, starts, ends) for token in text[start:end]]),
+            tokens=torch.tensor(
+                [
+                    token
+                    for text, start, end in zip(texts, starts, ends)
+                    for token in text[start:end]
+                ]
+            ),
             starts=torch.tensor(starts),
             lengths=torch.tensor([end - start for start, end in zip(starts, ends)]),
             taps=torch.cat(taps),
@@ -82,13 +113,17 @@ def propose(
             histories=texts,
         )
 
-    drafter.propose_tree(inputs([0] * len(texts), [start + 1 for start in STARTS], [0] * len(texts)), shape)
+    drafter.propose_tree(
+        inputs([0] * len(texts), [start + 1 for start in STARTS], [0] * len(texts)), shape
+    )
     return drafter.propose_tree(inputs(STARTS, SIZES, num_draft), shape)
 
 
-def make_law(drafter, target: Target, text: list[int]) -> Callable[[tuple[int, ...]], torch.Tensor]:
+def make_distribution(
+    drafter, target: Target, text: list[int]
+) -> Callable[[tuple[int, ...]], torch.Tensor]:
     @lru_cache
-    def law(path: tuple[int, ...]) -> torch.Tensor:
+    def distribution(path: tuple[int, ...]) -> torch.Tensor:
         """[V] raw draft logits of the token after `path`, all of it drafted, by unrolling."""
         padded = torch.tensor([[*text, *path, 0, 0]])
         batch = UnrollBatch(
@@ -101,12 +136,14 @@ def make_law(drafter, target: Target, text: list[int]) -> Callable[[tuple[int, .
         logits = step.hidden[0, len(text) + len(path) - step.offset] @ drafter.head_weight().T
         if drafter.vocab_map is None:
             return logits
-        return torch.full((target.vocab_size,), -torch.inf, dtype=logits.dtype).index_put((drafter.vocab_map,), logits)
+        return torch.full((target.vocab_size,), -torch.inf, dtype=logits.dtype).index_put(
+            (drafter.vocab_map,), logits
+        )
 
-    return law
+    return distribution
 
 
-def dynamic_paths(law: Callable, shape: DynamicTree, budget: int) -> list[tuple[int, ...]]:
+def dynamic_paths(distribution: Callable, shape: DynamicTree, budget: int) -> list[tuple[int, ...]]:
     """EAGLE-2 with Python's sorting."""
     found: dict[tuple[int, ...], float] = {}
     width = max(1, min(shape.width, (budget + 1) // max(shape.depth - 1, 1)))
@@ -114,8 +151,11 @@ def dynamic_paths(law: Callable, shape: DynamicTree, budget: int) -> list[tuple[
     for _ in range(min(shape.depth, budget)):
         children: dict[tuple[int, ...], float] = {}
         for path, worth in beams.items():
-            best = torch.log_softmax(law(path).float(), -1).topk(shape.width)
-            children |= {(*path, token): worth + gain for token, gain in zip(best.indices.tolist(), best.values.tolist())}
+            best = torch.log_softmax(distribution(path).float(), -1).topk(shape.width)
+            children |= {
+                (*path, token): worth + gain
+                for token, gain in zip(best.indices.tolist(), best.values.tolist())
+            }
         found |= children
         beams = dict(sorted(children.items(), key=lambda pair: -pair[1])[:width])
     return sorted(found, key=lambda path: -found[path])[:budget]
@@ -128,36 +168,58 @@ def paths_of(proposal: Proposal) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(
-    "shape", [DynamicTree(), DynamicTree(nodes=10, depth=6, width=2), DynamicTree(nodes=7, depth=1, width=9)]
+    "shape",
+    [
+        DynamicTree(),
+        DynamicTree(nodes=10, depth=6, width=2),
+        DynamicTree(nodes=7, depth=1, width=9),
+    ],
 )
-def test_dynamic_trees_hold_the_likeliest_nodes(drafter, target: Target, texts: list[list[int]], shape: DynamicTree) -> None:
+def test_dynamic_trees_hold_the_likeliest_nodes(
+    drafter, target: Target, texts: list[list[int]], shape: DynamicTree
+) -> None:
     budgets = (60, 5, 2)
     proposal = propose(drafter, target, texts, budgets, (0.0, 0.0, 0.0), shape)
     assert proposal.logits is None
     for text, budget, paths in zip(texts, budgets, paths_of(proposal)):
-        expected = dynamic_paths(make_law(drafter, target, text), shape, min(budget, shape.nodes))
+        expected = dynamic_paths(
+            make_distribution(drafter, target, text), shape, min(budget, shape.nodes)
+        )
         assert set(paths) == set(expected) and len(paths) == len(expected)
 
 
-def test_a_sampled_request_ranks_by_its_own_law(drafter, target: Target, texts: list[list[int]]) -> None:
-    """A filtered law has fewer children than the tree is wide, and none of no mass is offered."""
+def test_a_sampled_request_ranks_by_its_own_distribution(
+    drafter, target: Target, texts: list[list[int]]
+) -> None:
+    """A filtered distribution has fewer children than the tree is wide, and none of no mass is
+    offered."""
     shape = DynamicTree(nodes=30, depth=2, width=9)
     proposal = propose(drafter, target, texts, (30, 30, 30), (0.7, 0.0, 1.3), shape)
-    for row, (text, temperature, paths) in enumerate(zip(texts, (0.7, 0.0, 1.3), paths_of(proposal))):
+    for row, (text, temperature, paths) in enumerate(
+        zip(texts, (0.7, 0.0, 1.3), paths_of(proposal))
+    ):
         roots = {path[0] for path in paths if len(path) == 1}
-        law = process(make_law(drafter, target, text)(())[None], SamplingRows.of([temperature], top_k=[7]))[0]
+        distribution = process(
+            make_distribution(drafter, target, text)(())[None],
+            SamplingRows.of([temperature], top_k=[7]),
+        )[0]
         if temperature == 0:
             assert len(roots) == 9
         else:
-            assert roots <= set(torch.isfinite(law).nonzero()[:, 0].tolist()) and len(roots) == 7, row
+            assert (
+                roots <= set(torch.isfinite(distribution).nonzero()[:, 0].tolist())
+                and len(roots) == 7
+            ), row
 
 
-def test_sampled_trees_are_drawn_without_replacement_from_the_law_they_tell(drafter, target: Target, texts: list) -> None:
+def test_sampled_trees_are_drawn_without_replacement_from_the_distribution_they_tell(
+    drafter, target: Target, texts: list
+) -> None:
     shape, temperatures = SampledTree(branches=(3, 2, 1)), (1.0, 0.0, 1.5)
     proposal = propose(drafter, target, texts, (15, 15, 15), temperatures, shape)
     assert proposal.lengths.tolist() == [15, 15, 15] and proposal.logits is not None
     for row, (text, temperature, paths) in enumerate(zip(texts, temperatures, paths_of(proposal))):
-        law = make_law(drafter, target, text)
+        distribution = make_distribution(drafter, target, text)
         slots = [(), *paths]
         for slot, path in enumerate(slots):
             children = proposal.tokens[row, proposal.parents[row] == slot - 1]
@@ -167,39 +229,59 @@ def test_sampled_trees_are_drawn_without_replacement_from_the_law_they_tell(draf
                 continue
             assert len(children) == shape.branches[len(path)]
             if temperature == 0:
-                assert told == -1 and children.tolist() == law(path).topk(len(children)).indices.tolist()
+                assert (
+                    told == -1
+                    and children.tolist() == distribution(path).topk(len(children)).indices.tolist()
+                )
                 continue
-            processed = process(law(path)[None], SamplingRows.of([temperature], top_k=[7]))
+            processed = process(distribution(path)[None], SamplingRows.of([temperature], top_k=[7]))
             probs = torch.softmax(processed, -1)[0]
-            torch.testing.assert_close(torch.softmax(proposal.logits[told], -1), probs, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                torch.softmax(proposal.logits[told], -1), probs, atol=1e-6, rtol=1e-5
+            )
             # Draws are over the draft's ids.
             if drafter.vocab_map is not None:
                 processed = processed[:, drafter.vocab_map]
             position = torch.tensor([len(text) + len(path)])
-            drawn = sample_without_replacement(processed, torch.tensor([row]), position, Purpose.DRAFT, len(children))
+            drawn = sample_without_replacement(
+                processed, torch.tensor([row]), position, Purpose.DRAFT, len(children)
+            )
             wanted = drawn[0] if drafter.vocab_map is None else drafter.vocab_map[drawn[0]]
             assert children.tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("greedy", [DynamicTree(nodes=6, depth=3, width=2), DynamicTree(nodes=20, depth=3, width=5)])
-def test_each_row_gets_the_tree_of_its_law(drafter, target: Target, texts: list[list[int]], greedy: DynamicTree) -> None:
+@pytest.mark.parametrize(
+    "greedy", [DynamicTree(nodes=6, depth=3, width=2), DynamicTree(nodes=20, depth=3, width=5)]
+)
+def test_each_row_gets_the_tree_of_its_distribution(
+    drafter, target: Target, texts: list[list[int]], greedy: DynamicTree
+) -> None:
     """Whichever of the two is larger, and also when a batch has rows of one kind alone."""
-    both = TreeByLaw(greedy=greedy, sampled=SampledTree(branches=(3, 2)))
+    both = SampledShape(greedy=greedy, sampled=SampledTree(branches=(3, 2)))
     for temperatures in ((1.0, 0.0, 1.5), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)):
         found = propose(drafter, target, texts, (30, 30, 30), temperatures, both)
         for row, temperature in enumerate(temperatures):
-            alone = propose(drafter, target, texts, (30, 30, 30), temperatures, both.sampled if temperature else both.greedy)
+            alone = propose(
+                drafter,
+                target,
+                texts,
+                (30, 30, 30),
+                temperatures,
+                both.sampled if temperature else both.greedy,
+            )
             length = int(alone.lengths[row])
             assert int(found.lengths[row]) == length > 0
             assert torch.equal(found.tokens[row, :length], alone.tokens[row, :length])
             assert torch.equal(found.parents[row, :length], alone.parents[row, :length])
-            for law, wanted in zip(found.q_rows[row].tolist(), alone.q_rows[row].tolist()):
-                assert (law < 0) == (wanted < 0 or temperature == 0)
-                if law >= 0:
-                    torch.testing.assert_close(found.logits[law], alone.logits[wanted])
+            for distribution, wanted in zip(found.q_rows[row].tolist(), alone.q_rows[row].tolist()):
+                assert (distribution < 0) == (wanted < 0 or temperature == 0)
+                if distribution >= 0:
+                    torch.testing.assert_close(found.logits[distribution], alone.logits[wanted])
 
 
-def test_a_smaller_budget_gives_the_first_nodes_of_the_same_tree(drafter, target: Target, texts: list[list[int]]) -> None:
+def test_a_smaller_budget_gives_the_first_nodes_of_the_same_tree(
+    drafter, target: Target, texts: list[list[int]]
+) -> None:
     shape = SampledTree(branches=(3, 2, 1))
     whole = propose(drafter, target, texts, (15, 15, 15), (1.0, 1.0, 0.0), shape)
     budgets = (7, 1, 12)
@@ -211,8 +293,11 @@ def test_a_smaller_budget_gives_the_first_nodes_of_the_same_tree(drafter, target
 
 
 def test_siblings_run_out_without_harm(drafter, target: Target, texts: list[list[int]]) -> None:
-    """Nine children of a law with seven tokens: the last two repeat the first, which verification passes over."""
-    proposal = propose(drafter, target, texts, (9, 9, 9), (1.0, 1.0, 1.0), SampledTree(branches=(9,)))
+    """Nine children of a distribution with seven tokens: the last two repeat the first, which
+    verification passes over."""
+    proposal = propose(
+        drafter, target, texts, (9, 9, 9), (1.0, 1.0, 1.0), SampledTree(branches=(9,))
+    )
     for row in range(3):
         children = proposal.tokens[row].tolist()
         assert len(set(children[:7])) == 7 and children[7:] == [children[0]] * 2
@@ -220,7 +305,9 @@ def test_siblings_run_out_without_harm(drafter, target: Target, texts: list[list
 
 @pytest.mark.parametrize("shape", [DynamicTree(), SampledTree()])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_broken_weights_are_told(drafter, target: Target, texts: list, shape: TreeShape, temperature: float) -> None:
+def test_broken_weights_are_told(
+    drafter, target: Target, texts: list, shape: TreeShape, temperature: float
+) -> None:
     saved = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     try:
         for parameter in drafter.parameters():
@@ -230,7 +317,9 @@ def test_broken_weights_are_told(drafter, target: Target, texts: list, shape: Tr
         drafter.load_state_dict(saved)
     for row in range(3):
         if proposal.logits is not None:
-            assert proposal.lengths[row] >= 1 and 0 <= int(proposal.tokens[row, 0]) < target.vocab_size
+            assert (
+                proposal.lengths[row] >= 1 and 0 <= int(proposal.tokens[row, 0]) < target.vocab_size
+            )
             assert not torch.isfinite(proposal.logits[proposal.q_rows[row, 0]]).any()
         else:
             assert not proposal.sound[row].any()
@@ -244,10 +333,32 @@ def test_who_grows_trees(drafter) -> None:
 def test_shapes_are_told_in_words() -> None:
     assert parse_tree("dynamic:nodes=30,depth=6") == DynamicTree(nodes=30, depth=6, width=4)
     assert parse_tree("dynamic") == DynamicTree() and parse_tree("sampled") == SampledTree()
-    assert parse_tree("auto") == parse_tree("dynamic+sampled") == TreeByLaw()
-    assert parse_tree("dynamic:nodes=9,depth=2,width=3+sampled:2x1").sampled == SampledTree(branches=(2, 1))
-    assert parse_tree("sampled:4x2x1") == SampledTree(branches=(4, 2, 1)) and SampledTree(branches=(4, 2, 1)).nodes == 20
-    wrong = ["", "dynamics", "dynamic:", "dynamic:node=3", "dynamic:nodes=0", "dynamic:nodes=63", "dynamic:nodes=5", "sampled:0"]
-    for text in [*wrong[:2], *wrong[3:], "sampled:3x", "sampled:9x9", "sampled:999999x999999", "sampled+dynamic", "dynamic+"]:
+    assert parse_tree("auto") == parse_tree("dynamic+sampled") == SampledShape()
+    assert parse_tree("dynamic:nodes=9,depth=2,width=3+sampled:2x1").sampled == SampledTree(
+        branches=(2, 1)
+    )
+    assert (
+        parse_tree("sampled:4x2x1") == SampledTree(branches=(4, 2, 1))
+        and SampledTree(branches=(4, 2, 1)).nodes == 20
+    )
+    wrong = [
+        "",
+        "dynamics",
+        "dynamic:",
+        "dynamic:node=3",
+        "dynamic:nodes=0",
+        "dynamic:nodes=63",
+        "dynamic:nodes=5",
+        "sampled:0",
+    ]
+    for text in [
+        *wrong[:2],
+        *wrong[3:],
+        "sampled:3x",
+        "sampled:9x9",
+        "sampled:999999x999999",
+        "sampled+dynamic",
+        "dynamic+",
+    ]:
         with pytest.raises(UserError):
             parse_tree(text)

@@ -11,8 +11,15 @@ from draftsmith.kernels.attention.pool import PagedPool
 BLOCK, DIM = 4, 8
 
 
-def plain(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
-    """query [heads, t, dim]; keys, values [n, kv_heads, dim] -> [t, heads, dim], in float64 and by hand."""
+def plain(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    **options,
+) -> torch.Tensor:
+    """query [heads, t, dim]; keys, values [n, kv_heads, dim] -> [t, heads, dim], in float64 and by
+    hand."""
     groups = query.shape[0] // keys.shape[1]
     k, v = (x.double().transpose(0, 1).repeat_interleave(groups, 0) for x in (keys, values))
     scores = query.double() @ k.transpose(1, 2) * options["scaling"]
@@ -31,7 +38,8 @@ def plain(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positio
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("options", [
-    {}, {"sliding_window": 3}, {"softcap": 2.0}, {"sliding_window": 5, "softcap": 1.0}, {"sinks": True},
+    {}, {"sliding_window": 3}, {"softcap": 2.0}, {"sliding_window": 5, "softcap": 1.0},
+    {"sinks": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("rows", [
     [(0, 7)],  # a prompt
@@ -40,7 +48,9 @@ def plain(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positio
     [(299, 2), (3, 2), (280, 2)],  # beyond what is attended together
     [(0, 300), (4, 2)],  # too many queries to fold
 ])  # fmt: skip
-def test_every_row_attends_to_its_own_context(rows: list, options: dict, heads: int, kv_heads: int) -> None:
+def test_every_row_attends_to_its_own_context(
+    rows: list, options: dict, heads: int, kv_heads: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     options = {"scaling": 0.3, **options}
     if options.get("sinks"):
@@ -50,10 +60,19 @@ def test_every_row_attends_to_its_own_context(rows: list, options: dict, heads: 
     # Scattered blocks for even rows, neighbouring ones for odd rows, never block 0.
     tables = torch.arange(1, len(rows) * width + 1).view(len(rows), width)
     tables[::2] = tables[::2].flip(1)
-    pool = PagedPool.empty(num_layers=2, num_blocks=len(rows) * width + 1, block_size=BLOCK, num_kv_heads=kv_heads, key_dim=DIM)
+    pool = PagedPool.empty(
+        num_layers=2,
+        num_blocks=len(rows) * width + 1,
+        block_size=BLOCK,
+        num_kv_heads=kv_heads,
+        key_dim=DIM,
+    )
     for tensor in (*pool.keys, *pool.values):
         tensor[BLOCK:] = torch.nan  # what nobody wrote must not matter
-    whole = [tuple(torch.randn(begin + count, kv_heads, DIM, generator=generator) for _ in "kv") for begin, count in rows]
+    whole = [
+        tuple(torch.randn(begin + count, kv_heads, DIM, generator=generator) for _ in "kv")
+        for begin, count in rows
+    ]
     for row, ((begin, _), (keys, values)) in enumerate(zip(rows, whole)):
         at = torch.arange(begin)
         slots = tables[row, at // BLOCK] * BLOCK + at % BLOCK
@@ -61,21 +80,30 @@ def test_every_row_attends_to_its_own_context(rows: list, options: dict, heads: 
     lengths = torch.tensor([count for _, count in rows])
     positions = torch.cat([torch.arange(begin, begin + count) for begin, count in rows])
     query = torch.randn(1, heads, len(positions), DIM, generator=generator)
-    new = [torch.cat([pair[i][begin:] for (begin, _), pair in zip(rows, whole)]).transpose(0, 1)[None] for i in (0, 1)]
+    new = [
+        torch.cat([pair[i][begin:] for (begin, _), pair in zip(rows, whole)]).transpose(0, 1)[None]
+        for i in (0, 1)
+    ]
     found = PagedPass(pool, tables, positions, lengths).attend(1, query, *new, **options)
     parts = query[0].split(lengths.tolist(), dim=1)
     spans = positions.split(lengths.tolist())
-    expected = torch.cat([plain(q, *pair, at, **options) for q, pair, at in zip(parts, whole, spans)])
+    expected = torch.cat(
+        [plain(q, *pair, at, **options) for q, pair, at in zip(parts, whole, spans)]
+    )
     assert found.shape == (1, len(positions), heads, DIM)
     torch.testing.assert_close(found[0].double(), expected, atol=2e-6, rtol=1e-4)
     assert torch.isnan(pool.keys[0][BLOCK:]).all(), "another layer was written"
 
 
 def test_values_may_be_wider_than_keys() -> None:
-    pool = PagedPool.empty(num_layers=1, num_blocks=3, block_size=BLOCK, num_kv_heads=2, key_dim=4, value_dim=6)
+    pool = PagedPool.empty(
+        num_layers=1, num_blocks=3, block_size=BLOCK, num_kv_heads=2, key_dim=4, value_dim=6
+    )
     query, key, value = torch.randn(1, 4, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 6)
     context = PagedPass(pool, torch.tensor([[1, 2]]), torch.arange(5), torch.tensor([5]))
     found = context.attend(0, query, key, value, scaling=0.5)
-    expected = plain(query[0], key[0].transpose(0, 1), value[0].transpose(0, 1), torch.arange(5), scaling=0.5)
+    expected = plain(
+        query[0], key[0].transpose(0, 1), value[0].transpose(0, 1), torch.arange(5), scaling=0.5
+    )
     torch.testing.assert_close(found[0].double(), expected, atol=1e-6, rtol=1e-5)
     assert pool.num_bytes == 12 * 2 * (4 + 6) * 4

@@ -1,4 +1,5 @@
-"""Trees over the paged pool against float64 attention along each node's own path, and moving what was kept."""
+"""Trees over the paged pool against float64 attention along each node's own path, and moving what
+was kept."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 
 BLOCK, KEY_DIM, VALUE_DIM = 4, 8, 6
 CPU = torch.device("cpu")
-# Each row: committed places before the pass, then parents of the pass's tokens among them (-1: the newest committed token).
-# The newest committed token itself goes first; None is a row without a tree of so many tokens.
+# Each row: committed places before the pass, then parents of the pass's tokens among them (-1: the
+# newest committed token). The newest committed token itself goes first; None is a row without a
+# tree of so many tokens.
 CHAIN = [-1, 0, 1, 2]
 BUSHY = [-1, -1, 0, 0, 1, 3, 3, 6]
 STAR = [-1, -1, -1, -1, -1]
@@ -32,13 +34,16 @@ def bits_of(parents: list[int]) -> list[int]:
 
 
 class Row:
-    """`begin` places are cached; the pass brings `known` tokens, then a tree under the last of them."""
+    """`begin` places are cached; the pass brings `known` tokens, then a tree under the last of
+    them."""
 
     def __init__(self, begin: int, known: int, parents: list[int]):
         self.begin, self.known, self.parents = begin, known, parents
         self.first = begin + known - 1
         bits = bits_of(parents)
-        self.positions = list(range(begin, begin + known)) + [self.first + bin(b).count("1") - 1 for b in bits]
+        self.positions = list(range(begin, begin + known)) + [
+            self.first + bin(b).count("1") - 1 for b in bits
+        ]
         self.places = list(range(begin, begin + known + len(parents)))
         self.ancestors = [-1] * known + bits
 
@@ -53,8 +58,11 @@ class Row:
         return list(range(self.first + 1)) + path[::-1]
 
 
-def expected_rows(row: Row, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict) -> torch.Tensor:
-    """One token after another along its path: [heads, t, dim] x [n, kv_heads, dim] -> [t, heads, dim], float64."""
+def expected_rows(
+    row: Row, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict
+) -> torch.Tensor:
+    """One token after another along its path: [heads, t, dim] x [n, kv_heads, dim] -> [t, heads,
+    dim], float64."""
     groups = query.shape[0] // keys.shape[1]
     outs = []
     for index in range(query.shape[1]):
@@ -82,7 +90,8 @@ PLAIN = [
     [Row(299, 2, []), Row(3, 2, []), Row(0, 40, [])],  # more tokens than a tile holds
 ]
 OPTIONS = [
-    {}, {"sliding_window": 3}, {"sliding_window": 7, "softcap": 1.0}, {"softcap": 2.0}, {"sinks": True},
+    {}, {"sliding_window": 3}, {"sliding_window": 7, "softcap": 1.0}, {"softcap": 2.0},
+    {"sinks": True},
 ]  # fmt: skip
 
 
@@ -97,10 +106,13 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     impl: str = "torch"
     num_splits: int | None = None
-    spoiled: tuple[int, ...] = ()  # tokens of every row's part of the pass whose keys and values are not finite
+    # tokens of every row's part of the pass whose keys and values are not finite
+    spoiled: tuple[int, ...] = ()
 
 
-def run_rows(rows: list[Row], options: dict, case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def run_rows(
+    rows: list[Row], options: dict, case: Case, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(found, expected), both [T, heads, value_dim]; all slots that nobody wrote are NaN."""
     generator = torch.Generator().manual_seed(0)
     options = {"scaling": 0.3, **options}
@@ -126,33 +138,56 @@ def run_rows(rows: list[Row], options: dict, case: Case, device: torch.device) -
     whole = []
     for index, row in enumerate(rows):
         size = row.places[-1] + 1
-        keys, values = (torch.randn(size, case.kv_heads, dim, generator=generator).to(device, case.dtype) for dim in dims)
+        keys, values = (
+            torch.randn(size, case.kv_heads, dim, generator=generator).to(device, case.dtype)
+            for dim in dims
+        )
         slots = pool.slots_of(tables, index, torch.arange(row.begin, device=device))
         pool.keys[1][slots], pool.values[1][slots] = keys[: row.begin], values[: row.begin]
         for token in case.spoiled:
             if token < len(row.places):
-                keys[row.begin + token], values[row.begin + token, :, 1] = torch.nan, (-1) ** token * torch.inf
+                keys[row.begin + token], values[row.begin + token, :, 1] = (
+                    torch.nan,
+                    (-1) ** token * torch.inf,
+                )
         whole.append((keys, values))
     counts = [len(row.places) for row in rows]
-    query = torch.randn(1, sum(counts), case.heads, case.key_dim, generator=generator).to(device, case.dtype).transpose(1, 2)
-    new = [torch.cat([pair[i][row.begin :] for row, pair in zip(rows, whole)]).transpose(0, 1)[None] for i in (0, 1)]
+    query = (
+        torch.randn(1, sum(counts), case.heads, case.key_dim, generator=generator)
+        .to(device, case.dtype)
+        .transpose(1, 2)
+    )
+    new = [
+        torch.cat([pair[i][row.begin :] for row, pair in zip(rows, whole)]).transpose(0, 1)[None]
+        for i in (0, 1)
+    ]
     layout = TreeLayout(
         places=torch.tensor([place for row in rows for place in row.places], device=device),
         ancestors=torch.tensor([bits for row in rows for bits in row.ancestors], device=device),
         first=torch.tensor([row.first for row in rows for _ in row.places], device=device),
     )
     has_tree = any(row.parents for row in rows)
-    positions = torch.tensor([position for row in rows for position in row.positions], device=device)
+    positions = torch.tensor(
+        [position for row in rows for position in row.positions], device=device
+    )
     lengths = torch.tensor(counts, device=device)
-    one_pass = PagedPass(pool, tables, positions, lengths, tree=layout if has_tree else None, impl=case.impl)
+    one_pass = PagedPass(
+        pool, tables, positions, lengths, tree=layout if has_tree else None, impl=case.impl
+    )
     if case.num_splits is not None:
         one_pass.context = replace(one_pass.context, num_splits=case.num_splits)
-    given = {name: value.to(device, case.dtype) if name == "sinks" else value for name, value in options.items()}
+    given = {
+        name: value.to(device, case.dtype) if name == "sinks" else value
+        for name, value in options.items()
+    }
     found = one_pass.attend(1, query, *new, **given)
     if "sinks" in given:
         options["sinks"] = given["sinks"].cpu()
     parts = query[0].cpu().split(counts, dim=1)
-    wanted = [expected_rows(row, q, k.cpu(), v.cpu(), options) for row, q, (k, v) in zip(rows, parts, whole)]
+    wanted = [
+        expected_rows(row, q, k.cpu(), v.cpu(), options)
+        for row, q, (k, v) in zip(rows, parts, whole)
+    ]
     return found[0].cpu(), torch.cat(wanted)
 
 
@@ -168,7 +203,9 @@ VARIANTS = [
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_node_attends_along_its_own_path(rows: list[Row], options: dict, heads: int, kv_heads: int) -> None:
+def test_a_node_attends_along_its_own_path(
+    rows: list[Row], options: dict, heads: int, kv_heads: int
+) -> None:
     found, expected = run_rows(rows, options, Case(heads, kv_heads), CPU)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
 
@@ -186,14 +223,18 @@ def any_rows(draw: st.DrawFn) -> list[Row]:
 @given(any_rows(), st.sampled_from([None, 1, 2, 5, 9]))
 @settings(max_examples=60, deadline=None)
 def test_any_mix_of_rows_attends_along_its_paths(rows: list[Row], window: int | None) -> None:
-    found, expected = run_rows(rows, {} if window is None else {"sliding_window": window}, Case(), CPU)
+    found, expected = run_rows(
+        rows, {} if window is None else {"sliding_window": window}, Case(), CPU
+    )
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("index, rows", enumerate([*ROWS, *PLAIN]))
 @pytest.mark.parametrize("half", [0, 1])
-def test_the_kernel_equals_the_reference(index: int, rows: list[Row], half: int, device: torch.device) -> None:
+def test_the_kernel_equals_the_reference(
+    index: int, rows: list[Row], half: int, device: torch.device
+) -> None:
     case, options = VARIANTS[2 * half + index % 2]
     found, expected = run_rows(rows, options, case, device)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
@@ -205,7 +246,8 @@ def test_the_kernel_equals_the_reference(index: int, rows: list[Row], half: int,
 def test_what_is_not_finite_reaches_only_those_who_see_it(
     rows: list[Row], impl: str, spoiled: tuple[int, ...], device: torch.device
 ) -> None:
-    """A target that overflows behind one drafted token gives the other positions what it would have given without it."""
+    """A target that overflows behind one drafted token gives the other positions what it would have
+    given without it."""
     variants = [{}, *(options for _, options in VARIANTS)]
     options = variants[(len(rows) + spoiled[0]) % len(variants)]
     found, expected = run_rows(rows, options, Case(6, 2, impl=impl, spoiled=spoiled), device)
@@ -213,9 +255,13 @@ def test_what_is_not_finite_reaches_only_those_who_see_it(
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (20, 1)])
-def test_the_kernel_takes_any_heads_and_half_floats(heads: int, kv_heads: int, device: torch.device) -> None:
+def test_the_kernel_takes_any_heads_and_half_floats(
+    heads: int, kv_heads: int, device: torch.device
+) -> None:
     """20 heads to a key need a tile of more than 16 queries for one token."""
-    case = Case(heads, kv_heads, key_dim=20, value_dim=24, dtype=torch.float16, impl="triton", num_splits=2)
+    case = Case(
+        heads, kv_heads, key_dim=20, value_dim=24, dtype=torch.float16, impl="triton", num_splits=2
+    )
     found, expected = run_rows([Row(9, 1, BUSHY), Row(0, 6, []), Row(4, 2, STAR)], {}, case, device)
     # Weights and results are rounded to 11 bits.
     torch.testing.assert_close(found.double(), expected, atol=3e-3, rtol=3e-3)
@@ -224,12 +270,24 @@ def test_the_kernel_takes_any_heads_and_half_floats(heads: int, kv_heads: int, d
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("num_splits", [None, 1, 16])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 1000}, {"softcap": 30.0}, {"sinks": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 1000}, {"softcap": 30.0}, {"sinks": True}]
+)
 @pytest.mark.parametrize("key_dim, value_dim", [(128, 128), (80, 80), (192, 128), (576, 512)])
-def test_real_shapes_on_a_device(key_dim: int, value_dim: int, options: dict, num_splits: int | None) -> None:
-    rows = [Row(4000, 1, BUSHY), Row(0, 300, []), Row(9000, 1, CHAIN), Row(31, 5, STAR), Row(2048, 1, [])]
+def test_real_shapes_on_a_device(
+    key_dim: int, value_dim: int, options: dict, num_splits: int | None
+) -> None:
+    rows = [
+        Row(4000, 1, BUSHY),
+        Row(0, 300, []),
+        Row(9000, 1, CHAIN),
+        Row(31, 5, STAR),
+        Row(2048, 1, []),
+    ]
     case = Case(32, 8, 16, key_dim, value_dim, torch.bfloat16, "triton", num_splits)
-    found, expected = run_rows(rows, {"scaling": key_dim**-0.5, **options}, case, torch.device("cuda"))
+    found, expected = run_rows(
+        rows, {"scaling": key_dim**-0.5, **options}, case, torch.device("cuda")
+    )
     # Weights and results are rounded to 8 bits.
     torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
 
@@ -238,25 +296,41 @@ def test_real_shapes_on_a_device(key_dim: int, value_dim: int, options: dict, nu
 def test_a_pass_is_captured_by_a_graph() -> None:
     """A synchronisation or a size read from the device would end the capture."""
     device = torch.device("cuda")
-    pool = PagedPool.empty(num_layers=1, num_blocks=65, block_size=16, num_kv_heads=8, key_dim=128, device=device)
+    pool = PagedPool.empty(
+        num_layers=1, num_blocks=65, block_size=16, num_kv_heads=8, key_dim=128, device=device
+    )
     tables = torch.arange(1, 65, device=device).view(4, 16)
-    positions, lengths = torch.tensor([40, 41, 90, 5, 6, 7], device=device), torch.tensor([2, 1, 1, 2], device=device)
+    positions, lengths = (
+        torch.tensor([40, 41, 90, 5, 6, 7], device=device),
+        torch.tensor([2, 1, 1, 2], device=device),
+    )
     query, key, value = (torch.randn(1, heads, 6, 128, device=device) for heads in (32, 8, 8))
-    eager = PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, scaling=0.1).clone()
+    eager = (
+        PagedPass(pool, tables, positions, lengths)
+        .attend(0, query, key, value, scaling=0.1)
+        .clone()
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, scaling=0.1)
+        captured = PagedPass(pool, tables, positions, lengths).attend(
+            0, query, key, value, scaling=0.1
+        )
     graph.replay()
     assert torch.equal(captured, eager)
     # Other numbers at the same addresses.
     positions += 1
     graph.replay()
-    assert torch.equal(captured, PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, scaling=0.1))
+    assert torch.equal(
+        captured,
+        PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, scaling=0.1),
+    )
 
 
 def test_the_reference_is_taken_for_float64_and_on_the_cpu() -> None:
     for dtype in (torch.float32, torch.float64):
-        pool = PagedPool.empty(num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, key_dim=4, dtype=dtype)
+        pool = PagedPool.empty(
+            num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, key_dim=4, dtype=dtype
+        )
         one = PagedPass(pool, torch.tensor([[1]]), torch.tensor([0]), torch.tensor([1]))
         assert isinstance(one.context, GatheredContext)
 
@@ -271,7 +345,9 @@ def test_a_sibling_would_be_seen_without_the_bits() -> None:
 
 
 def test_kept_nodes_move_to_consecutive_places() -> None:
-    pool = PagedPool.empty(num_layers=2, num_blocks=6, block_size=BLOCK, num_kv_heads=2, key_dim=3, value_dim=5)
+    pool = PagedPool.empty(
+        num_layers=2, num_blocks=6, block_size=BLOCK, num_kv_heads=2, key_dim=3, value_dim=5
+    )
     for tensor in (*pool.keys, *pool.values):
         tensor.copy_(torch.randn(tensor.shape))
     before = [tensor.clone() for tensor in (*pool.keys, *pool.values)]
@@ -279,7 +355,9 @@ def test_kept_nodes_move_to_consecutive_places() -> None:
     # Places 6 and 7 are read by one and written by another.
     sources, places = torch.tensor([6, 7, 10]), torch.tensor([5, 6, 7])
     pool.move(table, sources, places)
-    slot = {place: int(pool.slots_of(table[None], 0, torch.tensor([place]))[0]) for place in range(12)}
+    slot = {
+        place: int(pool.slots_of(table[None], 0, torch.tensor([place]))[0]) for place in range(12)
+    }
     assert (slot[0], slot[5], slot[10]) == (16, 5, 14)
     for old, new in zip(before, (*pool.keys, *pool.values)):
         wanted = old.clone()

@@ -1,6 +1,8 @@
-"""Divergences from hidden states: values and gradients against plain float64 formulas, written as one would on a blackboard.
+"""Divergences from hidden states: values and gradients against plain float64 formulas, written as
+one would on a blackboard.
 
-What a method holds constant (tvd++'s advantage, lk-hybrid's share) is detached there, so that the gradient is the method's.
+What a method holds constant (tvd++'s advantage, lk-hybrid's share) is detached there, so that the
+gradient is the method's.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ import torch
 from draftsmith.kernels.acceptance import keep_probability, overlap
 from draftsmith.kernels.divergence.fused import Divergence, HeadLogits, divergence
 from draftsmith.kernels.divergence.kind import PARAMETERS, Kind, kind_of
-from draftsmith.kernels.divergence.rows import DIVERGENCES, RowInputs, divergence_rows, divergence_rows_blocked, draft_columns
+from draftsmith.kernels.divergence.rows import (
+    DIVERGENCES,
+    RowInputs,
+    divergence_rows,
+    divergence_rows_blocked,
+    draft_columns,
+)
 
 KINDS = [kind_of(name) for name in PARAMETERS] + [kind_of("jsd:0.1"), kind_of("lk-hybrid:10")]
 NAMES = [f"{kind.name}:{kind.parameter:g}" for kind in KINDS]
@@ -29,7 +37,9 @@ class Case(NamedTuple):
     tokens: torch.Tensor
 
 
-def make_case(*, num_rows: int = 7, subset: bool, seed: int = 0, dtype: torch.dtype = torch.float64) -> Case:
+def make_case(
+    *, num_rows: int = 7, subset: bool, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -40,17 +50,32 @@ def make_case(*, num_rows: int = 7, subset: bool, seed: int = 0, dtype: torch.dt
     tokens = torch.randint(num_target, (num_rows,), generator=generator)
     weights = torch.rand(num_rows, generator=generator, dtype=torch.float64).to(dtype)
     weights[2] = 0
-    return Case(normal(num_rows, width), normal(num_draft, width), 2 * normal(num_rows, num_target), weights, vocab_map, tokens)
+    return Case(
+        normal(num_rows, width),
+        normal(num_draft, width),
+        2 * normal(num_rows, num_target),
+        weights,
+        vocab_map,
+        tokens,
+    )
 
 
-def full_law(logits: torch.Tensor, vocab_map: torch.Tensor | None, size: int) -> torch.Tensor:
+def full_distribution(
+    logits: torch.Tensor, vocab_map: torch.Tensor | None, size: int
+) -> torch.Tensor:
     """[t, Vd] draft logits -> [t, V] probabilities, 0 outside the draft vocabulary."""
     q = logits.softmax(-1)
-    return q if vocab_map is None else torch.zeros(len(q), size, dtype=q.dtype).index_copy(1, vocab_map, q)
+    return (
+        q
+        if vocab_map is None
+        else torch.zeros(len(q), size, dtype=q.dtype).index_copy(1, vocab_map, q)
+    )
 
 
-def plain_rows(name: str, parameter: float, p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[t] a divergence of full laws [t, V], whose gradient is the method's."""
+def plain_rows(
+    name: str, parameter: float, p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """[t] a divergence of full distributions [t, V], whose gradient is the method's."""
     both = (q > 0) & (p > 0)
     kl = torch.where(both, p * (p / torch.where(both, q, 1)).log(), 0).sum(-1)
     alpha = torch.minimum(p, q).sum(-1)
@@ -77,7 +102,8 @@ def plain_rows(name: str, parameter: float, p: torch.Tensor, q: torch.Tensor, to
 
 
 def policy_gradient(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """tvd++ as a surrogate: -E_q[advantage log q], rewards less their mean over their deviation, all of it constant but log q."""
+    """tvd++ as a surrogate: -E_q[advantage log q], rewards less their mean over their deviation,
+    all of it constant but log q."""
     reward = (p > q).double()
     mean = (q * reward).sum(-1, keepdim=True)
     deviation = (q * (reward - mean) ** 2).sum(-1, keepdim=True).sqrt()
@@ -89,21 +115,25 @@ def policy_gradient(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def arc(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """tvd++'s value."""
     wanted = p > q
-    p_mass, q_mass = ((law * wanted).sum(-1).clamp(max=1) for law in (p, q))
+    p_mass, q_mass = ((distribution * wanted).sum(-1).clamp(max=1) for distribution in (p, q))
     return 2 * (p_mass.sqrt().asin() - q_mass.sqrt().asin())
 
 
-def plain_losses(kind: Kind, case: Case, hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_losses(
+    kind: Kind, case: Case, hidden: torch.Tensor, head: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(value [T], what to differentiate [T]); the same tensor but for tvd++."""
     p = case.target.softmax(-1)
-    q = full_law(hidden @ head.T, case.vocab_map, case.target.shape[-1])
+    q = full_distribution(hidden @ head.T, case.vocab_map, case.target.shape[-1])
     if kind.name == "tvd++":
         return arc(p, q).detach(), policy_gradient(p, q)
     rows = plain_rows(kind.name, kind.parameter, p, q, case.tokens)
     return rows.detach(), rows
 
 
-def ours(kind: Kind, case: Case, hidden: torch.Tensor, head: torch.Tensor, chunk_size: int | None = None) -> Divergence:
+def ours(
+    kind: Kind, case: Case, hidden: torch.Tensor, head: torch.Tensor, chunk_size: int | None = None
+) -> Divergence:
     return divergence(
         kind,
         hidden,
@@ -118,7 +148,8 @@ def ours(kind: Kind, case: Case, hidden: torch.Tensor, head: torch.Tensor, chunk
 
 
 class Fresh(torch.autograd.Function):
-    """A divergence computed anew for each backward, since gradcheck runs many and a divergence has one."""
+    """A divergence computed anew for each backward, since gradcheck runs many and a divergence has
+    one."""
 
     @staticmethod
     def forward(ctx, hidden, head, kind, case):
@@ -150,7 +181,9 @@ def test_values_and_gradients_are_the_formulas(kind: Kind, subset: bool, chunk_s
     result = ours(kind, case, hidden, head, chunk_size)
     values, differentiable = plain_losses(kind, case, hidden, head)
     counted = case.weights != 0
-    torch.testing.assert_close(result.rows, torch.where(counted, values, 0.0), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        result.rows, torch.where(counted, values, 0.0), rtol=1e-11, atol=1e-12
+    )
     torch.testing.assert_close(result.loss, (values * case.weights).sum(), rtol=1e-11, atol=1e-12)
     exact = torch.autograd.grad(3 * (differentiable * case.weights).sum(), (hidden, head))
     for grad, expected in zip(torch.autograd.grad(3 * result.loss, (hidden, head)), exact):
@@ -158,8 +191,11 @@ def test_values_and_gradients_are_the_formulas(kind: Kind, subset: bool, chunk_s
     assert (result.rows[counted] > 0).any()
 
 
-# lk-hybrid's gradient holds its share constant, so it is no derivative of its value; the formulas above cover it.
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name != "lk-hybrid"], ids=lambda kind: kind.metric)
+# lk-hybrid's gradient holds its share constant, so it is no derivative of its value; the formulas
+# above cover it.
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.name != "lk-hybrid"], ids=lambda kind: kind.metric
+)
 @pytest.mark.parametrize("subset", [False, True])
 def test_gradcheck(kind: Kind, subset: bool) -> None:
     case = make_case(subset=subset, num_rows=3)
@@ -167,7 +203,9 @@ def test_gradcheck(kind: Kind, subset: bool) -> None:
     def loss(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return Fresh.apply(hidden, head, kind, case)
 
-    assert torch.autograd.gradcheck(loss, (case.hidden.requires_grad_(), case.head.requires_grad_()))
+    assert torch.autograd.gradcheck(
+        loss, (case.hidden.requires_grad_(), case.head.requires_grad_())
+    )
 
 
 @every_kind
@@ -200,7 +238,8 @@ def test_a_row_of_weight_zero_may_hold_nan(kind: Kind) -> None:
 
 @every_kind
 def test_tokens_that_the_target_rules_out(kind: Kind) -> None:
-    """Target logits of -inf: no mass. For reverse-kl such a token costs 100 nats; the others have a finite limit."""
+    """Target logits of -inf: no mass. For reverse-kl such a token costs 100 nats; the others have a
+    finite limit."""
     case = make_case(subset=False)
     ruled_out = torch.tensor([4, 8])
     target, nearly = case.target.clone(), case.target.clone()
@@ -213,7 +252,9 @@ def test_tokens_that_the_target_rules_out(kind: Kind) -> None:
         q = (case.hidden @ case.head.T).softmax(-1)[:, ruled_out].sum(-1)
         p = target.softmax(-1)
         q_all = (case.hidden @ case.head.T).softmax(-1)
-        rest = torch.where(p > 0, q_all * (q_all / torch.where(p > 0, p, 1)).log(), q_all * (q_all.log() + 100)).sum(-1)
+        rest = torch.where(
+            p > 0, q_all * (q_all / torch.where(p > 0, p, 1)).log(), q_all * (q_all.log() + 100)
+        ).sum(-1)
         assert (q > 0).all()
         torch.testing.assert_close(result.rows, torch.where(case.weights != 0, rest, 0.0))
         return
@@ -224,7 +265,8 @@ def test_tokens_that_the_target_rules_out(kind: Kind) -> None:
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_logits_stay_finite(kind: Kind, dtype: torch.dtype) -> None:
-    """Laws that are one-hot and disagree, agree, or leave the draft's token without any mass."""
+    """Distributions that are one-hot and disagree, agree, or leave the draft's token without any
+    mass."""
     logits = torch.zeros(4, 6, dtype=dtype)
     logits[0, 0] = logits[1, 1] = logits[2, 2] = 1e4
     target = torch.zeros(4, 6, dtype=dtype)
@@ -234,30 +276,49 @@ def test_extreme_logits_stay_finite(kind: Kind, dtype: torch.dtype) -> None:
     head = torch.eye(6, dtype=dtype)
     hidden = logits.clone().requires_grad_()
     weights = torch.ones(4, dtype=dtype)
-    # A product with an identity would turn -inf into NaN; the logits are the point here, so the row function is asked.
-    terms = divergence_rows(kind, RowInputs(logits.clone(), target, weights, None, torch.tensor([1, 1, 0, 0])))
+    # A product with an identity would turn -inf into NaN; the logits are the point here, so the row
+    # function is asked.
+    terms = divergence_rows(
+        kind, RowInputs(logits.clone(), target, weights, None, torch.tensor([1, 1, 0, 0]))
+    )
     assert terms.loss.isfinite().all() and terms.grad.isfinite().all()
     assert terms.alpha.tolist() == pytest.approx([0, 1, 1 / 3, 5 / 6])
     if kind.name != "ce":
         assert terms.loss[1] == pytest.approx(0, abs=1e-6)
     rows = slice(0, 3)
-    result = divergence(kind, hidden[rows], head, lambda part: target[rows][part], weights[rows], tokens=torch.tensor([1, 1, 0]))
+    result = divergence(
+        kind,
+        hidden[rows],
+        head,
+        lambda part: target[rows][part],
+        weights[rows],
+        tokens=torch.tensor([1, 1, 0]),
+    )
     result.loss.backward()
     assert hidden.grad.isfinite().all()
 
 
 def test_wrong_agreement_is_never_rewarded() -> None:
-    """Each divergence is 0 where the laws are equal and more than 0 elsewhere; ce is the exception, being the text's."""
+    """Each divergence is 0 where the distributions are equal and more than 0 elsewhere; ce is the
+    exception, being the text's."""
     case = make_case(subset=False)
     for kind in KINDS:
         if kind.name == "ce":
             continue
-        equal = divergence(kind, case.target, torch.eye(13, dtype=torch.float64), lambda rows: case.target[rows], case.weights)
+        equal = divergence(
+            kind,
+            case.target,
+            torch.eye(13, dtype=torch.float64),
+            lambda rows: case.target[rows],
+            case.weights,
+        )
         assert equal.rows.abs().max() < 1e-7, kind
         assert (ours(kind, case, case.hidden, case.head).rows[case.weights > 0] > 1e-3).all(), kind
 
 
-@pytest.mark.parametrize("kind", [kind_of("lk-alpha"), kind_of("tv"), kind_of("tvd++")], ids=lambda kind: kind.metric)
+@pytest.mark.parametrize(
+    "kind", [kind_of("lk-alpha"), kind_of("tv"), kind_of("tvd++")], ids=lambda kind: kind.metric
+)
 def test_a_step_against_the_gradient_raises_alpha(kind: Kind) -> None:
     case = make_case(subset=True)
     hidden = case.hidden.clone().requires_grad_()
@@ -271,7 +332,8 @@ def test_a_step_against_the_gradient_raises_alpha(kind: Kind) -> None:
 
 @every_kind
 def test_a_small_head_learns(kind: Kind) -> None:
-    """Twenty steps of a head over fixed states: its own loss falls, and so does the distance from the target."""
+    """Twenty steps of a head over fixed states: its own loss falls, and so does the distance from
+    the target."""
     case = make_case(subset=False, num_rows=40, dtype=torch.float32)
     target = 0.7 * case.hidden @ torch.randn(13, 5, generator=torch.Generator().manual_seed(9)).T
     if kind.name == "ce":
@@ -295,8 +357,12 @@ def test_blocks_of_rows_are_the_same_rows(kind: Kind, monkeypatch: pytest.Monkey
     case = make_case(subset=True)
     logits = case.hidden @ case.head.T
     columns = draft_columns(case.tokens, case.vocab_map)
-    whole = divergence_rows(kind, RowInputs(logits, case.target, case.weights, case.vocab_map, columns))
-    blocks = divergence_rows_blocked(kind, RowInputs(logits, case.target, case.weights, case.vocab_map, columns))
+    whole = divergence_rows(
+        kind, RowInputs(logits, case.target, case.weights, case.vocab_map, columns)
+    )
+    blocks = divergence_rows_blocked(
+        kind, RowInputs(logits, case.target, case.weights, case.vocab_map, columns)
+    )
     for ours, theirs in zip(blocks, whole):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     assert blocks.grad.data_ptr() == logits.data_ptr()
@@ -308,7 +374,11 @@ def test_half_precision_hidden_states_keep_float32_sums() -> None:
     single = case._replace(target=case.target.float(), weights=case.weights.float())
     result = ours(kind_of("forward-kl"), single, hidden, head)
     result.loss.backward()
-    assert (result.loss.dtype, hidden.grad.dtype, head.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    assert (result.loss.dtype, hidden.grad.dtype, head.grad.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+    )
     values, _ = plain_losses(kind_of("forward-kl"), case, case.hidden, case.head)
     # bfloat16 logits carry 8 bits; the divergence of O(1) logits moves by a few per cent at most.
     assert abs(result.loss.item() / (values * case.weights).sum().item() - 1) < 0.05
@@ -345,13 +415,17 @@ def test_wrong_vocabulary_is_named() -> None:
 def test_cross_entropy_without_tokens_is_refused() -> None:
     case = make_case(subset=False)
     with pytest.raises(ValueError, match="needs the tokens"):
-        divergence(kind_of("ce"), case.hidden, case.head, lambda rows: case.target[rows], case.weights)
+        divergence(
+            kind_of("ce"), case.hidden, case.head, lambda rows: case.target[rows], case.weights
+        )
 
 
 def test_a_target_head_serves_as_target_logits() -> None:
     case = make_case(subset=False)
     states, head = torch.randn(7, 3, dtype=torch.float64), torch.randn(13, 3, dtype=torch.float64)
-    by_head = divergence(kind_of("jsd"), case.hidden, case.head, HeadLogits(states, head), case.weights, chunk_size=2)
+    by_head = divergence(
+        kind_of("jsd"), case.hidden, case.head, HeadLogits(states, head), case.weights, chunk_size=2
+    )
     by_logits = ours(kind_of("jsd"), case._replace(target=states @ head.T), case.hidden, case.head)
     torch.testing.assert_close(by_head.loss, by_logits.loss)
 
@@ -362,7 +436,9 @@ def test_memory_held_is_not_rows_times_vocabulary() -> None:
     hidden = torch.randn(num_rows, width, requires_grad=True)
     head = torch.randn(num_tokens, width, requires_grad=True)
     target = HeadLogits(hidden.detach(), torch.randn(num_tokens, width))
-    loss = divergence(kind_of("lk-hybrid"), hidden, head, target, torch.ones(num_rows), chunk_size=8).loss
+    loss = divergence(
+        kind_of("lk-hybrid"), hidden, head, target, torch.ones(num_rows), chunk_size=8
+    ).loss
     held = sum(grad.numel() for grad in loss.grad_fn.grads)
     assert held == num_rows * width + num_tokens * width
     assert loss.grad_fn.saved_tensors == ()

@@ -23,7 +23,10 @@ class Pair:
             return (scale * torch.randn(rows, WIDTH, generator=generator, device="cuda")).bfloat16()
 
         self.hidden, self.target_hidden = normal(TOKENS, 1.0).requires_grad_(), normal(TOKENS, 1.0)
-        self.head, self.target_head = normal(VOCAB, 2 / WIDTH**0.5).requires_grad_(), normal(VOCAB, 2 / WIDTH**0.5)
+        self.head, self.target_head = (
+            normal(VOCAB, 2 / WIDTH**0.5).requires_grad_(),
+            normal(VOCAB, 2 / WIDTH**0.5),
+        )
         self.weights = torch.ones(TOKENS, device="cuda")
 
     def fused(self, name: str) -> tuple[torch.Tensor, ...]:
@@ -56,7 +59,8 @@ def test_peak_memory_is_an_eighth_of_eager() -> None:
 
 
 def test_gradients_are_eagers() -> None:
-    """bfloat16 logits and gradients of 8 bits each; their errors are independent over 8,192 rows and 128,256 tokens."""
+    """bfloat16 logits and gradients of 8 bits each; their errors are independent over 8,192 rows
+    and 128,256 tokens."""
     pair = Pair()
     for ours, theirs in zip(pair.fused("forward-kl"), pair.eager_forward_kl()):
         off = (ours.float() - theirs.float()).norm() / theirs.float().norm()

@@ -17,10 +17,14 @@ from transformers.generation.logits_process import (
 from draftsmith.kernels.sampling import filters
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 
-CASES = list(itertools.product([0.3, 1.0, 1.7], [0, 1, 5, 1000], [1.0, 0.9, 0.3, 0.0], [0.0, 0.05, 1.0]))
+CASES = list(
+    itertools.product([0.3, 1.0, 1.7], [0, 1, 5, 1000], [1.0, 0.9, 0.3, 0.0], [0.0, 0.05, 1.0])
+)
 
 
-def warped(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def warped(
+    row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
     """transformers' own sampling pipeline on one row [1, V], in the order of `GenerationMixin`."""
     row = TemperatureLogitsWarper(temperature)(None, row)
     row = TopKLogitsWarper(top_k)(None, row) if top_k else row
@@ -34,7 +38,9 @@ def test_a_mixed_batch_is_transformers_row_by_row(spread: float) -> None:
     logits = spread * torch.randn(len(CASES), 301, generator=torch.Generator().manual_seed(0))
     processed = process(logits, SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p))
     for index, case in enumerate(CASES):
-        assert torch.equal(processed[index : index + 1], warped(logits[index : index + 1], *case)), case
+        assert torch.equal(
+            processed[index : index + 1], warped(logits[index : index + 1], *case)
+        ), case
     kept = (processed > -math.inf).sum(-1)
     assert kept.min() == 1 and kept.max() == 301, "the cases must reach from one kept token to all"
 
@@ -42,24 +48,33 @@ def test_a_mixed_batch_is_transformers_row_by_row(spread: float) -> None:
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
 def test_top_p_of_a_large_vocabulary_is_transformers(spread: float, top_p: float) -> None:
-    """Peaked rows are decided by their likeliest tokens, flat ones by an order of all, and both stand in one batch."""
-    logits = torch.tensor([[spread], [3.0]] * 3) * torch.randn(6, 5000, generator=torch.Generator().manual_seed(4))
+    """Peaked rows are decided by their likeliest tokens, flat ones by an order of all, and both
+    stand in one batch."""
+    logits = torch.tensor([[spread], [3.0]] * 3) * torch.randn(
+        6, 5000, generator=torch.Generator().manual_seed(4)
+    )
     processed = process(logits, SamplingRows.of([1.0] * 6, top_p=[top_p] * 6))
     for index in range(6):
-        assert torch.equal(processed[index : index + 1], warped(logits[index : index + 1], 1.0, 0, top_p, 0.0))
+        assert torch.equal(
+            processed[index : index + 1], warped(logits[index : index + 1], 1.0, 0, top_p, 0.0)
+        )
 
 
 @pytest.mark.parametrize(
-    "above, tied, size", [(3, 8, 40), (3, 8, 2000), (60, 50, 2000), (filters.HEAD - 4, 8, 2000), (0, 900, 2000)]
+    "above, tied, size",
+    [(3, 8, 40), (3, 8, 2000), (60, 50, 2000), (filters.HEAD - 4, 8, 2000), (0, 900, 2000)],
 )
 def test_top_p_ends_within_a_tie(above: int, tied: int, size: int) -> None:
-    """Which of equal tokens stay is a matter of order; how many is not. Sets smaller and larger than the head, and at its end."""
+    """Which of equal tokens stay is a matter of order; how many is not. Sets smaller and larger
+    than the head, and at its end."""
     generator = torch.Generator().manual_seed(5)
     levels = torch.tensor([3.0] * above + [2.0] * tied + [-2.0] * (size - above - tied))
     logits = torch.stack([levels[torch.randperm(size, generator=generator)] for _ in range(4)])
     probs = levels.softmax(-1)
     shares = [0.2, 0.45, 0.7, 0.8]  # of the tied tokens, that the set is to keep
-    top_p = [float(probs[:above].sum() + share * probs[above : above + tied].sum()) for share in shares]
+    top_p = [
+        float(probs[:above].sum() + share * probs[above : above + tied].sum()) for share in shares
+    ]
     processed = process(logits, SamplingRows.of([1.0] * 4, top_p=top_p))
     for index in range(4):
         theirs = warped(logits[index : index + 1], 1.0, 0, top_p[index], 0.0)
@@ -69,7 +84,8 @@ def test_top_p_ends_within_a_tie(above: int, tied: int, size: int) -> None:
 
 
 def test_filters_are_sequential() -> None:
-    """Of .35 .25 .20 .05, top-k 4 leaves .85; renormalised, three tokens reach top-p .82. Jointly it would take four."""
+    """Of .35 .25 .20 .05, top-k 4 leaves .85; renormalised, three tokens reach top-p .82. Jointly
+    it would take four."""
     probs = torch.tensor([[0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03]])
     kept = process(probs.log(), SamplingRows.of([1.0], top_k=[4], top_p=[0.82])) > -math.inf
     assert kept[0].tolist() == [True] * 3 + [False] * 6
@@ -101,7 +117,9 @@ def test_top_k_of_one_is_greedy_up_to_its_scale() -> None:
 
 
 def test_not_a_number_is_no_mass_and_infinity_is_all_of_it() -> None:
-    logits = torch.tensor([[math.nan, 1.0, 2.0], [math.inf, 0.0, math.inf], [math.nan, math.nan, math.nan]])
+    logits = torch.tensor(
+        [[math.nan, 1.0, 2.0], [math.inf, 0.0, math.inf], [math.nan, math.nan, math.nan]]
+    )
     for temperature in (0.0, 0.5, 1.0):
         processed = process(logits, SamplingRows.of([temperature] * 3, top_p=[0.99] * 3))
         assert not processed.isnan().any() and not (processed == math.inf).any()
@@ -121,21 +139,29 @@ def test_input_is_left_alone() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     logits=st.lists(
-        st.one_of(st.floats(-50, 50, width=32), st.sampled_from([math.nan, math.inf, -math.inf])), min_size=1, max_size=12
+        st.one_of(st.floats(-50, 50, width=32), st.sampled_from([math.nan, math.inf, -math.inf])),
+        min_size=1,
+        max_size=12,
     ),
     temperature=st.one_of(st.just(0.0), st.floats(1e-6, 100)),
     top_k=st.integers(0, 20),
     top_p=st.floats(0, 1),
     min_p=st.floats(0, 1),
 )
-def test_a_law_remains(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_a_distribution_remains(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     row = torch.tensor([logits], dtype=torch.float32)
-    processed = process(row, SamplingRows.of([temperature], top_k=[top_k], top_p=[top_p], min_p=[min_p]))
+    processed = process(
+        row, SamplingRows.of([temperature], top_k=[top_k], top_p=[top_p], min_p=[min_p])
+    )
     cleaned = torch.nan_to_num(row, nan=-math.inf, posinf=3e38, neginf=-math.inf)
     assert not processed.isnan().any()
     assert (processed[cleaned == -math.inf] == -math.inf).all()
     if cleaned.max() > -math.inf:
-        assert (processed[cleaned == cleaned.max()] > -math.inf).any(), "one of the likeliest tokens stays"
+        assert (processed[cleaned == cleaned.max()] > -math.inf).any(), (
+            "one of the likeliest tokens stays"
+        )
         assert processed.softmax(-1).sum().item() == pytest.approx(1, abs=1e-5)
 
 
@@ -156,8 +182,11 @@ def test_bad_values_are_named(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("size", [97, 700])
-def test_without_looking_at_values_the_laws_are_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator nothing is read back: every filter runs over the whole batch and leaves the rows without it alone."""
+def test_without_looking_at_values_the_distributions_are_the_same(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator nothing is read back: every filter runs over the whole batch and leaves the
+    rows without it alone."""
     temperature, top_k, top_p, min_p = zip(*CASES, (0.0, 3, 0.9, 0.1))
     rows = SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = 2 * torch.randn(len(temperature), size, generator=torch.Generator().manual_seed(6))

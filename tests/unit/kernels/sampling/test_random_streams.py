@@ -44,7 +44,9 @@ def test_bits_are_the_published_hash(repeats: int) -> None:
     golden = 0x9E3779B97F4A7C15
     for purpose in Purpose:
         keys, draws = stream_keys(seeds, positions, purpose), uniform(seeds, positions, purpose)
-        for seed, position, key, draw in zip(seeds.tolist(), positions.tolist(), keys.tolist(), draws.tolist()):
+        for seed, position, key, draw in zip(
+            seeds.tolist(), positions.tolist(), keys.tolist(), draws.tolist()
+        ):
             expected = splitmix(splitmix(seed + golden) + (position * 8 + purpose) * golden)
             assert key % 2**64 == expected
             assert draw == ((splitmix(expected) >> 12) + 0.5) / 2**52
@@ -57,28 +59,40 @@ def test_positions_and_purposes_share_no_stream() -> None:
     assert len(keys.unique()) == 100 * len(Purpose)
 
 
-@pytest.mark.parametrize("seed_step, position_step", [(0, 1), (1, 0), (1, 1), (2**32, 0), (-(2**40), 3)])
+@pytest.mark.parametrize(
+    "seed_step, position_step", [(0, 1), (1, 0), (1, 1), (2**32, 0), (-(2**40), 3)]
+)
 @pytest.mark.parametrize("purpose", list(Purpose))
-def test_uniform_along_seeds_and_positions(seed_step: int, position_step: int, purpose: Purpose) -> None:
+def test_uniform_along_seeds_and_positions(
+    seed_step: int, position_step: int, purpose: Purpose
+) -> None:
     draws = uniform(*grid(seed_step, position_step), purpose)
     assert draws.dtype == torch.float64 and draws.min() > 0 and draws.max() < 1
     assert uniformity(draws).p_value > FALSE_ALARM
     pairs = (draws[:-1] * 8).long() * 8 + (draws[1:] * 8).long()
-    assert g_test(torch.bincount(pairs, minlength=64), torch.full((64,), 1 / 64)).p_value > FALSE_ALARM
+    assert (
+        g_test(torch.bincount(pairs, minlength=64), torch.full((64,), 1 / 64)).p_value > FALSE_ALARM
+    )
 
 
 @pytest.mark.parametrize("first, second", [(a, b) for a in Purpose for b in Purpose if a < b])
 def test_purposes_are_independent(first: Purpose, second: Purpose) -> None:
     seeds, positions = grid(3, 1)
-    cells = (uniform(seeds, positions, first) * 8).long() * 8 + (uniform(seeds, positions, second) * 8).long()
-    assert g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value > FALSE_ALARM
+    cells = (uniform(seeds, positions, first) * 8).long() * 8 + (
+        uniform(seeds, positions, second) * 8
+    ).long()
+    assert (
+        g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value > FALSE_ALARM
+    )
 
 
 def test_the_independence_test_sees_a_shared_stream() -> None:
     seeds, positions = grid(3, 1)
     draws = uniform(seeds, positions, Purpose.DRAFT)
     cells = (draws * 8).long() * 8 + (draws * 8).long()
-    assert g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value < FALSE_ALARM
+    assert (
+        g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value < FALSE_ALARM
+    )
 
 
 @pytest.mark.parametrize("purpose", [Purpose.DRAFT, Purpose.BONUS])
@@ -87,31 +101,35 @@ def test_a_token_draw_does_not_know_the_accept_draw_of_its_position(purpose: Pur
     logits = torch.tensor([[0.0, 1.0, 0.5, -1.0]])
     ids = sample(logits.expand(COUNT, 4), seeds, positions, purpose)
     cells = ids * 8 + (uniform(seeds, positions, Purpose.ACCEPT) * 8).long()
-    law = logits.softmax(-1).view(4, 1).expand(4, 8) / 8
-    assert g_test(torch.bincount(cells, minlength=32), law).p_value > FALSE_ALARM
+    distribution = logits.softmax(-1).view(4, 1).expand(4, 8) / 8
+    assert g_test(torch.bincount(cells, minlength=32), distribution).p_value > FALSE_ALARM
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_tokens", [2, 17, 1000])
-def test_samples_follow_the_law(num_tokens: int, dtype: torch.dtype) -> None:
+def test_samples_follow_the_distribution(num_tokens: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     logits = 2 * torch.randn(1, num_tokens, generator=generator, dtype=dtype)
     logits[0, 1] = -math.inf
     seeds, positions = grid(0, 1)
     ids = sample(logits.expand(COUNT, num_tokens), seeds, positions, Purpose.DRAFT)
-    assert g_test(torch.bincount(ids, minlength=num_tokens), logits.softmax(-1)).p_value > FALSE_ALARM
+    assert (
+        g_test(torch.bincount(ids, minlength=num_tokens), logits.softmax(-1)).p_value > FALSE_ALARM
+    )
     warmer = (logits / 1.2).softmax(-1)
     if num_tokens > 2:
         assert g_test(torch.bincount(ids, minlength=num_tokens), warmer).p_value < FALSE_ALARM
 
 
 def test_noise_is_exponential_down_to_its_smallest_values() -> None:
-    """The winner has a small E, so the small end is tested on its own scale: min of 1000 has rate 1000."""
+    """The winner has a small E, so the small end is tested on its own scale: min of 1000 has rate
+    1000."""
     keys = stream_keys(*grid(1, 0), Purpose.RESIDUAL)[:20_000]
     offsets = torch.arange(1, 1001) * GOLDEN
     smallest = token_noise(keys[:, None], offsets, torch.float32).exp().min(dim=-1).values.double()
     assert uniformity(1 - (-1000 * smallest).exp()).p_value > FALSE_ALARM
-    # float32 itself makes some twenty pairs equal; a 24-bit uniform would leave 16,000 values near 1 / 1000.
+    # float32 itself makes some twenty pairs equal; a 24-bit uniform would leave 16,000 values near
+    # 1 / 1000.
     assert len(smallest.unique()) > 19_900
 
 
@@ -123,11 +141,17 @@ def test_one_hot_and_empty_rows() -> None:
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
-    seeds, positions = torch.randint(2**62, (50,), generator=torch.Generator().manual_seed(0)), torch.arange(50)
+    seeds, positions = (
+        torch.randint(2**62, (50,), generator=torch.Generator().manual_seed(0)),
+        torch.arange(50),
+    )
     logits = torch.randn(50, 33, generator=torch.Generator().manual_seed(1))
     assert len(seeds) > FEW
     together = sample(logits, seeds, positions, Purpose.BONUS)
-    alone = [sample(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], Purpose.BONUS).item() for i in range(50)]
+    alone = [
+        sample(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], Purpose.BONUS).item()
+        for i in range(50)
+    ]
     assert together.tolist() == alone
 
 
@@ -138,7 +162,9 @@ def test_noise_is_made_only_where_there_is_mass_and_is_the_same() -> None:
     filtered = torch.full_like(logits, -math.inf)
     filtered[torch.arange(40), full] = logits[torch.arange(40), full]
     filtered[:, 5:9] = logits[:, 5:9]
-    assert torch.equal(sample(filtered, seeds, positions, Purpose.DRAFT), full), "fewer rivals leave the winner the winner"
+    assert torch.equal(sample(filtered, seeds, positions, Purpose.DRAFT), full), (
+        "fewer rivals leave the winner the winner"
+    )
 
 
 def test_numbers_continue_the_published_sequence_and_are_independent() -> None:
@@ -146,13 +172,19 @@ def test_numbers_continue_the_published_sequence_and_are_independent() -> None:
     first = stream_keys(seeds[:1], positions[:1], Purpose.ACCEPT).item()
     for number in range(4):
         expected = ((splitmix(first + number * 0x9E3779B97F4A7C15) >> 12) + 0.5) / 2**52
-        assert uniform(seeds[:1], positions[:1], Purpose.ACCEPT, torch.tensor(number)).item() == expected
+        assert (
+            uniform(seeds[:1], positions[:1], Purpose.ACCEPT, torch.tensor(number)).item()
+            == expected
+        )
     draws = uniform(seeds[:, None], positions[:, None], Purpose.ACCEPT, torch.arange(4))
     assert torch.equal(draws[:, 0], uniform(seeds, positions, Purpose.ACCEPT))
     for number in range(1, 4):
         assert uniformity(draws[:, number]).p_value > FALSE_ALARM
         cells = (draws[:, 0] * 8).long() * 8 + (draws[:, number] * 8).long()
-        assert g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value > FALSE_ALARM
+        assert (
+            g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value
+            > FALSE_ALARM
+        )
 
 
 def test_without_replacement_is_drawing_one_after_the_other() -> None:
@@ -160,16 +192,18 @@ def test_without_replacement_is_drawing_one_after_the_other() -> None:
     seeds, positions = grid(1, 0)
     ids = sample_without_replacement(logits, seeds, positions, Purpose.DRAFT, 3)
     assert torch.equal(ids[:, 0], sample(logits, seeds, positions, Purpose.DRAFT))
-    law, with_replacement = torch.zeros(5, 5, 5), torch.zeros(5, 5, 5)
+    distribution, with_replacement = torch.zeros(5, 5, 5), torch.zeros(5, 5, 5)
     probs = logits[0].softmax(-1)
     for a, b, c in torch.cartesian_prod(*[torch.arange(5)] * 3).tolist():
         if len({a, b, c}) == 3:
-            law[a, b, c] = (
-                probs[a] * probs[b] / (1 - probs[a]) * probs[c] / (1 - probs[a] - probs[b]) if 2 not in (a, b, c) else 0
+            distribution[a, b, c] = (
+                probs[a] * probs[b] / (1 - probs[a]) * probs[c] / (1 - probs[a] - probs[b])
+                if 2 not in (a, b, c)
+                else 0
             )
             with_replacement[a, b, c] = probs[a] * probs[b] * probs[c]
     counts = torch.bincount(ids[:, 0] * 25 + ids[:, 1] * 5 + ids[:, 2], minlength=125)
-    assert g_test(counts, law.flatten()).p_value > FALSE_ALARM
+    assert g_test(counts, distribution.flatten()).p_value > FALSE_ALARM
     assert g_test(counts, with_replacement.flatten()).p_value < FALSE_ALARM
 
 
@@ -178,7 +212,11 @@ def test_without_replacement_ends_with_the_mass() -> None:
     logits[0, [1, 4]], logits[1] = 0.0, torch.arange(6.0)
     ids = sample_without_replacement(logits, torch.arange(3), torch.arange(3), Purpose.DRAFT, 8)
     assert sorted(ids[0, :2].tolist()) == [1, 4] and ids[0, 2:].tolist() == [-1] * 6
-    assert sorted(ids[1, :6].tolist()) == list(range(6)) and ids[1, 6:].tolist() == [-1, -1] and ids[2].tolist() == [-1] * 8
+    assert (
+        sorted(ids[1, :6].tolist()) == list(range(6))
+        and ids[1, 6:].tolist() == [-1, -1]
+        and ids[2].tolist() == [-1] * 8
+    )
 
 
 def test_the_seed_of_a_round_shares_nothing_with_the_requests_streams() -> None:
@@ -188,4 +226,7 @@ def test_the_seed_of_a_round_shares_nothing_with_the_requests_streams() -> None:
     for purpose in (Purpose.DRAFT, Purpose.ACCEPT):
         own, fresh = uniform(seeds, positions, purpose), uniform(rounds, positions, purpose)
         cells = (own * 8).long() * 8 + (fresh * 8).long()
-        assert g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value > FALSE_ALARM
+        assert (
+            g_test(torch.bincount(cells, minlength=64), torch.full((64,), 1 / 64)).p_value
+            > FALSE_ALARM
+        )

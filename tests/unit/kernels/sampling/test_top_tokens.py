@@ -6,51 +6,57 @@ import pytest
 import torch
 
 from draftsmith.kernels.acceptance import overlap
-from draftsmith.kernels.sampling.top_tokens import top_law, top_overlap
+from draftsmith.kernels.sampling.top_tokens import top_overlap, top_probs
 
 
 def logits_of(seed: int, *, rows: int = 20, num_tokens: int = 300) -> torch.Tensor:
     return 3 * torch.randn(rows, num_tokens, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("num_tokens", [300, 1280, 4001])  # the larger ones are searched by groups, the last with a rest
-def test_a_top_law_holds_the_likeliest_and_all_mass(num_tokens: int) -> None:
+# the larger ones are searched by groups, the last with a rest
+@pytest.mark.parametrize("num_tokens", [300, 1280, 4001])
+def test_a_top_distribution_holds_the_likeliest_and_all_mass(num_tokens: int) -> None:
     logits = logits_of(0, num_tokens=num_tokens)
-    law = top_law(logits, k=10)
+    distribution = top_probs(logits, k=10)
     probs = logits.softmax(-1)
-    assert torch.equal(law.ids, probs.topk(10, dim=-1).indices)
-    torch.testing.assert_close(law.logprobs.exp(), probs.gather(-1, law.ids))
-    torch.testing.assert_close(law.logprobs.exp().sum(-1) + law.tail, torch.ones(20))
-    assert (law.tail > 0.01).any(), "the case must have a tail"
+    assert torch.equal(distribution.ids, probs.topk(10, dim=-1).indices)
+    torch.testing.assert_close(distribution.logprobs.exp(), probs.gather(-1, distribution.ids))
+    torch.testing.assert_close(
+        distribution.logprobs.exp().sum(-1) + distribution.tail, torch.ones(20)
+    )
+    assert (distribution.tail > 0.01).any(), "the case must have a tail"
 
 
 def test_a_small_vocabulary_is_kept_whole() -> None:
-    law = top_law(logits_of(1, num_tokens=7))
-    assert law.ids.shape == (20, 7)
-    assert law.tail.max() < 1e-6
+    distribution = top_probs(logits_of(1, num_tokens=7))
+    assert distribution.ids.shape == (20, 7)
+    assert distribution.tail.max() < 1e-6
 
 
 @pytest.mark.parametrize("k", [1, 10, 64])
 def test_overlap_bounds_hold_the_overlap(k: int) -> None:
     p, q = logits_of(2), logits_of(2) + 0.5 * logits_of(3)
-    low, high = top_overlap(top_law(p, k=k), q)
+    low, high = top_overlap(top_probs(p, k=k), q)
     exact = overlap(p, q)
     assert (low <= exact + 1e-6).all() and (exact <= high + 1e-6).all()
     assert (high - low).mean() < 1 - exact.mean() or k < 64
 
 
 @pytest.mark.parametrize("num_tokens", [300, 4001])
-def test_a_law_of_fewer_tokens_than_are_kept_is_kept_whole(num_tokens: int) -> None:
+def test_a_distribution_of_fewer_tokens_than_are_kept_is_kept_whole(num_tokens: int) -> None:
     logits = torch.full((1, num_tokens), -math.inf)
     logits[0, [0, 7, num_tokens - 1]] = torch.tensor([0.0, 2.0, 1.0])
-    law = top_law(logits, k=10)
-    assert law.ids[0, :3].tolist() == [7, num_tokens - 1, 0] and len(set(law.ids[0].tolist())) == 10
-    assert law.logprobs[0, 3:].isneginf().all() and float(law.tail) < 1e-6
+    distribution = top_probs(logits, k=10)
+    assert (
+        distribution.ids[0, :3].tolist() == [7, num_tokens - 1, 0]
+        and len(set(distribution.ids[0].tolist())) == 10
+    )
+    assert distribution.logprobs[0, 3:].isneginf().all() and float(distribution.tail) < 1e-6
 
 
-def test_overlap_bounds_meet_on_the_whole_law() -> None:
+def test_overlap_bounds_meet_on_the_whole_distribution() -> None:
     p, q = logits_of(4), logits_of(5)
     q[:, :50] = -math.inf
-    low, high = top_overlap(top_law(p, k=300), q)
+    low, high = top_overlap(top_probs(p, k=300), q)
     torch.testing.assert_close(low, overlap(p, q), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(high, low, rtol=1e-5, atol=1e-6)

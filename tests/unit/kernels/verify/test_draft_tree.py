@@ -20,12 +20,18 @@ def rows(*values: list[int]) -> torch.Tensor:
 
 
 def test_a_small_tree() -> None:
-    """Two children of the root; node 1 has two children, the first of which has one. The second row has two nodes."""
+    """Two children of the root; node 1 has two children, the first of which has one. The second row
+    has two nodes."""
     tree = DraftTree(
-        rows([5, 6, 7, 8, 9], [1, 2, 99, 99, 99]), rows([-1, -1, 1, 1, 2], [-1, 0, 99, 99, -99]), torch.tensor([5, 2])
+        rows([5, 6, 7, 8, 9], [1, 2, 99, 99, 99]),
+        rows([-1, -1, 1, 1, 2], [-1, 0, 99, 99, -99]),
+        torch.tensor([5, 2]),
     )
     assert depths(tree).tolist() == [[0, 0, 1, 1, 2], [0, 1, -1, -1, -1]]
-    assert ancestor_bits(tree).tolist() == [[0b11, 0b101, 0b1101, 0b10101, 0b101101], [0b11, 0b111, 0, 0, 0]]
+    assert ancestor_bits(tree).tolist() == [
+        [0b11, 0b101, 0b1101, 0b10101, 0b101101],
+        [0b11, 0b111, 0, 0, 0],
+    ]
     assert slot_prefixes(tree) == [[[], [5], [6], [6, 7], [6, 8], [6, 7, 9]], [[], [1], [1, 2]]]
     assert well_formed(tree).tolist() == [True, True]
 
@@ -34,23 +40,45 @@ def test_a_chain_is_a_tree() -> None:
     tree = chain_tree(torch.zeros(2, MAX_NODES, dtype=torch.int64), torch.tensor([MAX_NODES, 0]))
     assert depths(tree)[0].tolist() == list(range(MAX_NODES))
     assert ancestor_bits(tree)[0].tolist() == [2 ** (i + 2) - 1 for i in range(MAX_NODES)]
-    assert depths(tree)[1].unique().tolist() == [-1] and ancestor_bits(tree)[1].unique().tolist() == [0]
-    assert depths(chain_tree(torch.zeros(3, 0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))).shape == (3, 0)
+    assert depths(tree)[1].unique().tolist() == [-1] and ancestor_bits(tree)[
+        1
+    ].unique().tolist() == [0]
+    assert depths(
+        chain_tree(torch.zeros(3, 0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    ).shape == (3, 0)
 
 
 def test_broken_promises_are_named_by_row() -> None:
     tokens, good = torch.zeros(5, 3, dtype=torch.int64), [-1, 0, 0]
     parents = rows(good, [-1, 1, 0], [-2, 0, 0], good, good)
-    assert well_formed(DraftTree(tokens, parents, torch.tensor([3, 3, 3, 4, -1]))).tolist() == [True, False, False, False, False]
-    assert well_formed(DraftTree(tokens[1:2], parents[1:2], torch.tensor([1]))).tolist() == [True], "not read beyond its nodes"
-    wide = chain_tree(torch.zeros(1, MAX_NODES + 1, dtype=torch.int64), torch.tensor([MAX_NODES + 1]))
+    assert well_formed(DraftTree(tokens, parents, torch.tensor([3, 3, 3, 4, -1]))).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert well_formed(DraftTree(tokens[1:2], parents[1:2], torch.tensor([1]))).tolist() == [
+        True
+    ], "not read beyond its nodes"
+    wide = chain_tree(
+        torch.zeros(1, MAX_NODES + 1, dtype=torch.int64), torch.tensor([MAX_NODES + 1])
+    )
     assert well_formed(wide).tolist() == [False]
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, MAX_NODES).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))))
+@given(
+    st.integers(1, MAX_NODES).flatmap(
+        lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))
+    )
+)
 def test_depths_and_bits_follow_the_parents(parents: tuple[int, ...]) -> None:
-    tree = DraftTree(torch.zeros(1, len(parents), dtype=torch.int64), rows(list(parents)), torch.tensor([len(parents)]))
+    tree = DraftTree(
+        torch.zeros(1, len(parents), dtype=torch.int64),
+        rows(list(parents)),
+        torch.tensor([len(parents)]),
+    )
     deep: list[int] = []
     bits: list[int] = []
     for node, parent in enumerate(parents):

@@ -11,7 +11,9 @@ def test_drafts_are_kept_at_the_given_rates_whatever_they_are() -> None:
     lengths[::2] = 1
     p_logits = torch.zeros(int((lengths + 1).sum()), 5)
     drafts = torch.randint(5, (count, 4), generator=torch.Generator().manual_seed(0))
-    verdict = verify_synthetic(p_logits, drafts, lengths, None, torch.arange(count), torch.zeros(count).long(), rates=rates)
+    verdict = verify_synthetic(
+        p_logits, drafts, lengths, None, torch.arange(count), torch.zeros(count).long(), rates=rates
+    )
     deep = verdict.accepted[1::2]
     for position, rate in enumerate((0.9, 0.5, 0.5, 0.5)):  # the last rate goes on
         reached = (deep >= position).sum()

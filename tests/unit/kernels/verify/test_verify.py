@@ -1,4 +1,4 @@
-"""Chain verification: edge cases and laws, on the reference and on the Triton kernels."""
+"""Chain verification: edge cases and distributions, on the reference and on the Triton kernels."""
 
 from __future__ import annotations
 
@@ -43,13 +43,27 @@ def ids(*values: object) -> torch.Tensor:
 
 
 def test_draft_equal_to_target_is_always_kept(verify: Verify) -> None:
-    """The zero residual is then never needed; where rounding asks for it all the same, p answers."""
-    laws = torch.randn(3, 33, generator=torch.Generator().manual_seed(0))
+    """The zero residual is then never needed; where rounding asks for it all the same,
+    p answers."""
+    distributions = torch.randn(3, 33, generator=torch.Generator().manual_seed(0))
     seeds, positions = torch.arange(12), torch.arange(12)
-    drafts = torch.stack([sample(laws[i].expand(12, 33), seeds, positions + i, Purpose.DRAFT) for i in range(2)], dim=1)
-    verdict = verify(laws.repeat(12, 1), drafts, torch.full((12,), 2), laws[:2].expand(12, 2, 33), seeds, positions)
+    drafts = torch.stack(
+        [
+            sample(distributions[i].expand(12, 33), seeds, positions + i, Purpose.DRAFT)
+            for i in range(2)
+        ],
+        dim=1,
+    )
+    verdict = verify(
+        distributions.repeat(12, 1),
+        drafts,
+        torch.full((12,), 2),
+        distributions[:2].expand(12, 2, 33),
+        seeds,
+        positions,
+    )
     assert verdict.accepted.tolist() == [2] * 12
-    assert torch.equal(residual_logits(laws, laws), laws)
+    assert torch.equal(residual_logits(distributions, distributions), distributions)
 
 
 def test_tokens_without_mass_are_never_kept(verify: Verify) -> None:
@@ -68,8 +82,9 @@ def test_tokens_without_mass_are_never_kept(verify: Verify) -> None:
         assert (p_logits[first, verdict.tokens[:, 0]] > -math.inf).all()
 
 
-def test_broken_laws_are_survived(verify: Verify) -> None:
-    """A draft law of NaN or without mass keeps nothing and leaves p; NaN in p has no mass; p without any gives -1."""
+def test_broken_distributions_are_survived(verify: Verify) -> None:
+    """A draft distribution of NaN or without mass keeps nothing and leaves p; NaN in p has no mass;
+    p without any gives -1."""
     size = 19
     p = torch.randn(6, size, generator=torch.Generator().manual_seed(4))
     q = torch.randn(3, 1, size, generator=torch.Generator().manual_seed(5))
@@ -81,14 +96,25 @@ def test_broken_laws_are_survived(verify: Verify) -> None:
     assert verdict.tokens[2, 0] == 0, "all of row 4's mass is at token 0"
     assert (verdict.tokens[:2, 0] >= 0).all()
     p[4] = math.nan
-    assert verify(p, drafts, ids(1, 1, 1), q, ids(0, 1, 2), ids(0, 0, 0)).tokens[2].tolist() == [-1, -1]
+    assert verify(p, drafts, ids(1, 1, 1), q, ids(0, 1, 2), ids(0, 0, 0)).tokens[2].tolist() == [
+        -1,
+        -1,
+    ]
 
 
-def test_a_law_without_mass_emits_draws_of_p(verify: Verify) -> None:
+def test_a_distribution_without_mass_emits_draws_of_p(verify: Verify) -> None:
     p, size = torch.randn(2, 24, generator=torch.Generator().manual_seed(6)), 24
     broken = torch.full((1, 1, size), math.nan)
-    tokens = [verify(p, ids([5]), ids(1), broken, ids(seed), ids(0)).tokens[0, 0].item() for seed in range(20)]
-    drawn = sample(p[:1].expand(20, size), torch.arange(20), torch.zeros(20, dtype=torch.int64), Purpose.RESIDUAL)
+    tokens = [
+        verify(p, ids([5]), ids(1), broken, ids(seed), ids(0)).tokens[0, 0].item()
+        for seed in range(20)
+    ]
+    drawn = sample(
+        p[:1].expand(20, size),
+        torch.arange(20),
+        torch.zeros(20, dtype=torch.int64),
+        Purpose.RESIDUAL,
+    )
     assert tokens == drawn.tolist()
 
 
@@ -100,13 +126,23 @@ def test_placeholders_are_rejected(verify: Verify) -> None:
 
 
 def test_what_replaces_a_draft_that_was_never_drawn_is_a_draw_of_p(verify: Verify) -> None:
-    """A placeholder or a token without mass in q says nothing about q, so that q is not subtracted."""
+    """A placeholder or a token without mass in q says nothing about q, so that q is not
+    subtracted."""
     p, q = torch.randn(2, 24, generator=torch.Generator().manual_seed(18)), torch.zeros(1, 1, 24)
     q[0, 0, 5] = -math.inf
-    drawn = sample(p[:1].expand(5, 24), torch.arange(5), torch.zeros(5, dtype=torch.int64), Purpose.RESIDUAL)
+    drawn = sample(
+        p[:1].expand(5, 24), torch.arange(5), torch.zeros(5, dtype=torch.int64), Purpose.RESIDUAL
+    )
     for token in (-1, 5):
         drafts, everyone = torch.full((5, 1), token), torch.arange(5)
-        verdict = verify(p.repeat(5, 1), drafts, torch.ones_like(everyone), q.expand(5, 1, 24), everyone, 0 * everyone)
+        verdict = verify(
+            p.repeat(5, 1),
+            drafts,
+            torch.ones_like(everyone),
+            q.expand(5, 1, 24),
+            everyone,
+            0 * everyone,
+        )
         assert torch.equal(verdict.tokens[:, 0], drawn)
 
 
@@ -116,8 +152,8 @@ def test_one_hot_rows_stand_for_deterministic_ones(verify: Verify) -> None:
     one_hot_q = torch.full((4, 2, 40), -math.inf).scatter_(-1, drafts[..., None], 0.0)
     arguments = torch.full((4,), 2), None, torch.arange(4), torch.arange(4)
     without = verify(p, drafts, *arguments)
-    with_laws = verify(p, drafts, arguments[0], one_hot_q, *arguments[2:])
-    assert torch.equal(without.tokens, with_laws.tokens)
+    with_distributions = verify(p, drafts, arguments[0], one_hot_q, *arguments[2:])
+    assert torch.equal(without.tokens, with_distributions.tokens)
 
 
 def test_an_empty_batch_and_no_drafts(verify: Verify) -> None:
@@ -125,13 +161,17 @@ def test_an_empty_batch_and_no_drafts(verify: Verify) -> None:
     verdict = verify(torch.zeros(0, 9), nothing.view(0, 3), nothing, None, nothing, nothing)
     assert verdict.tokens.shape == (0, 4)
     p = torch.randn(3, 9, generator=torch.Generator().manual_seed(10))
-    verdict = verify(p, ids().view(1, 0).expand(3, 0), ids(0, 0, 0), None, ids(4, 5, 6), ids(7, 8, 9))
+    verdict = verify(
+        p, ids().view(1, 0).expand(3, 0), ids(0, 0, 0), None, ids(4, 5, 6), ids(7, 8, 9)
+    )
     assert torch.equal(verdict.tokens[:, 0], sample(p, ids(4, 5, 6), ids(7, 8, 9), Purpose.BONUS))
 
 
 @pytest.mark.parametrize("size", [2, 33, 130])
 @pytest.mark.parametrize("true_q", [True, False])
-def test_triton_decides_as_the_reference(size: int, true_q: bool, device: torch.device, poisoned_empty: None) -> None:
+def test_triton_decides_as_the_reference(
+    size: int, true_q: bool, device: torch.device, poisoned_empty: None
+) -> None:
     generator = torch.Generator().manual_seed(size)
     rows, depth = 12, 3
     lengths = torch.randint(0, depth + 1, (rows,), generator=generator)
@@ -140,7 +180,9 @@ def test_triton_decides_as_the_reference(size: int, true_q: bool, device: torch.
     p[p < -2.5], q[q < -2.5] = -math.inf, -math.inf
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     positions = torch.randint(0, 100_000, (rows,), generator=generator)
-    drafts = torch.stack([sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
+    drafts = torch.stack(
+        [sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1
+    )
     arguments = [t.to(device) for t in (p, drafts, lengths, q, seeds, positions)]
     arguments[3] = arguments[3] if true_q else None
     reference, ours = verify_chain_torch(*arguments), triton_small_blocks(*arguments)
@@ -161,12 +203,14 @@ def test_narrow_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype, 
     assert torch.equal(narrow.tokens, wide.tokens)
 
 
-def test_strided_laws(verify: Verify) -> None:
+def test_strided_distributions(verify: Verify) -> None:
     wide = torch.randn(6, 30, generator=torch.Generator().manual_seed(13))
     q = torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(14))
     arguments = ids([3, 4], [5, 6]), ids(2, 2)
     views = verify(wide[:, :17], *arguments, q[:, 1:3, :17], ids(1, 2), ids(3, 4))
-    copies = verify(wide[:, :17].contiguous(), *arguments, q[:, 1:3, :17].contiguous(), ids(1, 2), ids(3, 4))
+    copies = verify(
+        wide[:, :17].contiguous(), *arguments, q[:, 1:3, :17].contiguous(), ids(1, 2), ids(3, 4)
+    )
     assert torch.equal(views.tokens, copies.tokens)
 
 
@@ -181,9 +225,18 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     begin = 0
     for row in range(25):
         one, length = slice(row, row + 1), int(lengths[row])
-        law = p[begin : begin + length + 1]
-        alone = verify_chain(law, drafts[one], lengths[one], q[one], seeds[one], positions[one])
-        shorter = verify_chain(law, drafts[one, :length], lengths[one], q[one, :length], seeds[one], positions[one])
+        distribution = p[begin : begin + length + 1]
+        alone = verify_chain(
+            distribution, drafts[one], lengths[one], q[one], seeds[one], positions[one]
+        )
+        shorter = verify_chain(
+            distribution,
+            drafts[one, :length],
+            lengths[one],
+            q[one, :length],
+            seeds[one],
+            positions[one],
+        )
         assert torch.equal(alone.tokens[0], together.tokens[row])
         assert torch.equal(shorter.tokens[0], together.tokens[row, : length + 1])
         begin += length + 1
@@ -196,26 +249,34 @@ def test_invariants(impl: str, data: st.DataObject) -> None:
     """Length, prefix, mask, range and determinism, for any logits hypothesis can think of."""
     size, depth = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 3))
     rows = data.draw(st.integers(1, 3))
-    number = st.one_of(st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf]))
+    number = st.one_of(
+        st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf])
+    )
 
-    def law(*shape: int) -> torch.Tensor:
+    def distribution(*shape: int) -> torch.Tensor:
         count = math.prod(shape)
         return torch.tensor(data.draw(st.lists(number, min_size=count, max_size=count))).view(shape)
 
     lengths = ids(*(data.draw(st.integers(0, depth)) for _ in range(rows)))
-    p, q = law(int((lengths + 1).sum()), size), data.draw(st.one_of(st.none(), st.just(0)))
-    q = None if q is None else law(rows, depth, size)
-    drafts = ids(*(data.draw(st.integers(-1, size - 1)) for _ in range(rows * depth))).view(rows, depth)
+    p, q = distribution(int((lengths + 1).sum()), size), data.draw(st.one_of(st.none(), st.just(0)))
+    q = None if q is None else distribution(rows, depth, size)
+    drafts = ids(*(data.draw(st.integers(-1, size - 1)) for _ in range(rows * depth))).view(
+        rows, depth
+    )
     seeds = ids(*(data.draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(rows)))
     given = p, drafts, lengths, q, seeds, torch.arange(rows)
     arguments = [None if tensor is None else tensor.to(DEVICE) for tensor in given]
     verdict, again = (verify_chain(*arguments, impl=impl) for _ in range(2))
-    assert torch.equal(verdict.tokens, again.tokens) and torch.equal(verdict.accepted, again.accepted)
+    assert torch.equal(verdict.tokens, again.tokens) and torch.equal(
+        verdict.accepted, again.accepted
+    )
     first = 0
     for row in range(rows):
         kept, tokens = int(verdict.accepted[row]), verdict.tokens[row].tolist()
         assert 0 <= kept <= lengths[row]
-        assert tokens[:kept] == drafts[row, :kept].tolist() and all(token >= 0 for token in tokens[:kept])
+        assert tokens[:kept] == drafts[row, :kept].tolist() and all(
+            token >= 0 for token in tokens[:kept]
+        )
         assert tokens[kept + 1 :] == [-1] * (depth - kept)
         for place in range(kept + 1):
             mass = torch.nan_to_num(p[first + place], nan=-math.inf, posinf=1.0, neginf=-math.inf)
@@ -229,7 +290,10 @@ def test_invariants(impl: str, data: st.DataObject) -> None:
 def test_accept_decision_is_the_uniform_against_the_ratio() -> None:
     rows, size = 500, 7
     generator = torch.Generator().manual_seed(16)
-    p, q = torch.randn(2 * rows, size, generator=generator), torch.randn(rows, 1, size, generator=generator)
+    p, q = (
+        torch.randn(2 * rows, size, generator=generator),
+        torch.randn(rows, 1, size, generator=generator),
+    )
     seeds, positions = torch.arange(rows), torch.arange(rows) + 3
     drafts = sample(q[:, 0], seeds, positions, Purpose.DRAFT)[:, None]
     verdict = verify_chain(p, drafts, torch.ones(rows, dtype=torch.int64), q, seeds, positions)
@@ -242,21 +306,33 @@ def test_accept_decision_is_the_uniform_against_the_ratio() -> None:
 
 
 @pytest.mark.parametrize("drawn_with, fits", [(Purpose.DRAFT, True), (Purpose.RESIDUAL, False)])
-def test_a_draft_opposed_to_the_target_leaves_its_law(drawn_with: Purpose, fits: bool) -> None:
-    """q = softmax(-target logits), 16 tokens, 200,000 rounds: the setting in which vLLM's shared noise stream came to light."""
+def test_a_draft_opposed_to_the_target_leaves_its_distribution(
+    drawn_with: Purpose, fits: bool
+) -> None:
+    """q = softmax(-target logits), 16 tokens, 200,000 rounds: the setting in which vLLM's shared
+    noise stream came to light."""
     rows, size = 200_000, 16
     target = torch.randn(2, size, generator=torch.Generator().manual_seed(17))
     seeds, positions = torch.arange(rows), torch.full((rows,), 5)
     q = -target[:1].expand(rows, size)
     drafts = sample(q, seeds, positions, drawn_with)[:, None]
-    verdict = verify_chain(target.repeat(rows, 1), drafts, torch.ones(rows, dtype=torch.int64), q[:, None], seeds, positions)
+    verdict = verify_chain(
+        target.repeat(rows, 1),
+        drafts,
+        torch.ones(rows, dtype=torch.int64),
+        q[:, None],
+        seeds,
+        positions,
+    )
     first = g_test(torch.bincount(verdict.tokens[:, 0], minlength=size), target[0].softmax(-1))
     assert (first.p_value > 1e-6) == fits
     kept = verdict.tokens[verdict.accepted == 1, 1]
     assert g_test(torch.bincount(kept, minlength=size), target[1].softmax(-1)).p_value > 1e-6
     alpha = torch.minimum(target[0].softmax(-1), (-target[0]).softmax(-1)).sum().item()
     if fits:
-        assert abs(verdict.accepted.float().mean().item() - alpha) < 5 * math.sqrt(alpha * (1 - alpha) / rows)
+        assert abs(verdict.accepted.float().mean().item() - alpha) < 5 * math.sqrt(
+            alpha * (1 - alpha) / rows
+        )
 
 
 def test_an_impossible_implementation_raises() -> None:

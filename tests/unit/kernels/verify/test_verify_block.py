@@ -1,4 +1,5 @@
-"""Block verification: exact laws by enumeration, joint laws over whole generations, edge cases; on reference and Triton."""
+"""Block verification: exact distributions by enumeration, joint distributions over whole
+generations, edge cases; on reference and Triton."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.block import block_law, verify_block, verify_block_torch
+from draftsmith.kernels.verify.block import block_distribution, verify_block, verify_block_torch
 from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
-from draftsmith.kernels.verify.residual import log_law, residual_law
+from draftsmith.kernels.verify.residual import log_distribution, residual_distribution
 from draftsmith.kernels.verify.verdict import Verdict
 
 Verify = Callable[..., Verdict]
@@ -36,7 +37,9 @@ def verify(request: pytest.FixtureRequest, device: torch.device, poisoned_empty:
     chosen = verify_block_torch if request.param == "torch" else triton_small_blocks
 
     def on_device(*arguments: torch.Tensor) -> Verdict:
-        return Verdict(*(tensor.cpu() for tensor in chosen(*(argument.to(device) for argument in arguments))))
+        return Verdict(
+            *(tensor.cpu() for tensor in chosen(*(argument.to(device) for argument in arguments)))
+        )
 
     return on_device
 
@@ -50,35 +53,45 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 class Round(NamedTuple):
-    law: torch.Tensor  # [V] * (K + 1), of the round's tokens, filled up by the target
+    distribution: torch.Tensor  # [V] * (K + 1), of the round's tokens, filled up by the target
     accepted: float  # expected
 
 
-def target_law(p: torch.Tensor, depth: int) -> torch.Tensor:
-    """The joint law of `depth` + 1 tokens of a Markov target p [V + 1, V], whose last row is the start."""
-    law, size = p[-1], p.shape[1]
+def target_distribution(p: torch.Tensor, depth: int) -> torch.Tensor:
+    """The joint distribution of `depth` + 1 tokens of a Markov target p [V + 1, V], whose last row
+    is the start."""
+    distribution, size = p[-1], p.shape[1]
     for _ in range(depth):
-        law = law[..., None] * p[:size]
-    return law
+        distribution = distribution[..., None] * p[:size]
+    return distribution
 
 
 def enumerate_round(p: torch.Tensor, q: torch.Tensor, depth: int, *, block: bool = True) -> Round:
-    """One round's law over all drafted paths, from the module's own reaches and stops; a chain's with `block` False."""
+    """One round's distribution over all drafted paths, from the module's own reaches and stops; a
+    chain's with `block` False."""
     size = p.shape[1]
     paths = torch.tensor(list(itertools.product(range(size), repeat=depth)))
     states = torch.nn.functional.pad(paths, (1, 0), value=size)
     log_p, log_q = p.log()[states], q.log()[states[:, :depth]]
-    law = block_law(log_p, log_q, paths, torch.full((len(paths),), depth))
+    distribution = block_distribution(log_p, log_q, paths, torch.full((len(paths),), depth))
     drafted = log_q.gather(-1, paths[..., None]).sum(dim=1)[:, 0].exp()
     if block:
-        stop = torch.cat([torch.ones(len(paths), 1), law.stop[:, 1:]], dim=1)
-        chances = stop * torch.nn.functional.pad((1 - stop).flip(1).cumprod(1).flip(1)[:, 1:], (0, 1), value=1.0)
-        reach = law.log_reach
+        stop = torch.cat([torch.ones(len(paths), 1), distribution.stop[:, 1:]], dim=1)
+        chances = stop * torch.nn.functional.pad(
+            (1 - stop).flip(1).cumprod(1).flip(1)[:, 1:], (0, 1), value=1.0
+        )
+        reach = distribution.log_reach
     else:
-        ratio = (log_p[:, :depth] - log_q).gather(-1, paths[..., None])[..., 0].exp().clamp(max=1).cumprod(1)
+        ratio = (
+            (log_p[:, :depth] - log_q)
+            .gather(-1, paths[..., None])[..., 0]
+            .exp()
+            .clamp(max=1)
+            .cumprod(1)
+        )
         kept = torch.nn.functional.pad(ratio, (1, 0), value=1.0)
         chances = kept - torch.nn.functional.pad(kept[:, 1:], (0, 1))
-        reach = torch.zeros_like(law.log_reach)
+        reach = torch.zeros_like(distribution.log_reach)
     total = torch.zeros((size,) * (depth + 1), dtype=p.dtype)
     for row, path in enumerate(paths.tolist()):
         for kept in range(depth + 1):
@@ -87,7 +100,9 @@ def enumerate_round(p: torch.Tensor, q: torch.Tensor, depth: int, *, block: bool
                 continue
             ends = log_p[row, kept]
             if kept < depth:
-                ends = log_law(residual_law(log_p[row, kept] + reach[row, kept], log_q[row, kept]))
+                ends = log_distribution(
+                    residual_distribution(log_p[row, kept] + reach[row, kept], log_q[row, kept])
+                )
             following = ends.exp()
             for _ in range(depth - kept):
                 following = following[..., None] * p[:size]
@@ -97,42 +112,51 @@ def enumerate_round(p: torch.Tensor, q: torch.Tensor, depth: int, *, block: bool
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_joint_law_is_the_targets(seed: int, depth: int) -> None:
+def test_the_joint_distribution_is_the_targets(seed: int, depth: int) -> None:
     p, q = (normal(2 * seed + i, 4, 3, scale=1.5).double().softmax(-1) for i in range(2))
-    exact = target_law(p, depth)
+    exact = target_distribution(p, depth)
     by_block, by_chain = enumerate_round(p, q, depth), enumerate_round(p, q, depth, block=False)
-    assert (by_block.law - exact).abs().max() < 1e-12 and (by_chain.law - exact).abs().max() < 1e-12
+    assert (by_block.distribution - exact).abs().max() < 1e-12 and (
+        by_chain.distribution - exact
+    ).abs().max() < 1e-12
     if depth == 1:
-        assert by_block.accepted == pytest.approx(by_chain.accepted, abs=1e-12), "one draft is a chain"
+        assert by_block.accepted == pytest.approx(by_chain.accepted, abs=1e-12), (
+            "one draft is a chain"
+        )
     else:
         assert by_block.accepted > by_chain.accepted + 1e-4, "more drafts are kept more often"
 
 
-def test_laws_with_holes() -> None:
+def test_distributions_with_holes() -> None:
     p, q = (normal(seed, 5, 4, scale=1.5).double().softmax(-1) for seed in (7, 8))
     p[:, 0], q[:, 1], q[2] = 0, 0, p[2]
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    assert (enumerate_round(p, q, 3).law - target_law(p, 3)).abs().max() < 1e-12
+    assert (enumerate_round(p, q, 3).distribution - target_distribution(p, 3)).abs().max() < 1e-12
 
 
 def test_deterministic_drafts_come_to_a_chain() -> None:
-    """One-hot laws: the chance that at least i drafts stand is p(x_1) ... p(x_i)."""
+    """One-hot distributions: the chance that at least i drafts stand is p(x_1) ... p(x_i)."""
     p = normal(9, 4, 6).double().softmax(-1)
     drafts = ids([2, 5, 1])
-    one_hot = torch.full((1, 3, 6), -math.inf, dtype=torch.float64).scatter_(-1, drafts[..., None], 0.0)
-    stop = block_law(p.log()[None], one_hot, drafts, ids(3)).stop[0]
+    one_hot = torch.full((1, 3, 6), -math.inf, dtype=torch.float64).scatter_(
+        -1, drafts[..., None], 0.0
+    )
+    stop = block_distribution(p.log()[None], one_hot, drafts, ids(3)).stop[0]
     stands = 1 - torch.stack([(1 - stop[i:]).prod() for i in range(1, 4)])
     expected = p[:3].gather(-1, drafts.T)[:, 0].cumprod(0)
     torch.testing.assert_close(stands, expected, rtol=1e-12, atol=0)
 
 
 def generations(p: torch.Tensor, q: torch.Tensor, rows: int, *, fresh: bool) -> torch.Tensor:
-    """Four tokens [rows, 4] of a Markov pair by rounds of three drafts; `fresh` noise is the round's, else the request's."""
+    """Four tokens [rows, 4] of a Markov pair by rounds of three drafts; `fresh` noise is the
+    round's, else the request's."""
     size = p.shape[1]
     seeds = torch.arange(rows)
     tokens, counts = torch.full((rows, 9), size), torch.zeros(rows, dtype=torch.int64)
     while bool((counts < 4).any()):
-        state = torch.where(counts > 0, tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0], size)
+        state = torch.where(
+            counts > 0, tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0], size
+        )
         noise = round_seeds(seeds, counts) if fresh else seeds
         states, drafts = [state], []
         for step in range(3):
@@ -140,7 +164,12 @@ def generations(p: torch.Tensor, q: torch.Tensor, rows: int, *, fresh: bool) -> 
             states.append(drafts[-1])
         visited = torch.stack(states, dim=1)
         verdict = verify_block(
-            p[visited.flatten()], torch.stack(drafts, dim=1), torch.full((rows,), 3), q[visited[:, :3]], seeds, counts
+            p[visited.flatten()],
+            torch.stack(drafts, dim=1),
+            torch.full((rows,), 3),
+            q[visited[:, :3]],
+            seeds,
+            counts,
         )
         running = (counts < 4).nonzero()[:, 0]
         places = counts[running, None] + torch.arange(4)
@@ -154,11 +183,15 @@ def generations(p: torch.Tensor, q: torch.Tensor, rows: int, *, fresh: bool) -> 
 
 @pytest.mark.parametrize("fresh", [True, False])
 def test_rounds_need_noise_of_their_own(fresh: bool) -> None:
-    """With the request's own noise, what a block has rejected after looking at it would be drafted again."""
+    """With the request's own noise, what a block has rejected after looking at it would be drafted
+    again."""
     p, q = normal(10, 5, 4, scale=1.5), normal(11, 5, 4, scale=1.5)
     tokens = generations(p, q, 60_000, fresh=fresh)
     cells = (tokens * torch.tensor([64, 16, 4, 1])).sum(dim=1)
-    fit = g_test(torch.bincount(cells, minlength=256), target_law(p.double().softmax(-1), 3).flatten())
+    fit = g_test(
+        torch.bincount(cells, minlength=256),
+        target_distribution(p.double().softmax(-1), 3).flatten(),
+    )
     assert (fit.p_value > FALSE_ALARM) == fresh
 
 
@@ -178,17 +211,23 @@ def random_rounds(seed: int, rows: int, depth: int, size: int) -> tuple[torch.Te
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     positions = torch.randint(0, 100_000, (rows,), generator=generator)
     noise = round_seeds(seeds, positions)
-    drafts = torch.stack([sample(q[:, i], noise, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
+    drafts = torch.stack(
+        [sample(q[:, i], noise, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1
+    )
     return p, drafts, lengths, q, seeds, positions
 
 
 @pytest.mark.parametrize("size", [5, 49])
-def test_triton_decides_as_the_reference(size: int, device: torch.device, poisoned_empty: None) -> None:
+def test_triton_decides_as_the_reference(
+    size: int, device: torch.device, poisoned_empty: None
+) -> None:
     arguments = [tensor.to(device) for tensor in random_rounds(size, 8, 3, size)]
     arguments[1][3, 1] = -1
     reference, ours = verify_block_torch(*arguments), triton_small_blocks(*arguments)
     # The seeds are such that no draw lies within rounding of its threshold.
-    assert torch.equal(ours.accepted, reference.accepted) and torch.equal(ours.tokens, reference.tokens)
+    assert torch.equal(ours.accepted, reference.accepted) and torch.equal(
+        ours.tokens, reference.tokens
+    )
     assert (reference.accepted > 1).any() and (reference.accepted < arguments[2]).any()
 
 
@@ -198,7 +237,9 @@ class Plain(NamedTuple):
     by_chain: int  # the last token, had it been drawn from a chain's residual, max(p - q, 0)
 
 
-def read_plainly(p: torch.Tensor, q: torch.Tensor, drafts: list[int], seed: int, position: int) -> Plain:
+def read_plainly(
+    p: torch.Tensor, q: torch.Tensor, drafts: list[int], seed: int, position: int
+) -> Plain:
     """One row as the module's first lines put it; p [k + 1, V] and q [k, V] are probabilities."""
     reach, reaches, stands = 1.0, [1.0], []
     for depth, token in enumerate(drafts, start=1):
@@ -208,43 +249,67 @@ def read_plainly(p: torch.Tensor, q: torch.Tensor, drafts: list[int], seed: int,
         if depth < len(drafts):
             mass = float((reach * p[depth] - q[depth]).clamp(min=0).sum())
             chance = mass / (mass + 1 - reach) if mass > 0 else 0.0
-        stands.append(float(uniform(ids(seed), ids(position), Purpose.ACCEPT, ids(depth - 1))) < chance)
+        stands.append(
+            float(uniform(ids(seed), ids(position), Purpose.ACCEPT, ids(depth - 1))) < chance
+        )
     kept = max((depth for depth, stood in enumerate(stands, start=1) if stood), default=0)
     rest, chains = p[kept], p[kept]
     if kept < len(drafts):
         rest, chains = ((scale * p[kept] - q[kept]).clamp(min=0) for scale in (reaches[kept], 1.0))
     purpose = Purpose.BONUS if kept == len(drafts) else Purpose.RESIDUAL
-    last, by_chain = (int(sample(law.log()[None], ids(seed), ids(position + kept), purpose)) for law in (rest, chains))
+    last, by_chain = (
+        int(sample(distribution.log()[None], ids(seed), ids(position + kept), purpose))
+        for distribution in (rest, chains)
+    )
     return Plain([*drafts[:kept], last], stands, by_chain)
 
 
 def test_blocks_are_read_as_their_definition(verify: Verify) -> None:
-    """Blocks of four, of which some stand after tests in their middle have failed and some end with reach below 1."""
+    """Blocks of four, of which some stand after tests in their middle have failed and some end with
+    reach below 1."""
     depth, size, rows = 4, 6, 600
     generator = torch.Generator().manual_seed(30)
     p = torch.randn(rows, depth + 1, size, generator=generator)
     q = 0.5 * p[:, :depth] + torch.randn(rows, depth, size, generator=generator)
     seeds, positions = torch.arange(rows) * 17, torch.arange(rows)
     noise = round_seeds(seeds, positions)
-    drafts = torch.stack([sample(q[:, i], noise, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1)
-    laws = p.double().softmax(-1), q.double().softmax(-1)
+    drafts = torch.stack(
+        [sample(q[:, i], noise, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1
+    )
+    distributions = p.double().softmax(-1), q.double().softmax(-1)
     plain = [
-        read_plainly(*(law[row] for law in laws), drafts[row].tolist(), int(seeds[row]), int(positions[row]))
+        read_plainly(
+            *(distribution[row] for distribution in distributions),
+            drafts[row].tolist(),
+            int(seeds[row]),
+            int(positions[row]),
+        )
         for row in range(rows)
     ]
-    middles = [row for row, (tokens, stood, _) in enumerate(plain) if len(tokens) > 2 and not all(stood[: len(tokens) - 1])]
+    middles = [
+        row
+        for row, (tokens, stood, _) in enumerate(plain)
+        if len(tokens) > 2 and not all(stood[: len(tokens) - 1])
+    ]
     scaled = [row for row, (tokens, _, by_chain) in enumerate(plain) if tokens[-1] != by_chain]
     chosen = torch.tensor([*middles[:6], *scaled[:6], *range(4)])
     assert len(chosen) == 16
     full = torch.full((16,), depth)
-    verdict = verify(p[chosen].flatten(0, 1), drafts[chosen], full, q[chosen], seeds[chosen], positions[chosen])
-    expected = [plain[row].tokens + [-1] * (depth + 1 - len(plain[row].tokens)) for row in chosen.tolist()]
+    verdict = verify(
+        p[chosen].flatten(0, 1), drafts[chosen], full, q[chosen], seeds[chosen], positions[chosen]
+    )
+    expected = [
+        plain[row].tokens + [-1] * (depth + 1 - len(plain[row].tokens)) for row in chosen.tolist()
+    ]
     assert verdict.tokens.tolist() == expected
 
 
 def test_one_draft_or_deterministic_ones_are_a_chain(verify: Verify) -> None:
     p, drafts, lengths, q, seeds, positions = random_rounds(20, 6, 1, 40)
-    block, chain = verify(p, drafts, lengths, q, seeds, positions), verify_chain_torch(p, drafts, lengths, q, seeds, positions)
+    block, chain = (
+        verify(p, drafts, lengths, q, seeds, positions),
+        verify_chain_torch(p, drafts, lengths, q, seeds, positions),
+    )
     assert torch.equal(block.tokens, chain.tokens)
     p, drafts, lengths, _, seeds, positions = random_rounds(21, 12, 3, 40)
     assert torch.equal(
@@ -254,15 +319,29 @@ def test_one_draft_or_deterministic_ones_are_a_chain(verify: Verify) -> None:
 
 
 def test_a_draft_equal_to_the_target_stands_whole(verify: Verify) -> None:
-    laws = normal(22, 4, 33)
+    distributions = normal(22, 4, 33)
     seeds, positions = torch.arange(5), torch.arange(5)
-    drafts = torch.stack([sample(laws[i].expand(5, 33), seeds, positions + i, Purpose.DRAFT) for i in range(3)], dim=1)
-    verdict = verify(laws.repeat(5, 1), drafts, torch.full((5,), 3), laws[:3].expand(5, 3, 33), seeds, positions)
+    drafts = torch.stack(
+        [
+            sample(distributions[i].expand(5, 33), seeds, positions + i, Purpose.DRAFT)
+            for i in range(3)
+        ],
+        dim=1,
+    )
+    verdict = verify(
+        distributions.repeat(5, 1),
+        drafts,
+        torch.full((5,), 3),
+        distributions[:3].expand(5, 3, 33),
+        seeds,
+        positions,
+    )
     assert verdict.accepted.tolist() == [3] * 5
 
 
-def test_a_token_that_its_law_could_not_have_drawn_ends_the_block(verify: Verify) -> None:
-    """A placeholder, a law without mass, one of NaN and one that excludes the token: what follows is a draw of p."""
+def test_a_token_that_its_distribution_could_not_have_drawn_ends_the_block(verify: Verify) -> None:
+    """A placeholder, a distribution without mass, one of NaN and one that excludes the token: what
+    follows is a draw of p."""
     size, rows = 21, 4
     p = normal(23, 3, size).repeat(rows, 1)
     q = p.view(rows, 3, size)[:, :2].clone()
@@ -271,7 +350,10 @@ def test_a_token_that_its_law_could_not_have_drawn_ends_the_block(verify: Verify
     seeds, positions = torch.full((rows,), 9), torch.full((rows,), 30)
     verdict = verify(p, drafts, torch.full((rows,), 2), q, seeds, positions)
     drawn = sample(p[1:2], seeds[:1], positions[:1] + 1, Purpose.RESIDUAL).item()
-    assert verdict.accepted.tolist() == [1] * rows and verdict.tokens.tolist() == [[4, drawn, -1]] * rows
+    assert (
+        verdict.accepted.tolist() == [1] * rows
+        and verdict.tokens.tolist() == [[4, drawn, -1]] * rows
+    )
 
 
 def test_broken_targets_are_survived(verify: Verify) -> None:
@@ -279,7 +361,10 @@ def test_broken_targets_are_survived(verify: Verify) -> None:
     p[0:2], p[2, 1:], p[4, 3] = math.nan, math.nan, -math.inf
     verdict = verify(p, ids([3], [3], [3]), ids(1, 1, 1), q, ids(0, 1, 2), ids(0, 0, 0))
     assert verdict.accepted.tolist() == [0, 0, 0]
-    assert verdict.tokens[:2].tolist() == [[-1, -1], [0, -1]] and verdict.tokens[2, 0] not in (-1, 3)
+    assert verdict.tokens[:2].tolist() == [[-1, -1], [0, -1]] and verdict.tokens[2, 0] not in (
+        -1,
+        3,
+    )
 
 
 def test_rows_without_drafts_among_others(verify: Verify) -> None:
@@ -287,21 +372,34 @@ def test_rows_without_drafts_among_others(verify: Verify) -> None:
     lengths = ids(0, 2, 0, 1)
     p = normal(27, 7, 40)
     verdict = verify(p, drafts, lengths, q, seeds, positions)
-    assert (verdict.tokens.ge(0).sum(1) == verdict.accepted + 1).all() and (verdict.accepted <= lengths).all()
+    assert (verdict.tokens.ge(0).sum(1) == verdict.accepted + 1).all() and (
+        verdict.accepted <= lengths
+    ).all()
     assert verdict.tokens[0, 0] == sample(p[:1], seeds[:1], positions[:1], Purpose.BONUS)
     nothing = ids()
-    assert verify(torch.zeros(0, 9), nothing.view(0, 3), nothing, torch.zeros(0, 3, 9), nothing, nothing).tokens.shape == (0, 4)
+    assert verify(
+        torch.zeros(0, 9), nothing.view(0, 3), nothing, torch.zeros(0, 3, 9), nothing, nothing
+    ).tokens.shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)])
-def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)]
+)
+def test_narrow_and_strided_logits_are_read_as_they_are(
+    verify: Verify, dtype: torch.dtype, size: int
+) -> None:
     p, drafts, lengths, q, seeds, positions = random_rounds(28, 3, 2, size)
     p, q = p.to(dtype), q.to(dtype)
-    wide_p, wide_q = torch.zeros(len(p), size + 15, dtype=dtype), torch.zeros(3, 4, size + 15, dtype=dtype)
+    wide_p, wide_q = (
+        torch.zeros(len(p), size + 15, dtype=dtype),
+        torch.zeros(3, 4, size + 15, dtype=dtype),
+    )
     own = slice(3, size + 3)
     wide_p[:, own], wide_q[:, 1:3, own] = p, q
     narrow = verify(wide_p[:, own], drafts, lengths, wide_q[:, 1:3, own], seeds, positions)
-    assert torch.equal(narrow.tokens, verify(p.float(), drafts, lengths, q.float(), seeds, positions).tokens)
+    assert torch.equal(
+        narrow.tokens, verify(p.float(), drafts, lengths, q.float(), seeds, positions).tokens
+    )
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -310,8 +408,15 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     begin = 0
     for row in range(25):
         one, length = slice(row, row + 1), int(lengths[row])
-        law = p[begin : begin + length + 1]
-        shorter = verify_block(law, drafts[one, :length], lengths[one], q[one, :length], seeds[one], positions[one])
+        distribution = p[begin : begin + length + 1]
+        shorter = verify_block(
+            distribution,
+            drafts[one, :length],
+            lengths[one],
+            q[one, :length],
+            seeds[one],
+            positions[one],
+        )
         assert torch.equal(shorter.tokens[0], together.tokens[row, : length + 1])
         begin += length + 1
 
@@ -321,20 +426,32 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 @given(data=st.data())
 def test_invariants(impl: str, data: st.DataObject) -> None:
     """Length, prefix, mask, range and determinism, for any logits hypothesis can think of."""
-    size, depth, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
-    number = st.one_of(st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf]))
+    size, depth, rows = (
+        data.draw(st.integers(1, 9)),
+        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(1, 3)),
+    )
+    number = st.one_of(
+        st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf])
+    )
 
-    def law(*shape: int) -> torch.Tensor:
+    def distribution(*shape: int) -> torch.Tensor:
         count = math.prod(shape)
-        return torch.tensor(data.draw(st.lists(number, min_size=count, max_size=count)), dtype=torch.float32).view(shape)
+        return torch.tensor(
+            data.draw(st.lists(number, min_size=count, max_size=count)), dtype=torch.float32
+        ).view(shape)
 
     lengths = ids(*(data.draw(st.integers(0, depth)) for _ in range(rows)))
-    p, q = law(int((lengths + 1).sum()), size), law(rows, depth, size)
-    drafts = ids(*(data.draw(st.integers(-1, size - 1)) for _ in range(rows * depth))).view(rows, depth)
+    p, q = distribution(int((lengths + 1).sum()), size), distribution(rows, depth, size)
+    drafts = ids(*(data.draw(st.integers(-1, size - 1)) for _ in range(rows * depth))).view(
+        rows, depth
+    )
     seeds = ids(*(data.draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(rows)))
     arguments = [tensor.to(DEVICE) for tensor in (p, drafts, lengths, q, seeds, torch.arange(rows))]
     verdict, again = (verify_block(*arguments, impl=impl) for _ in range(2))
-    assert torch.equal(verdict.tokens, again.tokens) and torch.equal(verdict.accepted, again.accepted)
+    assert torch.equal(verdict.tokens, again.tokens) and torch.equal(
+        verdict.accepted, again.accepted
+    )
     first = 0
     for row in range(rows):
         kept, tokens = int(verdict.accepted[row]), verdict.tokens[row].tolist()

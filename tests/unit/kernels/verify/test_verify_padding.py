@@ -1,4 +1,5 @@
-"""What lies beyond a row's length is not read: neither token ids nor parents nor laws there change anything or end the round."""
+"""What lies beyond a row's length is not read: neither token ids nor parents nor distributions
+there change anything or end the round."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def make_round() -> Round:
     p = torch.randn(ROWS, DEPTH + 1, SIZE, generator=generator)
     q = 0.9 * p[:, :-1] + 0.3 * torch.randn(ROWS, DEPTH, SIZE, generator=generator)
     seeds, positions = torch.arange(ROWS) * 7, torch.arange(ROWS)
-    drafts = [sample_without_replacement(q[:, i], seeds, positions + i, Purpose.DRAFT, 1) for i in range(DEPTH)]
+    drafts = [
+        sample_without_replacement(q[:, i], seeds, positions + i, Purpose.DRAFT, 1)
+        for i in range(DEPTH)
+    ]
     rows = p[torch.arange(DEPTH + 1) <= lengths[:, None]]
     return Round(rows, torch.cat(drafts, dim=1), lengths, q, seeds, positions)
 
@@ -47,15 +51,20 @@ def poisoned(given: Round, token: int) -> Round:
     return given._replace(drafts=drafts, q=torch.where(given.beyond[..., None], math.nan, given.q))
 
 
-def tokens_of(way: str, given: Round, impl: str, device: torch.device, junk: int) -> list[list[int]]:
-    """`junk` takes the place of a tree's parents and of the rows of its laws beyond the lengths."""
+def tokens_of(
+    way: str, given: Round, impl: str, device: torch.device, junk: int
+) -> list[list[int]]:
+    """`junk` takes the place of a tree's parents and of the rows of its distributions beyond the
+    lengths."""
     p, drafts, lengths, q, seeds, positions = (tensor.to(device) for tensor in given)
     told = None if way.endswith("without q") else q
     if way.startswith("tree"):
         parents = (torch.arange(DEPTH) - 1).expand(ROWS, -1)
-        laws = torch.arange(ROWS * DEPTH).view(ROWS, DEPTH)
+        distributions = torch.arange(ROWS * DEPTH).view(ROWS, DEPTH)
         tree = DraftTree(drafts, torch.where(given.beyond, junk, parents).to(device), lengths)
-        q_rows = torch.nn.functional.pad(torch.where(given.beyond, junk, laws), (0, 1), value=junk).to(device)
+        q_rows = torch.nn.functional.pad(
+            torch.where(given.beyond, junk, distributions), (0, 1), value=junk
+        ).to(device)
         none = (None, None) if told is None else (q.flatten(0, 1), q_rows)
         return verify_tree(p, tree, *none, seeds, positions, impl=impl).tokens.tolist()
     verify = verify_block if way.startswith("block") else verify_chain
@@ -64,7 +73,9 @@ def tokens_of(way: str, given: Round, impl: str, device: torch.device, junk: int
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("way", ["chain", "chain without q", "block", "tree", "tree without q"])
-def test_nothing_beyond_the_lengths_is_read(way: str, impl: str, device: torch.device, poisoned_empty: None) -> None:
+def test_nothing_beyond_the_lengths_is_read(
+    way: str, impl: str, device: torch.device, poisoned_empty: None
+) -> None:
     given = make_round()
     clean = tokens_of(way, given, impl, device, junk=-1)
     for token in (2**62, -(10**6)):

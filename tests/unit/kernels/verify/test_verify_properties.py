@@ -1,4 +1,5 @@
-"""Every way to verify: Triton is the reference wherever rounding does not decide, and rows know nothing of each other."""
+"""Every way to verify: Triton is the reference wherever rounding does not decide, and rows know
+nothing of each other."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothe
 
 
 class Round(NamedTuple):
-    """Trees in which every node may have children, and chains of `DEPTH`, both over the same tables."""
+    """Trees in which every node may have children, and chains of `DEPTH`, both over the same
+    tables."""
 
     p: torch.Tensor  # [B, S, V]
     tree: DraftTree
@@ -50,13 +52,18 @@ def draw_round(seed: int, rows: int, size: int, scale: float) -> Round:
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     positions = torch.randint(0, 100_000, (rows,), generator=generator)
     lengths = torch.randint(0, NODES + 1, (rows,), generator=generator)
-    parents = [torch.randint(-1, node if node > 1 else 0, (rows,), generator=generator) for node in range(NODES)]
+    parents = [
+        torch.randint(-1, node if node > 1 else 0, (rows,), generator=generator)
+        for node in range(NODES)
+    ]
     tree = DraftTree(torch.full((rows, NODES), -1), torch.stack(parents, dim=1), lengths)
     for row in range(rows):
         for slot in range(NODES):
             children = (tree.parents[row] + 1 == slot).nonzero()[:, 0]
             noise = seeds[row, None] + slot, positions[row, None]
-            drawn = sample_without_replacement(q[row, slot, None], *noise, Purpose.DRAFT, len(children))
+            drawn = sample_without_replacement(
+                q[row, slot, None], *noise, Purpose.DRAFT, len(children)
+            )
             tree.tokens[row, children] = drawn[0]
     chain = [sample(q[:, depth], seeds + depth, positions, Purpose.DRAFT) for depth in range(DEPTH)]
     return Round(p, tree, torch.stack(chain, dim=1), q, seeds, positions)
@@ -66,7 +73,9 @@ def ragged(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return rows[torch.arange(rows.shape[1], device=rows.device) <= lengths[:, None]]
 
 
-def outcome(way: str, given: Round, impl: str = "torch", *, factor: float | None = None) -> torch.Tensor:
+def outcome(
+    way: str, given: Round, impl: str = "torch", *, factor: float | None = None
+) -> torch.Tensor:
     """[B, ...] tokens; with a `factor`, of the logits times it in float64."""
     p, q = given.p, given.q
     if factor is not None:
@@ -80,21 +89,32 @@ def outcome(way: str, given: Round, impl: str = "torch", *, factor: float | None
         return verify(*arguments, impl=impl).tokens.cpu()
     if way == "chain of nodes":
         tree = chain_tree(chain, lengths)
-    laws = torch.arange(q.shape[0] * q.shape[1], device=DEVICE).view(q.shape[:2])[:, : tree.tokens.shape[1] + 1]
-    told = (None, None) if way == "deterministic tree" else (q.flatten(0, 1), laws)
+    distributions = torch.arange(q.shape[0] * q.shape[1], device=DEVICE).view(q.shape[:2])[
+        :, : tree.tokens.shape[1] + 1
+    ]
+    told = (None, None) if way == "deterministic tree" else (q.flatten(0, 1), distributions)
     verdict = verify_tree(ragged(p, tree.lengths), tree, *told, *streams, impl=impl)
     return torch.cat([verdict.tokens, verdict.nodes], dim=1).cpu()
 
 
 WAYS = ["chain", "block", "tree", "deterministic tree", "chain of nodes"]
-rounds = st.builds(draw_round, st.integers(0, 2**31), st.integers(1, 3), st.integers(2, 20), st.sampled_from([0.5, 2.0, 8.0]))
+rounds = st.builds(
+    draw_round,
+    st.integers(0, 2**31),
+    st.integers(1, 3),
+    st.integers(2, 20),
+    st.sampled_from([0.5, 2.0, 8.0]),
+)
 
 
 def later_children(count: int) -> Round:
-    """Rows whose walk keeps a child after it has rejected a sibling of it, and then tests children of that one."""
+    """Rows whose walk keeps a child after it has rejected a sibling of it, and then tests children
+    of that one."""
     given = draw_round(0, 600, 9, 1.0)
     kept = outcome("tree", given)[:, -NODES:]
-    parents = torch.where(torch.arange(NODES) < given.tree.lengths[:, None], given.tree.parents, NODES)
+    parents = torch.where(
+        torch.arange(NODES) < given.tree.lengths[:, None], given.tree.parents, NODES
+    )
     # Nodes 0 and 1 are always the root's first two.
     rows = ((kept[:, 0] > 0) & (parents == kept[:, :1]).any(dim=1)).nonzero()[:, 0]
     assert len(rows) >= count
@@ -105,11 +125,14 @@ LATER = later_children(6)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(given=rounds)
 @example(given=LATER)
 def test_triton_is_the_reference_where_rounding_does_not_decide(way: str, given: Round) -> None:
-    """The nudges find nearly every draw within rounding of its threshold; the examples are fixed because of the rest."""
+    """The nudges find nearly every draw within rounding of its threshold; the examples are fixed
+    because of the rest."""
     reference = outcome(way, given)
     nudged = [outcome(way, given, factor=factor) for factor in (1 - 1e-5, 1.0, 1 + 1e-5)]
     clear = torch.stack([(one == reference).all(dim=1) for one in nudged]).all(dim=0)
@@ -121,7 +144,9 @@ def test_triton_is_the_reference_where_rounding_does_not_decide(way: str, given:
 @settings(max_examples=25, deadline=None)
 @given(given=rounds, order=st.permutations(range(3)), copies=st.integers(1, 12))
 @example(given=LATER, order=[2, 0, 1], copies=3)
-def test_a_row_knows_nothing_of_the_others(way: str, given: Round, order: list[int], copies: int) -> None:
+def test_a_row_knows_nothing_of_the_others(
+    way: str, given: Round, order: list[int], copies: int
+) -> None:
     """In another order, and in a batch large enough for another way of hashing."""
     rows = torch.tensor([row for row in order if row < len(given.seeds)]).repeat(copies)
     assert torch.equal(outcome(way, given.select(rows)), outcome(way, given)[rows])

@@ -1,4 +1,5 @@
-"""Tree verification: exact laws by enumeration, joint laws by G-tests, edge cases; on the reference and on the Triton kernels."""
+"""Tree verification: exact distributions by enumeration, joint distributions by G-tests, edge
+cases; on the reference and on the Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.chain import verify_chain_torch
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
 from draftsmith.kernels.verify.residual import one_hot_logits
-from draftsmith.kernels.verify.tree import sibling_law, verify_tree, verify_tree_torch
+from draftsmith.kernels.verify.tree import sibling_distribution, verify_tree, verify_tree_torch
 from draftsmith.kernels.verify.verdict import TreeVerdict
 
 Verify = Callable[..., TreeVerdict]
@@ -55,7 +56,7 @@ def peaked(tokens: list[int], size: int = 20) -> torch.Tensor:
     return one_hot_logits(torch.tensor(tokens), torch.zeros(len(tokens), size))
 
 
-# Exact laws
+# Exact distributions
 
 
 def ordered_draws(q: torch.Tensor, count: int) -> dict[tuple[int, ...], float]:
@@ -70,54 +71,63 @@ def ordered_draws(q: torch.Tensor, count: int) -> dict[tuple[int, ...], float]:
     return chances
 
 
-def emitted_law(p: torch.Tensor, q: torch.Tensor, count: int, repeats: tuple[int, ...] = ()) -> torch.Tensor:
-    """The law [V] of the token that follows a node with `count` children; `repeats` are places shown once more at the end."""
-    law = torch.zeros_like(p)
+def emitted_distribution(
+    p: torch.Tensor, q: torch.Tensor, count: int, repeats: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """The distribution [V] of the token that follows a node with `count` children; `repeats` are
+    places shown once more at the end."""
+    distribution = torch.zeros_like(p)
     for tokens, chance in ordered_draws(q, count).items():
         shown = torch.tensor([*tokens, *(tokens[place] for place in repeats)])
-        node = sibling_law(p.log(), q.log(), shown)
+        node = sibling_distribution(p.log(), q.log(), shown)
         for token, keep in zip(shown.tolist(), node.keep.tolist()):
-            law[token] += chance * keep
+            distribution[token] += chance * keep
             chance *= 1 - keep
-        law += chance * node.left.exp()
-    return law
+        distribution += chance * node.left.exp()
+    return distribution
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("repeats", [(), (0,), (1, 0)])
-def test_true_q_siblings_leave_the_target_law(count: int, repeats: tuple[int, ...]) -> None:
+def test_true_q_siblings_leave_the_target_distribution(
+    count: int, repeats: tuple[int, ...]
+) -> None:
     if count == 1 and repeats == (1, 0):
         repeats = (0, 0)
     p, q = (normal(seed, 5, scale=1.5).double().softmax(-1) for seed in (1, 2))
-    assert (emitted_law(p, q, count, repeats) - p).abs().max() < 1e-12
+    assert (emitted_distribution(p, q, count, repeats) - p).abs().max() < 1e-12
     p = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0], dtype=torch.float64)
-    assert (emitted_law(p, q, count, repeats) - p).abs().max() < 1e-12
+    assert (emitted_distribution(p, q, count, repeats) - p).abs().max() < 1e-12
 
 
 def test_a_residual_that_forgets_to_renormalise_q_is_seen() -> None:
     """The negative control of the enumeration."""
-    p, q = torch.tensor([0.45, 0.45, 0.05, 0.05]).double(), torch.tensor([0.3, 0.1, 0.3, 0.3]).double()
-    law = torch.zeros_like(p)
+    p, q = (
+        torch.tensor([0.45, 0.45, 0.05, 0.05]).double(),
+        torch.tensor([0.3, 0.1, 0.3, 0.3]).double(),
+    )
+    distribution = torch.zeros_like(p)
     for tokens, chance in ordered_draws(q, 2).items():
-        first = sibling_law(p.log(), q.log(), ids(tokens[0]))
-        second = sibling_law(first.left, q.log(), ids(tokens[1]))  # q still has the first one
+        first = sibling_distribution(p.log(), q.log(), ids(tokens[0]))
+        # q still has the first one
+        second = sibling_distribution(first.left, q.log(), ids(tokens[1]))
         for token, keep in zip(tokens, (first.keep[0], second.keep[0])):
-            law[token] += chance * keep
+            distribution[token] += chance * keep
             chance *= 1 - float(keep)
-        law += chance * second.left.exp()
-    assert (law - p).abs().max() > 1e-3
+        distribution += chance * second.left.exp()
+    assert (distribution - p).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("tokens", [[2], [0, 3], [1, 1, 4], [4, 3, 2, 1, 0], [-1, 2, -1, 2]])
-def test_deterministic_siblings_leave_the_target_law(tokens: list[int]) -> None:
+def test_deterministic_siblings_leave_the_target_distribution(tokens: list[int]) -> None:
     p = normal(3, 5).double().softmax(-1)
-    node = sibling_law(p.log(), None, torch.tensor(tokens))
-    law, reach = torch.zeros_like(p), 1.0
+    node = sibling_distribution(p.log(), None, torch.tensor(tokens))
+    distribution, reach = torch.zeros_like(p), 1.0
     for token, keep in zip(tokens, node.keep.tolist()):
         assert keep == 0 or token >= 0
-        law[max(token, 0)] += reach * keep
+        distribution[max(token, 0)] += reach * keep
         reach *= 1 - keep
-    assert (law + reach * node.left.exp() - p).abs().max() < 1e-12
+    assert (distribution + reach * node.left.exp() - p).abs().max() < 1e-12
 
 
 def test_more_siblings_are_kept_more_often() -> None:
@@ -126,23 +136,37 @@ def test_more_siblings_are_kept_more_often() -> None:
     for count in range(1, 5):
         lost = 0.0
         for tokens, chance in ordered_draws(q, count).items():
-            lost += chance * float((1 - sibling_law(p.log(), q.log(), torch.tensor(tokens)).keep).prod())
+            lost += chance * float(
+                (1 - sibling_distribution(p.log(), q.log(), torch.tensor(tokens)).keep).prod()
+            )
         kept.append(1 - lost)
-    assert kept == sorted(kept) and kept[0] == pytest.approx(torch.minimum(p, q).sum().item()) and kept[3] > kept[0] + 0.1
+    assert (
+        kept == sorted(kept)
+        and kept[0] == pytest.approx(torch.minimum(p, q).sum().item())
+        and kept[3] > kept[0] + 0.1
+    )
 
 
-# Joint laws
+# Joint distributions
 
 
-def drawn_trees(p: torch.Tensor, q: torch.Tensor, width: int, rows: int, seed: int = 0) -> tuple[object, ...]:
-    """Two levels of `width` children everywhere over a Markov pair p, q [V + 1, V] (the last row is the start)."""
+def drawn_trees(
+    p: torch.Tensor, q: torch.Tensor, width: int, rows: int, seed: int = 0
+) -> tuple[object, ...]:
+    """Two levels of `width` children everywhere over a Markov pair p, q [V + 1, V] (the last row is
+    the start)."""
     size = q.shape[1]
     seeds, positions = torch.arange(rows) + seed, torch.full((rows,), 7)
     start = torch.full((rows,), size)
     first = sample_without_replacement(q[start], seeds, positions, Purpose.DRAFT, width)
-    second = [sample_without_replacement(q[first[:, i]], seeds, positions + 1, Purpose.DRAFT, width) for i in range(width)]
+    second = [
+        sample_without_replacement(q[first[:, i]], seeds, positions + 1, Purpose.DRAFT, width)
+        for i in range(width)
+    ]
     tokens = torch.cat([first, *second], dim=1)
-    parents = torch.tensor([-1] * width + [i for i in range(width) for _ in range(width)]).expand(rows, -1)
+    parents = torch.tensor([-1] * width + [i for i in range(width) for _ in range(width)]).expand(
+        rows, -1
+    )
     states = torch.cat([start[:, None], tokens], dim=1)
     tree = DraftTree(tokens, parents, torch.full((rows,), tokens.shape[1]))
     q_rows = torch.where(torch.arange(states.shape[1]) <= width, states, -1)
@@ -150,7 +174,8 @@ def drawn_trees(p: torch.Tensor, q: torch.Tensor, width: int, rows: int, seed: i
 
 
 def pair_counts(tokens: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of the first two tokens over the target's joint law; where one was emitted, the target adds the second."""
+    """Counts of the first two tokens over the target's joint distribution; where one was emitted,
+    the target adds the second."""
     size = p.shape[1]
     seeds = torch.arange(len(tokens)) + 10**6
     added = sample(p[tokens[:, 0]], seeds, torch.zeros_like(seeds), Purpose.BONUS)
@@ -160,34 +185,48 @@ def pair_counts(tokens: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_tree_with_true_q_leaves_the_joint_law(width: int) -> None:
+def test_a_tree_with_true_q_leaves_the_joint_distribution(width: int) -> None:
     p, q = normal(4, 7, 6, scale=1.5), normal(5, 7, 6, scale=1.5)
     arguments = drawn_trees(p, q, width, 40_000)
     verdict = verify_tree(*arguments)
     assert g_test(*pair_counts(verdict.tokens, p)).p_value > FALSE_ALARM
     assert 0.1 < (verdict.accepted == 2).float().mean() < 0.9
     told_wrong = verify_tree(*arguments[:2], q / 1.5, *arguments[3:])
-    assert g_test(*pair_counts(told_wrong.tokens, p)).p_value < FALSE_ALARM, "a draft law that is not the drawn one is seen"
+    assert g_test(*pair_counts(told_wrong.tokens, p)).p_value < FALSE_ALARM, (
+        "a draft distribution that is not the drawn one is seen"
+    )
 
 
 def test_siblings_told_as_without_replacement_in_the_wrong_order_are_seen() -> None:
-    """The order of the tests is the order of the draws; sorting siblings by probability afterwards biases."""
+    """The order of the tests is the order of the draws; sorting siblings by probability afterwards
+    biases."""
     p, q = normal(4, 7, 6, scale=1.5), normal(5, 7, 6, scale=1.5)
     p_logits, tree, *others = drawn_trees(p, q, 3, 40_000)
     likely_last = q[6][tree.tokens[:, :3]].argsort(dim=1)
     order = torch.cat([likely_last, torch.arange(3, 12).expand(len(likely_last), 9)], dim=1)
     tokens = tree.tokens.gather(1, order)
-    parents = torch.cat([tree.parents[:, :3], likely_last.argsort(dim=1).repeat_interleave(3, dim=1)], dim=1)
+    parents = torch.cat(
+        [tree.parents[:, :3], likely_last.argsort(dim=1).repeat_interleave(3, dim=1)], dim=1
+    )
     slots = torch.cat([torch.zeros(len(order), 1, dtype=torch.int64), order + 1], dim=1)
-    p_logits = p_logits.view(len(order), 13, -1).gather(1, slots[..., None].expand(-1, -1, 6)).flatten(0, 1)
+    p_logits = (
+        p_logits.view(len(order), 13, -1)
+        .gather(1, slots[..., None].expand(-1, -1, 6))
+        .flatten(0, 1)
+    )
     others[1] = others[1].gather(1, slots)
     verdict = verify_tree(p_logits, DraftTree(tokens, parents, tree.lengths), *others)
     assert g_test(*pair_counts(verdict.tokens, p)).p_value < FALSE_ALARM
 
 
-def test_a_deterministic_tree_leaves_the_joint_law() -> None:
+def test_a_deterministic_tree_leaves_the_joint_distribution() -> None:
     p, rows = normal(6, 7, 6, scale=1.5), 40_000
-    tree = DraftTree(*(t.expand(rows, *t.shape) for t in (ids(2, 0, 5, 1, 1, 3), ids(-1, -1, 0, 0, 0, 1), torch.tensor(6))))
+    tree = DraftTree(
+        *(
+            t.expand(rows, *t.shape)
+            for t in (ids(2, 0, 5, 1, 1, 3), ids(-1, -1, 0, 0, 0, 1), torch.tensor(6))
+        )
+    )
     states = torch.cat([torch.full((rows, 1), 6), tree.tokens], dim=1)
     arguments = torch.arange(rows), torch.full((rows,), 3)
     verdict = verify_tree(p[states.flatten()], tree, None, None, *arguments)
@@ -199,11 +238,17 @@ def test_a_deterministic_tree_leaves_the_joint_law() -> None:
 # Single rounds
 
 
-def random_trees(seed: int, rows: int, num_nodes: int, size: int, *, scale: float = 2.0) -> tuple[object, ...]:
-    """Ragged trees of random shape; siblings drawn without replacement from random laws with holes."""
+def random_trees(
+    seed: int, rows: int, num_nodes: int, size: int, *, scale: float = 2.0
+) -> tuple[object, ...]:
+    """Ragged trees of random shape; siblings drawn without replacement from random distributions
+    with holes."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, num_nodes + 1, (rows,), generator=generator)
-    parents = torch.stack([torch.randint(-1, max(i // 2, 1), (rows,), generator=generator) for i in range(num_nodes)], dim=1)
+    parents = torch.stack(
+        [torch.randint(-1, max(i // 2, 1), (rows,), generator=generator) for i in range(num_nodes)],
+        dim=1,
+    )
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     positions = torch.randint(0, 100_000, (rows,), generator=generator)
     p = scale * torch.randn(int((lengths + 1).sum()), size, generator=generator)
@@ -219,9 +264,9 @@ def random_trees(seed: int, rows: int, num_nodes: int, size: int, *, scale: floa
         for slot in range(num_nodes + 1):
             children = (parents[row] + 1 == slot).nonzero()[:, 0]
             one = slice(row, row + 1)
-            law = q[q_rows[row, slot]][None]
+            distribution = q[q_rows[row, slot]][None]
             tokens[row, children] = sample_without_replacement(
-                law, seeds[one] + slot, positions[one], Purpose.DRAFT, len(children)
+                distribution, seeds[one] + slot, positions[one], Purpose.DRAFT, len(children)
             )
     return p, DraftTree(tokens, parents, lengths), q, q_rows, seeds, positions
 
@@ -233,34 +278,51 @@ def same(one: TreeVerdict, other: TreeVerdict) -> None:
 
 @pytest.mark.parametrize("size", [2, 49])
 @pytest.mark.parametrize("told", ["true q", "deterministic", "mixed"])
-def test_triton_decides_as_the_reference(size: int, told: str, device: torch.device, poisoned_empty: None) -> None:
+def test_triton_decides_as_the_reference(
+    size: int, told: str, device: torch.device, poisoned_empty: None
+) -> None:
     p, tree, q, q_rows, seeds, positions = random_trees(size, 7, 9, size)
     if told == "mixed":
         q_rows = torch.where((torch.arange(7)[:, None] + torch.arange(10)) % 3 == 0, -1, q_rows)
-    laws = (None, None) if told == "deterministic" else (q.to(device), q_rows.to(device))
-    arguments = p.to(device), DraftTree(*(t.to(device) for t in tree)), *laws, seeds.to(device), positions.to(device)
+    distributions = (None, None) if told == "deterministic" else (q.to(device), q_rows.to(device))
+    arguments = (
+        p.to(device),
+        DraftTree(*(t.to(device) for t in tree)),
+        *distributions,
+        seeds.to(device),
+        positions.to(device),
+    )
     # The seeds are such that no draw lies within rounding of its threshold.
     reference, ours = verify_tree_torch(*arguments), triton_small_blocks(*arguments)
     same(ours, reference)
     assert (reference.accepted > 0).any() and (reference.accepted < tree.lengths.to(device)).any()
 
 
-FULL = (-1, -1, 0, 0, 1, 1, 2, 3, 4, 5)  # two children under the root and under each of these, one under each of those
+# two children under the root and under each of these, one under each of those
+FULL = (-1, -1, 0, 0, 1, 1, 2, 3, 4, 5)
 
 
 def full_trees(seed: int, rows: int, size: int) -> tuple[object, ...]:
-    """Trees of the shape `FULL`, in which every child has children; later siblings are often the ones that stand."""
+    """Trees of the shape `FULL`, in which every child has children; later siblings are often the
+    ones that stand."""
     p, _, q, q_rows, seeds, positions = random_trees(seed, rows, len(FULL), size)
     generator = torch.Generator().manual_seed(seed + 1)
     p = torch.randn(rows, len(FULL) + 1, size, generator=generator)
-    # One token too likely: it is drafted first and rejected; of what is left draft and target think much the same.
+    # One token too likely: it is drafted first and rejected; of what is left draft and target think
+    # much the same.
     peaks = torch.randint(size, (*p.shape[:2], 1), generator=generator)
-    q = (p + 0.5 * torch.randn(p.shape, generator=generator)).scatter_add(-1, peaks, torch.full(peaks.shape, 3.0)).flatten(0, 1)
+    q = (
+        (p + 0.5 * torch.randn(p.shape, generator=generator))
+        .scatter_add(-1, peaks, torch.full(peaks.shape, 3.0))
+        .flatten(0, 1)
+    )
     tokens = torch.full((rows, len(FULL)), -7)
     for slot in range(len(FULL) + 1):
         children = [node for node, parent in enumerate(FULL) if parent + 1 == slot]
-        laws, noise = q[q_rows[:, slot]], seeds + slot
-        drawn = sample_without_replacement(laws, noise, positions, Purpose.DRAFT, len(children))
+        distributions, noise = q[q_rows[:, slot]], seeds + slot
+        drawn = sample_without_replacement(
+            distributions, noise, positions, Purpose.DRAFT, len(children)
+        )
         tokens[:, children] = drawn
     parents = torch.tensor(FULL).expand(rows, -1)
     tree = DraftTree(tokens, parents, torch.full((rows,), len(FULL)))
@@ -268,19 +330,29 @@ def full_trees(seed: int, rows: int, size: int) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_triton_descends_after_rejected_siblings(told: bool, device: torch.device, poisoned_empty: None) -> None:
-    """What is left of p at a node is forgotten below its later child, whose own children are judged by p anew."""
+def test_triton_descends_after_rejected_siblings(
+    told: bool, device: torch.device, poisoned_empty: None
+) -> None:
+    """What is left of p at a node is forgotten below its later child, whose own children are judged
+    by p anew."""
     p, tree, q, q_rows, seeds, positions = full_trees(50, 300, 9)
-    laws = (q, q_rows) if told else (None, None)
-    whole = verify_tree_torch(p, tree, *laws, seeds, positions)
+    distributions = (q, q_rows) if told else (None, None)
+    whole = verify_tree_torch(p, tree, *distributions, seeds, positions)
     later = whole.nodes[:, 0] == 1  # the root's second child stands, its first one does not
-    rows = torch.cat([(later & (whole.accepted == accepted)).nonzero()[:5, 0] for accepted in (1, 2, 3)])
+    rows = torch.cat(
+        [(later & (whole.accepted == accepted)).nonzero()[:5, 0] for accepted in (1, 2, 3)]
+    )
     assert len(rows) >= 10 and (whole.nodes[rows, 1] == 5).any(), "a later child of a later child"
     p = p.view(300, len(FULL) + 1, -1)[rows].flatten(0, 1)
-    laws = (q.to(device), q_rows[rows].to(device)) if told else (None, None)
+    distributions = (q.to(device), q_rows[rows].to(device)) if told else (None, None)
     tree = DraftTree(*(tensor[rows].to(device) for tensor in tree))
-    ours = triton_small_blocks(p.to(device), tree, *laws, seeds[rows].to(device), positions[rows].to(device))
-    same(TreeVerdict(*(tensor.cpu() for tensor in ours)), TreeVerdict(*(tensor[rows] for tensor in whole)))
+    ours = triton_small_blocks(
+        p.to(device), tree, *distributions, seeds[rows].to(device), positions[rows].to(device)
+    )
+    same(
+        TreeVerdict(*(tensor.cpu() for tensor in ours)),
+        TreeVerdict(*(tensor[rows] for tensor in whole)),
+    )
 
 
 def test_a_chain_is_verified_as_a_chain(verify: Verify) -> None:
@@ -289,12 +361,14 @@ def test_a_chain_is_verified_as_a_chain(verify: Verify) -> None:
     p = torch.randn(int((lengths + 1).sum()), 40, generator=generator)
     q = torch.randn(8, 3, 40, generator=generator) + p[torch.cumsum(lengths + 1, 0) - 1][:, None]
     seeds, positions = torch.arange(8) * 13, torch.arange(8)
-    drafts = torch.stack([sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(3)], dim=1)
+    drafts = torch.stack(
+        [sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(3)], dim=1
+    )
     drafts[2, 1], q[5, 0] = -1, math.nan
     q_rows = torch.nn.functional.pad(torch.arange(24).view(8, 3), (0, 1), value=-1)
-    for laws, told in (((q.flatten(0, 1), q_rows), q), ((None, None), None)):
+    for distributions, told in (((q.flatten(0, 1), q_rows), q), ((None, None), None)):
         chain = verify_chain_torch(p, drafts, lengths, told, seeds, positions)
-        tree = verify(p, chain_tree(drafts, lengths), *laws, seeds, positions)
+        tree = verify(p, chain_tree(drafts, lengths), *distributions, seeds, positions)
         assert torch.equal(tree.tokens, chain.tokens) and torch.equal(tree.accepted, chain.accepted)
         places = torch.arange(3)
         assert torch.equal(tree.nodes, torch.where(places < chain.accepted[:, None], places, -1))
@@ -305,15 +379,20 @@ def test_greedy_paths(verify: Verify) -> None:
     tree = DraftTree(ids([1, 2, 3, 4, 5]), ids([-1, -1, 1, 1, 3]), ids(5))
     arguments = None, None, ids(3), ids(10)
     verdict = verify(peaked([2, 9, 4, 9, 5, 7]), tree, *arguments)
-    assert verdict.tokens.tolist() == [[2, 4, 5, 7, -1, -1]] and verdict.nodes.tolist() == [[1, 3, 4, -1, -1]]
+    assert verdict.tokens.tolist() == [[2, 4, 5, 7, -1, -1]] and verdict.nodes.tolist() == [
+        [1, 3, 4, -1, -1]
+    ]
     verdict = verify(peaked([1, 8, 4, 9, 5, 7]), tree, *arguments)
-    assert verdict.tokens.tolist() == [[1, 8, -1, -1, -1, -1]] and verdict.nodes.tolist() == [[0, -1, -1, -1, -1]]
+    assert verdict.tokens.tolist() == [[1, 8, -1, -1, -1, -1]] and verdict.nodes.tolist() == [
+        [0, -1, -1, -1, -1]
+    ]
     verdict = verify(peaked([6, 8, 4, 9, 5, 7]), tree, *arguments)
     assert verdict.tokens.tolist() == [[6, -1, -1, -1, -1, -1]] and verdict.accepted.tolist() == [0]
 
 
 def test_children_that_could_not_have_been_drawn_are_passed_over(verify: Verify) -> None:
-    """Repeats, placeholders and tokens without mass in q change neither the path nor the token that follows, only its node."""
+    """Repeats, placeholders and tokens without mass in q change neither the path nor the token that
+    follows, only its node."""
     rows, size = 6, 37
     p, q = normal(31, rows * 3, size), normal(32, rows, size)
     q[:, 5] = -math.inf
@@ -321,18 +400,34 @@ def test_children_that_could_not_have_been_drawn_are_passed_over(verify: Verify)
     drawn = sample_without_replacement(q, seeds, positions, Purpose.DRAFT, 2)
     lengths = torch.full((rows,), 2)
     q_rows = torch.stack([torch.arange(rows), lengths - 3, lengths - 3], dim=1)
-    plain = verify(p, DraftTree(drawn, torch.full((rows, 2), -1), lengths), q, q_rows, seeds, positions)
+    plain = verify(
+        p, DraftTree(drawn, torch.full((rows, 2), -1), lengths), q, q_rows, seeds, positions
+    )
     assert plain.accepted.unique().tolist() == [0, 1] and (plain.nodes[:, 0] == 1).any()
     # A uniform belongs to a place among the siblings, so the two draws keep their places.
-    both = DraftTree(torch.cat([drawn, drawn, torch.full_like(drawn, 5)], dim=1), torch.full((rows, 6), -1), lengths * 3)
+    both = DraftTree(
+        torch.cat([drawn, drawn, torch.full_like(drawn, 5)], dim=1),
+        torch.full((rows, 6), -1),
+        lengths * 3,
+    )
     both.tokens[:, 3] = -1
     root = torch.arange(rows) * 3
-    more_p = torch.stack([p[root], p[root + 1], p[root + 2], *(p[root] for _ in range(4))], dim=1).flatten(0, 1)
-    more = verify(more_p, both, q, torch.nn.functional.pad(q_rows, (0, 4), value=-1), seeds, positions)
-    assert torch.equal(more.tokens[:, :3], plain.tokens) and torch.equal(more.nodes[:, :2], plain.nodes)
+    more_p = torch.stack(
+        [p[root], p[root + 1], p[root + 2], *(p[root] for _ in range(4))], dim=1
+    ).flatten(0, 1)
+    more = verify(
+        more_p, both, q, torch.nn.functional.pad(q_rows, (0, 4), value=-1), seeds, positions
+    )
+    assert torch.equal(more.tokens[:, :3], plain.tokens) and torch.equal(
+        more.nodes[:, :2], plain.nodes
+    )
     first = DraftTree(both.tokens[:, [3, 4, 0, 1]], torch.full((rows, 4), -1), lengths * 2)
-    later_p = torch.stack([p[root], p[root], p[root], p[root + 1], p[root + 2]], dim=1).flatten(0, 1)
-    later = verify(later_p, first, q, torch.nn.functional.pad(q_rows, (0, 2), value=-1), seeds, positions)
+    later_p = torch.stack([p[root], p[root], p[root], p[root + 1], p[root + 2]], dim=1).flatten(
+        0, 1
+    )
+    later = verify(
+        later_p, first, q, torch.nn.functional.pad(q_rows, (0, 2), value=-1), seeds, positions
+    )
     assert (later.nodes != 0).all() and (later.nodes != 1).all() and (later.accepted == 1).any()
 
 
@@ -348,11 +443,14 @@ def test_only_impossible_children_leave_p(verify: Verify) -> None:
 
 
 def test_a_last_sibling_of_next_to_no_mass(verify: Verify) -> None:
-    """q without its first token is the second one alone, at probability exp(-150): drawn all the same, and tested with q = 1."""
+    """q without its first token is the second one alone, at probability exp(-150): drawn all the
+    same, and tested with q = 1."""
     rows = 14
     p = torch.tensor([0.25, 0.5, 0.25]).log().repeat(rows * 3, 1)
     q = torch.tensor([0.0, -150.0, -math.inf])
-    tree = DraftTree(ids([0, 1]).expand(rows, 2), ids([-1, -1]).expand(rows, 2), torch.full((rows,), 2))
+    tree = DraftTree(
+        ids([0, 1]).expand(rows, 2), ids([-1, -1]).expand(rows, 2), torch.full((rows,), 2)
+    )
     q_rows = ids([0, -1, -1]).expand(rows, 3)
     verdict = verify(p, tree, q[None], q_rows, torch.arange(rows), torch.arange(rows))
     # p(0) = 1/4 stands; otherwise p is 2/3 and 1/3 of tokens 1 and 2, and q = 1 at token 1.
@@ -362,11 +460,20 @@ def test_a_last_sibling_of_next_to_no_mass(verify: Verify) -> None:
 
 
 def test_a_draft_equal_to_the_target_keeps_the_first_child(verify: Verify) -> None:
-    law = normal(35, 1, 33)
+    distribution = normal(35, 1, 33)
     seeds, positions = torch.arange(5), torch.arange(5)
-    drafts = sample_without_replacement(law.expand(5, 33), seeds, positions, Purpose.DRAFT, 3)
+    drafts = sample_without_replacement(
+        distribution.expand(5, 33), seeds, positions, Purpose.DRAFT, 3
+    )
     tree = DraftTree(drafts, torch.full((5, 3), -1), torch.full((5,), 3))
-    verdict = verify(law.expand(20, 33), tree, law, ids([0, -1, -1, -1]).expand(5, 4), seeds, positions)
+    verdict = verify(
+        distribution.expand(20, 33),
+        tree,
+        distribution,
+        ids([0, -1, -1, -1]).expand(5, 4),
+        seeds,
+        positions,
+    )
     assert verdict.nodes[:, 0].tolist() == [0] * 5
 
 
@@ -374,31 +481,50 @@ def test_broken_targets_are_survived(verify: Verify) -> None:
     size, tree = 19, DraftTree(ids([3, 4], [3, 4]), ids([-1, -1], [-1, -1]), ids(2, 2))
     p, q = normal(36, 6, size), normal(37, 1, size)
     p[0], p[3, 1:] = math.nan, math.nan
-    for laws in ((q, ids([0, -1, -1], [0, -1, -1])), (None, None)):
-        verdict = verify(p, tree, *laws, ids(0, 1), ids(0, 0))
+    for distributions in ((q, ids([0, -1, -1], [0, -1, -1])), (None, None)):
+        verdict = verify(p, tree, *distributions, ids(0, 1), ids(0, 0))
         assert verdict.accepted.tolist() == [0, 0] and verdict.tokens[:, 0].tolist() == [-1, 0]
 
 
 def test_an_empty_batch_and_rows_without_nodes(verify: Verify) -> None:
     nothing = ids()
-    empty = verify(torch.zeros(0, 9), DraftTree(nothing.view(0, 3), nothing.view(0, 3), nothing), None, None, nothing, nothing)
+    empty = verify(
+        torch.zeros(0, 9),
+        DraftTree(nothing.view(0, 3), nothing.view(0, 3), nothing),
+        None,
+        None,
+        nothing,
+        nothing,
+    )
     assert empty.tokens.shape == (0, 4) and empty.nodes.shape == (0, 3)
     p = normal(38, 3, 9)
     for width in (0, 2):
         tree = DraftTree(*(torch.full((3, width), 99) for _ in range(2)), ids(0, 0, 0))
         verdict = verify(p, tree, None, None, ids(4, 5, 6), ids(7, 8, 9))
-        assert torch.equal(verdict.tokens[:, 0], sample(p, ids(4, 5, 6), ids(7, 8, 9), Purpose.BONUS))
+        assert torch.equal(
+            verdict.tokens[:, 0], sample(p, ids(4, 5, 6), ids(7, 8, 9), Purpose.BONUS)
+        )
         assert verdict.nodes.tolist() == [[-1] * width] * 3
 
 
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)])
-def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)]
+)
+def test_narrow_and_strided_logits_are_read_as_they_are(
+    verify: Verify, dtype: torch.dtype, size: int
+) -> None:
     p, tree, q, *others = random_trees(39, 3, 5, size)
     p, q = p.to(dtype), q.to(dtype)
-    wide_p, wide_q = torch.zeros(len(p), size + 15, dtype=dtype), torch.zeros(len(q), size + 15, dtype=dtype)
+    wide_p, wide_q = (
+        torch.zeros(len(p), size + 15, dtype=dtype),
+        torch.zeros(len(q), size + 15, dtype=dtype),
+    )
     own = slice(3, size + 3)
     wide_p[:, own], wide_q[:, own] = p, q
-    same(verify(wide_p[:, own], tree, wide_q[:, own], *others), verify(p.float(), tree, q.float(), *others))
+    same(
+        verify(wide_p[:, own], tree, wide_q[:, own], *others),
+        verify(p.float(), tree, q.float(), *others),
+    )
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -408,8 +534,10 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     for row in range(25):
         one, length = slice(row, row + 1), int(tree.lengths[row])
         alone = DraftTree(tree.tokens[one, :length], tree.parents[one, :length], tree.lengths[one])
-        law = p[begin : begin + length + 1]
-        verdict = verify_tree(law, alone, q, q_rows[one, : length + 1], seeds[one], positions[one])
+        distribution = p[begin : begin + length + 1]
+        verdict = verify_tree(
+            distribution, alone, q, q_rows[one, : length + 1], seeds[one], positions[one]
+        )
         assert torch.equal(verdict.tokens[0], together.tokens[row, : length + 1])
         assert torch.equal(verdict.nodes[0], together.nodes[row, :length])
         begin += length + 1
@@ -419,19 +547,32 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_invariants(impl: str, data: st.DataObject) -> None:
-    """Length, path, mask, range and determinism, for any tree and any logits hypothesis can think of."""
-    size, width, rows = data.draw(st.integers(1, 7)), data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
-    number = st.one_of(st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf]))
+    """Length, path, mask, range and determinism, for any tree and any logits hypothesis can think
+    of."""
+    size, width, rows = (
+        data.draw(st.integers(1, 7)),
+        data.draw(st.integers(0, 5)),
+        data.draw(st.integers(1, 3)),
+    )
+    number = st.one_of(
+        st.floats(-40, 40, width=32), st.sampled_from([math.nan, -math.inf, math.inf])
+    )
 
-    def law(count: int) -> torch.Tensor:
+    def distribution(count: int) -> torch.Tensor:
         values = data.draw(st.lists(number, min_size=count * size, max_size=count * size))
         return torch.tensor(values, dtype=torch.float32).view(count, size)
 
     def drawn(low: int, high: Callable[[int], int], columns: int) -> torch.Tensor:
-        return ids(*(data.draw(st.integers(low, high(i))) for _ in range(rows) for i in range(columns))).view(rows, columns)
+        return ids(
+            *(data.draw(st.integers(low, high(i))) for _ in range(rows) for i in range(columns))
+        ).view(rows, columns)
 
-    tree = DraftTree(drawn(-1, lambda i: size - 1, width), drawn(-1, lambda i: i - 1, width), drawn(0, lambda i: width, 1)[:, 0])
-    p, q = law(int((tree.lengths + 1).sum())), law(3)
+    tree = DraftTree(
+        drawn(-1, lambda i: size - 1, width),
+        drawn(-1, lambda i: i - 1, width),
+        drawn(0, lambda i: width, 1)[:, 0],
+    )
+    p, q = distribution(int((tree.lengths + 1).sum())), distribution(3)
     q_rows = drawn(-1, lambda i: 2, width + 1)
     seeds = drawn(-(2**63), lambda i: 2**63 - 1, 1)[:, 0]
     there = DraftTree(*(tensor.to(DEVICE) for tensor in tree))
@@ -441,7 +582,11 @@ def test_invariants(impl: str, data: st.DataObject) -> None:
     same(verdict, verify_tree(*arguments, impl=impl))
     first = 0
     for row in range(rows):
-        kept, tokens, nodes = int(verdict.accepted[row]), verdict.tokens[row].tolist(), verdict.nodes[row].tolist()
+        kept, tokens, nodes = (
+            int(verdict.accepted[row]),
+            verdict.tokens[row].tolist(),
+            verdict.nodes[row].tolist(),
+        )
         assert (
             0 <= kept <= tree.lengths[row]
             and nodes[kept:] == [-1] * (width - kept)
@@ -449,7 +594,11 @@ def test_invariants(impl: str, data: st.DataObject) -> None:
         )
         slots = [0, *(node + 1 for node in nodes[:kept])]
         for parent, node, token in zip(slots, nodes[:kept], tokens):
-            assert node < tree.lengths[row] and tree.parents[row, node] == parent - 1 and tree.tokens[row, node] == token
+            assert (
+                node < tree.lengths[row]
+                and tree.parents[row, node] == parent - 1
+                and tree.tokens[row, node] == token
+            )
         for slot, token in zip(slots, tokens):
             mass = torch.nan_to_num(p[first + slot], nan=-math.inf, posinf=1.0, neginf=-math.inf)
             if token < 0:
@@ -466,11 +615,15 @@ def test_an_impossible_implementation_raises() -> None:
 
 
 def test_siblings_drawn_with_replacement_are_welcome() -> None:
-    """Repeats are passed over, and the first occurrences of independent draws are a draw without replacement."""
+    """Repeats are passed over, and the first occurrences of independent draws are a draw without
+    replacement."""
     p, q, rows = normal(4, 7, 6, scale=1.5), normal(5, 7, 6, scale=1.5), 40_000
     seeds, positions = torch.arange(rows), torch.full((rows,), 7)
     start = torch.full((rows,), 6)
-    drafts = torch.stack([sample(q[start], seeds + place * 10**6, positions, Purpose.DRAFT) for place in range(3)], dim=1)
+    drafts = torch.stack(
+        [sample(q[start], seeds + place * 10**6, positions, Purpose.DRAFT) for place in range(3)],
+        dim=1,
+    )
     assert (drafts[:, 0] == drafts[:, 1]).float().mean() > 0.1
     tree = DraftTree(drafts, torch.full((rows, 3), -1), torch.full((rows,), 3))
     states = torch.cat([start[:, None], drafts], dim=1)

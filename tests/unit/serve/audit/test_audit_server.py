@@ -1,5 +1,5 @@
-"""The server audit against a server that is a Markov chain and speculates: an honest one passes, each dishonest one fails for its
-reason."""
+"""The server audit against a server that is a Markov chain and speculates: an honest one passes,
+each dishonest one fails for its reason."""
 
 from __future__ import annotations
 
@@ -18,18 +18,28 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.depths import BONUS, depth_shares, depths_told
-from draftsmith.serve.audit.reference import CoarseLaw
+from draftsmith.serve.audit.reference import CoarseDistribution
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import CONTEXT_TOKENS
 from draftsmith.serve.audit.server import audit_server, what_to_ask
-from draftsmith.serve.audit.tokens import Planting, Tokens, detectable, likelier_half, numbered, outcomes
+from draftsmith.serve.audit.tokens import (
+    Planting,
+    Tokens,
+    detectable,
+    likelier_half,
+    numbered,
+    outcomes,
+)
 
 VOCAB = 40
 # Small, so wide as to what may stay unseen.
-CONFIG = AuditConfig(url="http://chain", samples=600, length=4, contexts=2, concurrency=1, bias=0.35)
+CONFIG = AuditConfig(
+    url="http://chain", samples=600, length=4, contexts=2, concurrency=1, bias=0.35
+)
 LIE = 6.0
 CONTEXT = 2 * CONTEXT_TOKENS + CONTEXT_TOKENS // 4
-GREEDY = replace(CONFIG, k=0, samples=600)  # for tests of greedy text: nothing is asked of any depth
+# for tests of greedy text: nothing is asked of any depth
+GREEDY = replace(CONFIG, k=0, samples=600)
 
 
 @cache
@@ -39,7 +49,8 @@ def table(seed: int) -> torch.Tensor:
 
 @dataclass
 class ChainServer:
-    """An OpenAI-compatible server whose next token depends on the last one, with k drafts a round from a table like it."""
+    """An OpenAI-compatible server whose next token depends on the last one, with k drafts a round
+    from a table like it."""
 
     k: int = 2
     lies_from: int | None = None  # the drafted depth from which q is given too sharp
@@ -63,17 +74,29 @@ class ChainServer:
         body = json.loads(request.content)
         assert "speculation" not in body or self.ours
         made = [self.choice(body, index) for index in range(body.get("n", 1))]
-        return httpx.Response(200, json={"choices": [choice for choice, _ in made], "metrics": self.reports(body, made)})
+        return httpx.Response(
+            200,
+            json={"choices": [choice for choice, _ in made], "metrics": self.reports(body, made)},
+        )
 
     def metrics(self) -> str:
-        lines = [f"num_drafts_total{{}} {self.drafts}.0", f"num_draft_tokens_total{{}} {self.drafted}.0"]
-        lines += [f'num_accepted_tokens_per_pos_total{{position="{at}"}} {self.accepted[at]}.0' for at in range(self.k)]
+        lines = [
+            f"num_drafts_total{{}} {self.drafts}.0",
+            f"num_draft_tokens_total{{}} {self.drafted}.0",
+        ]
+        lines += [
+            f'num_accepted_tokens_per_pos_total{{position="{at}"}} {self.accepted[at]}.0'
+            for at in range(self.k)
+        ]
         return "".join(f"vllm:spec_decode_{line}\n" for line in lines)
 
     def reports(self, body: dict, made: list) -> dict:
         if not body.get("speculation", {}).get("report"):
             return {}
-        reports = [dict(zip(("per_step_begin", "per_step_drafted", "per_step_committed"), rounds)) for _, rounds in made]
+        reports = [
+            dict(zip(("per_step_begin", "per_step_drafted", "per_step_committed"), rounds))
+            for _, rounds in made
+        ]
         return {"speculative_decoding": reports[0]} if len(reports) == 1 else {"choices": reports}
 
     def choice(self, body: dict, index: int) -> tuple[dict, list[list[int]]]:
@@ -82,10 +105,16 @@ class ChainServer:
         tokens, rounds = self.write(prompt[-1], body, chance)
         shown = [*prompt, *tokens] if body.get("echo") and self.echoes else tokens
         before = [None, *prompt, *tokens][-len(shown) - 1 : -1]
-        # Of the context itself, whose distributions nobody looks at, nothing is told: making them takes most of the time.
+        # Of the context itself, whose distributions nobody looks at, nothing is told: making them
+        # takes most of the time.
         begin = CONTEXT if body.get("echo") else 0
-        tops = [self.top(last, body["logprobs"]) if place >= begin else None for place, last in enumerate(before)]
-        return {"logprobs": {"tokens": [self.name(token) for token in shown], "top_logprobs": tops}}, rounds
+        tops = [
+            self.top(last, body["logprobs"]) if place >= begin else None
+            for place, last in enumerate(before)
+        ]
+        return {
+            "logprobs": {"tokens": [self.name(token) for token in shown], "top_logprobs": tops}
+        }, rounds
 
     def top(self, last: int, count: int) -> dict[str, float]:
         if ("top", last, count) not in self.known:
@@ -97,12 +126,14 @@ class ChainServer:
     def name(self, token: int) -> str:
         return f"token_id:{token}" if self.names_ids else chr(65 + token)
 
-    def write(self, last: int, body: dict, chance: random.Random) -> tuple[list[int], list[list[int]]]:
+    def write(
+        self, last: int, body: dict, chance: random.Random
+    ) -> tuple[list[int], list[list[int]]]:
         """The tokens, and of every round: where it begins, its drafts, its tokens."""
         if body["temperature"] == 0:
             return self.greedily(last, body), [[], [], []]
         k = body.get("speculation", {}).get("k", self.k)
-        tokens = chance.choices(range(VOCAB), self.law("p", last, body))
+        tokens = chance.choices(range(VOCAB), self.distribution("p", last, body))
         rounds: list[list[int]] = [[], [], []]
         while len(tokens) < body["max_tokens"]:
             offered = min(k, body["max_tokens"] - len(tokens) - 1)
@@ -117,7 +148,9 @@ class ChainServer:
         tokens = []
         slips = body.get("speculation", {}).get("k") != 0
         for place in range(body["max_tokens"]):
-            last = int(self.table[last].argsort()[-2 if place == self.greedy_slip and slips else -1])
+            last = int(
+                self.table[last].argsort()[-2 if place == self.greedy_slip and slips else -1]
+            )
             tokens.append(last)
         self.drafted += self.k * len(tokens)
         return tokens
@@ -127,24 +160,33 @@ class ChainServer:
         self.drafts += offered > 0
         self.drafted += offered
         for depth in range(1, offered + 1):
-            p, q = self.law("p", last, body), self.law("q", last, body)
+            p, q = self.distribution("p", last, body), self.distribution("q", last, body)
             draft = chance.choices(range(VOCAB), q)[0]
-            told = self.law("lie", last, body) if self.lies_from is not None and depth >= self.lies_from else q
+            told = (
+                self.distribution("lie", last, body)
+                if self.lies_from is not None and depth >= self.lies_from
+                else q
+            )
             if chance.random() * told[draft] >= p[draft]:
-                return [*made, *chance.choices(range(VOCAB), [max(a - b, 0.0) for a, b in zip(p, told)])]
+                return [
+                    *made,
+                    *chance.choices(range(VOCAB), [max(a - b, 0.0) for a, b in zip(p, told)]),
+                ]
             made.append(draft)
             self.accepted[depth - 1] += 1
             last = draft
-        return [*made, *chance.choices(range(VOCAB), self.law("p", last, body))]
+        return [*made, *chance.choices(range(VOCAB), self.distribution("p", last, body))]
 
-    def law(self, kind: str, last: int, body: dict) -> list[float]:
+    def distribution(self, kind: str, last: int, body: dict) -> list[float]:
         """p, q, or q as verification has it where the server lies."""
         key = (kind, last, body["temperature"], body.get("top_k"))
         if key not in self.known:
             logits = self.table[last] + (0 if kind == "p" else 0.4) * table(1)[last]
             logits = logits / body["temperature"]
             if body.get("top_k"):
-                logits = logits.masked_fill(logits < logits.topk(body["top_k"]).values[-1], -math.inf)
+                logits = logits.masked_fill(
+                    logits < logits.topk(body["top_k"]).values[-1], -math.inf
+                )
             self.known[key] = (logits * (LIE if kind == "lie" else 1)).softmax(-1).tolist()
         return self.known[key]
 
@@ -157,7 +199,7 @@ def broken(report: Report) -> list[str]:
     return [check.name for check in report.checks if not check.passed]
 
 
-def law(report: Report, name: str) -> Any:
+def distribution(report: Report, name: str) -> Any:
     (check,) = [check for check in report.checks if check.name == name]
     return check
 
@@ -166,19 +208,28 @@ WARM: dict[str, Any] = {"temperature": 0.7, "top_k": 10}
 
 
 @pytest.mark.parametrize(
-    "ours, options", [(True, {}), (True, WARM), (False, {}), pytest.param(False, WARM, marks=pytest.mark.long)]
+    "ours, options",
+    [(True, {}), (True, WARM), (False, {}), pytest.param(False, WARM, marks=pytest.mark.long)],
 )
 def test_an_honest_server_passes(ours: bool, options: dict) -> None:
-    report = audit(ChainServer(ours=ours), replace(CONFIG, samples=600 if ours else 2600, **options))
+    report = audit(
+        ChainServer(ours=ours), replace(CONFIG, samples=600 if ours else 2600, **options)
+    )
     assert report.verdict == "lossless", report.lines()
     names = {check.name for check in report.checks}
     deep = {f"tokens at drafted depth {depth}" for depth in (1, 2)} | {"bonus tokens"}
     assert names >= (deep if ours else {f"control: a bias of 0.35 among {name}" for name in deep})
     assert "control: draft tokens offered meanwhile" in names
-    assert all(0 < check.evidence["detectable_bias"] < 0.5 for check in report.checks if "bias" in check.said)
+    assert all(
+        0 < check.evidence["detectable_bias"] < 0.5
+        for check in report.checks
+        if "bias" in check.said
+    )
 
 
-@pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.long) for depth in (1, 2, 3)), 4])
+@pytest.mark.parametrize(
+    "depth", [*(pytest.param(depth, marks=pytest.mark.long) for depth in (1, 2, 3)), 4]
+)
 def test_a_liar_is_found_at_the_depth_where_it_begins(depth: int) -> None:
     config = replace(CONFIG, samples=1500, length=8)
     found = broken(audit(ChainServer(ours=True, k=4, lies_from=depth), config))
@@ -196,9 +247,14 @@ def test_a_liar_that_tells_no_rounds_is_found_among_all_tokens(depth: int) -> No
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7])
 def test_any_length_lets_all_depths_be_drafted(length: int) -> None:
     """Few samples of a flat distribution: nothing is known of any depth, and that is said."""
-    report = audit(ChainServer(ours=True, k=4), replace(CONFIG, length=length, samples=40, contexts=1))
+    report = audit(
+        ChainServer(ours=True, k=4), replace(CONFIG, length=length, samples=40, contexts=1)
+    )
     assert report.verdict == "powerless", report.lines()
-    assert law(report, "tokens at drafted depth 1").blind and "the deepest round offered 4 drafts, k is 4" in report.notes
+    assert (
+        distribution(report, "tokens at drafted depth 1").blind
+        and "the deepest round offered 4 drafts, k is 4" in report.notes
+    )
     assert "--samples " in report.sentence() and "BLIND" in "\n".join(report.lines())
 
 
@@ -214,7 +270,9 @@ def test_a_depth_that_no_sampled_text_reaches_gives_no_verdict() -> None:
     assert report.verdict == "powerless"
     unseen = {check.name for check in report.checks if check.blind}
     assert "tokens at drafted depth 4" in unseen and "tokens at drafted depth 1" not in unseen
-    assert "too few tokens at drafted depth 4; give a smaller --k, here --k 2, or" in report.sentence()
+    assert (
+        "too few tokens at drafted depth 4; give a smaller --k, here --k 2, or" in report.sentence()
+    )
 
 
 def test_a_server_that_tells_nothing_is_audited_once_k_is_stated() -> None:
@@ -226,9 +284,13 @@ def test_a_server_that_tells_nothing_is_audited_once_k_is_stated() -> None:
 
 def test_a_server_without_logprobs_of_prompts_is_asked_prefix_by_prefix() -> None:
     config = replace(CONFIG, samples=200, contexts=1, bias=0.6)
-    with_echo, without = (audit(ChainServer(ours=True, echoes=echoes), config) for echoes in (True, False))
+    with_echo, without = (
+        audit(ChainServer(ours=True, echoes=echoes), config) for echoes in (True, False)
+    )
     name = "tokens at drafted depth 2"
-    assert law(with_echo, name).evidence["log_evidence"] == pytest.approx(law(without, name).evidence["log_evidence"])
+    assert distribution(with_echo, name).evidence["log_evidence"] == pytest.approx(
+        distribution(without, name).evidence["log_evidence"]
+    )
 
 
 def test_a_greedy_slip_is_a_divergence_with_its_margin() -> None:
@@ -239,10 +301,15 @@ def test_a_greedy_slip_is_a_divergence_with_its_margin() -> None:
 
 
 def test_a_slip_within_the_margin_is_noise() -> None:
-    slips = [check.evidence["divergences"][0]["margin"] for check in audit(ChainServer(greedy_slip=5), GREEDY).checks[:2]]
+    slips = [
+        check.evidence["divergences"][0]["margin"]
+        for check in audit(ChainServer(greedy_slip=5), GREEDY).checks[:2]
+    ]
     report = audit(ChainServer(greedy_slip=5), replace(GREEDY, margin=max(slips) + 0.01))
     assert report.verdict == "lossless"
-    (control,) = [check for check in report.checks if check.name == "control: second likeliest token"]
+    (control,) = [
+        check for check in report.checks if check.name == "control: second likeliest token"
+    ]
     assert 0 < control.evidence["seen"] < control.evidence["places"] == 64
     blind = audit(ChainServer(greedy_slip=5), replace(GREEDY, margin=100.0))
     assert blind.verdict == "powerless", "no slip at all would be seen"
@@ -265,13 +332,20 @@ def test_answers_without_drafts_give_no_verdict() -> None:
 
 
 def test_a_server_with_a_switch_is_compared_with_itself() -> None:
-    """Ours can be told not to speculate; one that then writes other greedy text is lossy, whatever its logprobs say."""
+    """Ours can be told not to speculate; one that then writes other greedy text is lossy, whatever
+    its logprobs say."""
     honest = audit(ChainServer(ours=True))
     assert honest.verdict == "lossless", honest.lines()
-    assert "greedy text against plain decoding, context 1" in {check.name for check in honest.checks}
+    assert "greedy text against plain decoding, context 1" in {
+        check.name for check in honest.checks
+    }
     slipping = audit(ChainServer(ours=True, greedy_slip=5))
     assert "greedy text against plain decoding, context 0" in broken(slipping)
-    (check,) = [check for check in slipping.checks if check.name == "greedy text against plain decoding, context 0"]
+    (check,) = [
+        check
+        for check in slipping.checks
+        if check.name == "greedy text against plain decoding, context 0"
+    ]
     assert check.evidence["divergences"][0]["place"] == 5 and "forks at token 6 of 32" in check.said
 
 
@@ -280,9 +354,13 @@ def test_another_server_can_be_the_witness() -> None:
     swapped = ChainServer(table=ChainServer().table.roll(1, dims=1))
     assert audit(swapped, GREEDY).verdict == "lossless"
     config = replace(GREEDY, compare_url="http://plain")
-    report = audit_server(config, httpx.MockTransport(swapped.handle), httpx.MockTransport(ChainServer().handle))
+    report = audit_server(
+        config, httpx.MockTransport(swapped.handle), httpx.MockTransport(ChainServer().handle)
+    )
     assert report.verdict == "lossy" and "tokens without drafts" in broken(report)
-    same = audit_server(config, httpx.MockTransport(ChainServer().handle), httpx.MockTransport(ChainServer().handle))
+    same = audit_server(
+        config, httpx.MockTransport(ChainServer().handle), httpx.MockTransport(ChainServer().handle)
+    )
     assert same.verdict == "lossless", same.lines()
 
 
@@ -290,19 +368,32 @@ TWO_SAMPLES = replace(CONFIG, temperature=0.4, top_k=30, contexts=1, samples=300
 
 
 @pytest.mark.parametrize("lies_from", [None, 1, 2])
-def test_laws_that_logprobs_do_not_tell_are_compared_by_samples(lies_from: int | None) -> None:
+def test_distributions_that_logprobs_do_not_tell_are_compared_by_samples(
+    lies_from: int | None,
+) -> None:
     report = audit(ChainServer(lies_from=lies_from, ours=True), TWO_SAMPLES)
     assert report.verdict == ("lossless" if lies_from is None else "lossy"), report.lines()
-    assert (f"tokens at drafted depth {lies_from}, against plain samples" in broken(report)) == (lies_from is not None)
+    assert (f"tokens at drafted depth {lies_from}, against plain samples" in broken(report)) == (
+        lies_from is not None
+    )
     assert "tokens without drafts, against plain samples" not in broken(report)
     assert any("no bias is planted at single depths" in line for line in report.notes)
 
 
 @pytest.mark.parametrize("lies_from", [None, 1, 2])
-def test_a_server_that_tells_no_rounds_is_not_cleared_by_samples_that_hide_a_depth(lies_from: int | None) -> None:
-    config, server = replace(TWO_SAMPLES, compare_url="http://plain"), ChainServer(lies_from=lies_from)
-    report = audit_server(config, httpx.MockTransport(server.handle), httpx.MockTransport(ChainServer(k=0).handle))
-    assert report.verdict == ("lossy" if lies_from == 1 else report.verdict) != "lossless", report.lines()
+def test_a_server_that_tells_no_rounds_is_not_cleared_by_samples_that_hide_a_depth(
+    lies_from: int | None,
+) -> None:
+    config, server = (
+        replace(TWO_SAMPLES, compare_url="http://plain"),
+        ChainServer(lies_from=lies_from),
+    )
+    report = audit_server(
+        config, httpx.MockTransport(server.handle), httpx.MockTransport(ChainServer(k=0).handle)
+    )
+    assert report.verdict == ("lossy" if lies_from == 1 else report.verdict) != "lossless", (
+        report.lines()
+    )
     assert "tokens without drafts, against plain samples" not in broken(report)
 
 
@@ -311,7 +402,7 @@ def test_a_server_without_token_ids_is_refused() -> None:
         audit(ChainServer(names_ids=False))
 
 
-def test_a_filtered_law_needs_enough_logprobs() -> None:
+def test_a_filtered_distribution_needs_enough_logprobs() -> None:
     with pytest.raises(UserError, match="top_k up to 20"):
         audit(ChainServer(), AuditConfig(url="http://chain", temperature=0.5))
 
@@ -326,12 +417,18 @@ def test_a_refusal_is_passed_on() -> None:
         audit_server(CONFIG, httpx.MockTransport(refuse))
 
 
-@pytest.mark.parametrize("answer", [{"json": {"error": {"message": "engine is dead"}}}, {"text": "engine is dead"}])
+@pytest.mark.parametrize(
+    "answer", [{"json": {"error": {"message": "engine is dead"}}}, {"text": "engine is dead"}]
+)
 def test_an_answer_that_is_no_completion_is_told(answer: dict) -> None:
     """As of a proxy that says 200 whatever happened behind it."""
 
     def broken(request: httpx.Request) -> httpx.Response:
-        return ChainServer().handle(request) if request.url.path == "/v1/models" else httpx.Response(200, **answer)
+        return (
+            ChainServer().handle(request)
+            if request.url.path == "/v1/models"
+            else httpx.Response(200, **answer)
+        )
 
     with pytest.raises(UserError, match=r"no completion \(engine is dead\)"):
         audit_server(CONFIG, httpx.MockTransport(broken))
@@ -341,19 +438,34 @@ def test_an_answer_that_is_no_completion_is_told(answer: dict) -> None:
 
 
 def unseen(count: int, bias: float) -> Check:
-    return Check(name="", kind="law", passed=True, said="", evidence={"num_samples": count, "detectable_bias": bias})
+    return Check(
+        name="",
+        kind="check",
+        passed=True,
+        said="",
+        evidence={"num_samples": count, "detectable_bias": bias},
+    )
 
 
 @pytest.mark.parametrize(
     "found, asked",
     [
-        ({2: unseen(500, 0.24), 3: unseen(200, 0.4)}, "a bias of 0.2 would not be seen; give --samples 10000"),
+        (
+            {2: unseen(500, 0.24), 3: unseen(200, 0.4)},
+            "a bias of 0.2 would not be seen; give --samples 10000",
+        ),
         (
             {3: unseen(70, 1.0), 4: unseen(7, 1.0)},
             "too few tokens at drafted depth 4; give a smaller --k, here --k 2",
         ),
-        ({4: unseen(70, 1.0), BONUS: unseen(0, 1.0)}, "too few bonus tokens; give a smaller --k, here --k 3 and --samples"),
-        ({2: unseen(3, 1.0)}, "too few tokens at drafted depth 2; lower --temperature with --top-k"),
+        (
+            {4: unseen(70, 1.0), BONUS: unseen(0, 1.0)},
+            "too few bonus tokens; give a smaller --k, here --k 3 and --samples",
+        ),
+        (
+            {2: unseen(3, 1.0)},
+            "too few tokens at drafted depth 2; lower --temperature with --top-k",
+        ),
     ],
 )
 def test_what_is_asked_for_is_one_sentence(found: dict[int, Check], asked: str) -> None:
@@ -362,11 +474,14 @@ def test_what_is_asked_for_is_one_sentence(found: dict[int, Check], asked: str) 
 
 
 def test_depths_are_those_at_which_tokens_were_decided() -> None:
-    """The prefill's token; a round of 3 drafts that kept 1; one without drafts; one that kept both of 2, cut at the end."""
+    """The prefill's token; a round of 3 drafts that kept 1; one without drafts; one that kept both
+    of 2, cut at the end."""
     report = {"per_step_begin": [1, 4], "per_step_drafted": [3, 2], "per_step_committed": [2, 3]}
     assert depths_told(report, 6) == [0, 1, 2, 0, 1, 2]
     assert depths_told(report, 7) == [0, 1, 2, 0, 1, 2, BONUS]
-    assert depths_told(report, 7, k=2) == [0, 1, 2, 0, 1, 2, BONUS], "a tree of 3 tokens, of which 2 may be kept"
+    assert depths_told(report, 7, k=2) == [0, 1, 2, 0, 1, 2, BONUS], (
+        "a tree of 3 tokens, of which 2 may be kept"
+    )
     with pytest.raises(UserError, match="lacks its rounds"):
         depths_told({"per_step_begin": [1]}, 3)
 
@@ -377,11 +492,17 @@ def test_counters_give_each_depth_its_share() -> None:
 
 
 def test_outcomes_are_ranked_with_the_rest_last() -> None:
-    probs, ids = outcomes([CoarseLaw([7, 3], [0.5, 0.3], 0.5), CoarseLaw([2], [1.0], 0.0)])
-    assert torch.allclose(probs, torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]], dtype=torch.float64))
+    probs, ids = outcomes(
+        [CoarseDistribution([7, 3], [0.5, 0.3], 0.5), CoarseDistribution([2], [1.0], 0.0)]
+    )
+    assert torch.allclose(
+        probs, torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    )
     assert ids.tolist() == [[7, 3, -1], [2, -1, -2]]
     assert likelier_half(probs).tolist() == [[True, False, False], [True, False, False]]
-    assert numbered(ids, torch.tensor([5, 6]))[0, 2] != numbered(ids, torch.tensor([5, 6]))[1, 1], "beside other tokens"
+    assert numbered(ids, torch.tensor([5, 6]))[0, 2] != numbered(ids, torch.tensor([5, 6]))[1, 1], (
+        "beside other tokens"
+    )
 
 
 def tokens(count: int) -> Tokens:
@@ -392,10 +513,15 @@ def tokens(count: int) -> Tokens:
     return Tokens(probs, drawn, (ranks,), torch.ones(count, dtype=torch.int64))
 
 
-def test_a_planted_bias_has_the_stated_size_and_is_seen_the_sooner_the_more_samples_there_are() -> None:
+def test_a_planted_bias_has_the_stated_size_and_is_seen_the_sooner_the_more_samples_there_are() -> (
+    None
+):
     many = tokens(20_000)
     planting = Planting(many, 0, 1.0)
-    before, after = (torch.bincount(drawn, minlength=4) / len(many) for drawn in (many.drawn, planting.drawn(0.8)))
+    before, after = (
+        torch.bincount(drawn, minlength=4) / len(many)
+        for drawn in (many.drawn, planting.drawn(0.8))
+    )
     assert float((before - after).abs().sum() / 2) == pytest.approx(planting.bias(0.8), abs=0.01)
     assert planting.bias(0.8) == pytest.approx(0.8 * 0.4 * 0.6)
     sizes = [detectable(tokens(count), math.log(1e9), 0) for count in (5, 400, 2000, 20_000)]

@@ -10,7 +10,9 @@ from draftsmith.serve.audit.misreport import Misreport, slot_depths
 
 def test_q_is_sharper_from_its_depth_on_and_drafts_stay() -> None:
     logits = torch.randn(2, 3, 5).log_softmax(-1)
-    proposal = Proposal(tokens=torch.ones(2, 3, dtype=torch.int64), lengths=torch.tensor([3, 2]), logits=logits)
+    proposal = Proposal(
+        tokens=torch.ones(2, 3, dtype=torch.int64), lengths=torch.tensor([3, 2]), logits=logits
+    )
     wrong = Misreport.parse("2:3").apply(proposal, 5)
     assert wrong.logits is not None and torch.equal(wrong.tokens, proposal.tokens)
     assert torch.equal(wrong.logits[:, 0], logits[:, 0])
@@ -33,10 +35,14 @@ def test_of_a_tree_the_children_below_its_depth_are_wrong() -> None:
     logits = torch.randn(2, 5).log_softmax(-1)
     q_rows = torch.tensor([[0, 1, -1, -1]])
     tokens, lengths = torch.tensor([[1, 2, 3]]), torch.tensor([3])
-    proposal = Proposal(tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=q_rows)
+    proposal = Proposal(
+        tokens=tokens, lengths=lengths, logits=logits, parents=parents, q_rows=q_rows
+    )
     wrong = Misreport(2, 3.0).apply(proposal, 5)
     assert wrong.logits is not None
-    assert torch.equal(wrong.logits[0], logits[0]) and torch.allclose(wrong.logits[1], 3 * logits[1])
+    assert torch.equal(wrong.logits[0], logits[0]) and torch.allclose(
+        wrong.logits[1], 3 * logits[1]
+    )
     undrawn = Proposal(tokens=tokens, lengths=lengths, logits=None, parents=parents)
     assert Misreport(1, 3.0).apply(undrawn, 5) is undrawn, "verification reads no q of such a tree"
 

@@ -16,7 +16,17 @@ from draftsmith.serve.bench.client import Answer, Client, PassResult
 from draftsmith.serve.bench.command import check, gaps, server_arguments
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.bench.prompts import read_prompts
-from draftsmith.serve.bench.report import Case, acceptance, cost_of, figures, goal_of, goodput, percentile, ratios, table
+from draftsmith.serve.bench.report import (
+    Case,
+    acceptance,
+    cost_of,
+    figures,
+    goal_of,
+    goodput,
+    percentile,
+    ratios,
+    table,
+)
 from draftsmith.serve.config import ServeConfig, ServedPair
 
 
@@ -33,17 +43,35 @@ def answer(num_tokens: int, ttft_s: float, tpot_s: float, report: dict | None = 
 
 
 def report(offered: list[int], accepted: list[int], committed: list[int]) -> dict:
-    return {"per_step_drafted": offered, "per_step_accepted": accepted, "per_step_committed": committed}
+    return {
+        "per_step_drafted": offered,
+        "per_step_accepted": accepted,
+        "per_step_committed": committed,
+    }
 
 
 def case(mode: str, walls_s: list[float], report_: dict | None = None) -> Case:
-    return Case(0.0, mode, [PassResult([answer(10, 0.1, 0.02, report_), answer(30, 0.3, 0.04, report_)], w) for w in walls_s])
+    return Case(
+        0.0,
+        mode,
+        [
+            PassResult([answer(10, 0.1, 0.02, report_), answer(30, 0.3, 0.04, report_)], w)
+            for w in walls_s
+        ],
+    )
 
 
 def test_figures_and_ratio_of_modes() -> None:
-    off, on = figures(case("off", [4.0, 4.0])), figures(case("on", [2.0, 1.0], report([2, 2], [2, 0], [3, 1])))
+    off, on = (
+        figures(case("off", [4.0, 4.0])),
+        figures(case("on", [2.0, 1.0], report([2, 2], [2, 0], [3, 1]))),
+    )
     assert off["tokens_per_s"] == 10 and on["tokens_per_s"] == pytest.approx(80 / 3)
-    assert off["ttft_ms"] == {"p50": 100.0, "p95": pytest.approx(300.0), "p99": pytest.approx(300.0)}
+    assert off["ttft_ms"] == {
+        "p50": 100.0,
+        "p95": pytest.approx(300.0),
+        "p99": pytest.approx(300.0),
+    }
     assert off["e2el_ms"]["p50"] == pytest.approx(280.0)
     assert off["tpot_ms"]["p50"] == pytest.approx(20.0) and off["acceptance"] is None
     assert on["acceptance"]["tau"] == 2.0 and on["acceptance"]["alpha"] == [0.5, 1.0]
@@ -61,11 +89,21 @@ def test_answers_without_drafts_do_not_count_towards_acceptance() -> None:
 def test_prompts_of_files(tmp_path: Path) -> None:
     lines = tmp_path / "prompts.txt"
     lines.write_text("one\n\ntwo\n", encoding="utf-8")
-    assert read_prompts(str(lines), count=3, chars=1, seed=0) == [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "one"}]
+    assert read_prompts(str(lines), count=3, chars=1, seed=0) == [
+        {"prompt": "one"},
+        {"prompt": "two"},
+        {"prompt": "one"},
+    ]
     chats = [{"role": "user", "content": "hi"}]
     rows = tmp_path / "prompts.jsonl"
-    rows.write_text(json.dumps({"prompt": "a", "id": 1}) + "\n" + json.dumps({"messages": chats}), encoding="utf-8")
-    assert read_prompts(str(rows), count=2, chars=1, seed=0) == [{"prompt": "a"}, {"messages": chats}]
+    rows.write_text(
+        json.dumps({"prompt": "a", "id": 1}) + "\n" + json.dumps({"messages": chats}),
+        encoding="utf-8",
+    )
+    assert read_prompts(str(rows), count=2, chars=1, seed=0) == [
+        {"prompt": "a"},
+        {"messages": chats},
+    ]
 
 
 def test_built_in_prompts_depend_on_the_seed_alone() -> None:
@@ -81,7 +119,9 @@ def test_built_in_prompts_depend_on_the_seed_alone() -> None:
     ("a.txt", "\n\n", "empty"),
     ("missing.txt", None, "no file"),
 ])  # fmt: skip
-def test_prompt_files_that_cannot_be_used_are_refused(name: str, text: str | None, words: str, tmp_path: Path) -> None:
+def test_prompt_files_that_cannot_be_used_are_refused(
+    name: str, text: str | None, words: str, tmp_path: Path
+) -> None:
     if text is not None:
         (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=words):
@@ -89,7 +129,8 @@ def test_prompt_files_that_cannot_be_used_are_refused(name: str, text: str | Non
 
 
 def test_block_efficiency_and_the_memory_bound_speed_up() -> None:
-    """Two rounds of 2 drafts keep 3 of 4: 2.5 tokens a round. A chain reads two tenths of the target twice, a block once."""
+    """Two rounds of 2 drafts keep 3 of 4: 2.5 tokens a round. A chain reads two tenths of the
+    target twice, a block once."""
     rounds = report([2, 2], [2, 1], [3, 1])
     for told, read in (
         ({"proposal": 0, "token": 20}, 1.4),
@@ -98,13 +139,20 @@ def test_block_efficiency_and_the_memory_bound_speed_up() -> None:
     ):
         found = acceptance([rounds], draft_cost=cost_of({"target_pass": 100, **told}))
         assert found["block_efficiency"] == 2.5 and found["mbsu"] == pytest.approx(2.5 / read)
-    assert cost_of({"target_pass": 100}) is None and acceptance([rounds], draft_cost=None)["mbsu"] is None
+    assert (
+        cost_of({"target_pass": 100}) is None
+        and acceptance([rounds], draft_cost=None)["mbsu"] is None
+    )
 
 
 def test_goodput_counts_answers_that_keep_every_limit() -> None:
     answers = [answer(10, 0.1, 0.02), answer(10, 0.1, 0.05), answer(10, 0.5, 0.02)]
     found = goodput(answers, goal_of(["ttft:200", "tpot:30"]), 2.0)
-    assert found["share"] == pytest.approx(1 / 3) and found["requests_per_s"] == 0.5 and found["tokens_per_s"] == 5.0
+    assert (
+        found["share"] == pytest.approx(1 / 3)
+        and found["requests_per_s"] == 0.5
+        and found["tokens_per_s"] == 5.0
+    )
     with pytest.raises(UserError, match="goodput 'speed:1' is no limit"):
         goal_of(["speed:1"])
 
@@ -115,14 +163,23 @@ def test_open_loop_gaps_have_the_rate_and_the_burstiness_asked_for(burstiness: f
     drawn = gaps(config, 20000, seed=1)
     mean = sum(drawn) / len(drawn)
     variation = (sum((gap - mean) ** 2 for gap in drawn) / len(drawn)) / mean**2
-    assert mean == pytest.approx(0.25, rel=0.05) and variation == pytest.approx(1 / burstiness, rel=0.1)
+    assert mean == pytest.approx(0.25, rel=0.05) and variation == pytest.approx(
+        1 / burstiness, rel=0.1
+    )
     assert drawn == gaps(config, 20000, seed=1)
 
 
 def test_conversations_give_their_first_human_turn(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
-    turns = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
-    path.write_text(json.dumps([{"id": 1, "conversations": turns}, {"conversations": turns[2:]}]), encoding="utf-8")
+    turns = [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "hello"},
+    ]
+    path.write_text(
+        json.dumps([{"id": 1, "conversations": turns}, {"conversations": turns[2:]}]),
+        encoding="utf-8",
+    )
     assert read_prompts(str(path), count=2, chars=1, seed=0) == [{"prompt": "hi"}, {"prompt": "hi"}]
     path.write_text("[1]", encoding="utf-8")
     with pytest.raises(UserError, match="no ShareGPT-like JSON"):
@@ -136,7 +193,8 @@ def streamed(lines: list[str]) -> PassResult:
         client = Client("http://server", api_key=None, timeout_s=5)
         stream = "\r\n".join(lines).encode()
         client.http = httpx.AsyncClient(
-            base_url="http://server", transport=httpx.MockTransport(lambda request: httpx.Response(200, content=stream))
+            base_url="http://server",
+            transport=httpx.MockTransport(lambda request: httpx.Response(200, content=stream)),
         )
         return await client.measure([{"prompt": "x"}], {}, 1)
 
@@ -146,27 +204,65 @@ def streamed(lines: list[str]) -> PassResult:
 def test_line_ends_of_unicode_within_a_text_do_not_end_an_event() -> None:
     """Other servers send them as they are."""
     chunk = {"choices": [{"text": "one\x85two\u2028three"}], "usage": {"completion_tokens": 3}}
-    (answer,) = streamed([f"data: {json.dumps(chunk, ensure_ascii=False)}", "", "data: [DONE]", ""]).answers
+    (answer,) = streamed(
+        [f"data: {json.dumps(chunk, ensure_ascii=False)}", "", "data: [DONE]", ""]
+    ).answers
     assert (answer.text, answer.num_tokens) == ("one\x85two\u2028three", 3)
 
 
 def test_an_answer_that_ends_with_an_error_says_which() -> None:
     begun = {"choices": [{"text": "one"}]}
-    failed = {"error": {"message": "out of memory", "type": "server_error", "param": None, "code": None}}
+    failed = {
+        "error": {"message": "out of memory", "type": "server_error", "param": None, "code": None}
+    }
     with pytest.raises(UserError, match="broke an answer off: out of memory"):
-        streamed([f"data: {json.dumps(begun)}", "", f"data: {json.dumps(failed)}", "", "data: [DONE]", ""])
+        streamed(
+            [
+                f"data: {json.dumps(begun)}",
+                "",
+                f"data: {json.dumps(failed)}",
+                "",
+                "data: [DONE]",
+                "",
+            ]
+        )
 
 
 def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
-    told = {"target": "t", "draft": "d", "draft_revision": "v1", "draft_dtype": "bfloat16", "heterogeneous_vocab": True}
+    told = {
+        "target": "t",
+        "draft": "d",
+        "draft_revision": "v1",
+        "draft_dtype": "bfloat16",
+        "heterogeneous_vocab": True,
+    }
     told |= {"trust_remote_code": True}
-    told |= {"ngram": True, "prompt_lookup_min": 1, "prompt_lookup_max": 3, "suffix": True, "fallback": "suffix"}
-    told |= {"suffix_share": 0.5, "suffix_max_tree_depth": 12, "suffix_max_cached_requests": 0, "suffix_max_cached_tokens": 100}
-    told |= {"suffix_max_spec_factor": 2.0, "suffix_max_spec_offset": -1.0, "suffix_min_token_prob": 0.3}
+    told |= {
+        "ngram": True,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+        "suffix": True,
+        "fallback": "suffix",
+    }
+    told |= {
+        "suffix_share": 0.5,
+        "suffix_max_tree_depth": 12,
+        "suffix_max_cached_requests": 0,
+        "suffix_max_cached_tokens": 100,
+    }
+    told |= {
+        "suffix_max_spec_factor": 2.0,
+        "suffix_max_spec_offset": -1.0,
+        "suffix_min_token_prob": 0.3,
+    }
     defaults = {field.name: field.default for field in dataclasses.fields(ServedPair)}
-    assert told.keys() == defaults.keys() and all(told[name] != default for name, default in defaults.items())
+    assert told.keys() == defaults.keys() and all(
+        told[name] != default for name, default in defaults.items()
+    )
     arguments = server_arguments(BenchConfig(**told))
-    served = build(ServeConfig, collect(ServeConfig, parse(parser_for("serve", ServeConfig), arguments)))
+    served = build(
+        ServeConfig, collect(ServeConfig, parse(parser_for("serve", ServeConfig), arguments))
+    )
     assert {name: vars(served)[name] for name in told} == told
     for name in told.keys() - {"target", "draft_revision", "draft_dtype", "heterogeneous_vocab"}:
         with pytest.raises(UserError, match=f"{name} is for a server started here"):

@@ -21,7 +21,10 @@ def check(manager: BlockManager, owners: list[list[int]]) -> None:
     num_blocks=st.integers(2, 20),
     block_size=st.integers(1, 5),
     actions=st.lists(
-        st.tuples(st.sampled_from(["grow", "release", "share"]), st.integers(0, 3), st.integers(0, 30)), max_size=40
+        st.tuples(
+            st.sampled_from(["grow", "release", "share"]), st.integers(0, 3), st.integers(0, 30)
+        ),
+        max_size=40,
     ),
 )
 def test_every_block_is_free_or_counted_for_its_owners(
@@ -35,7 +38,9 @@ def test_every_block_is_free_or_counted_for_its_owners(
             fits = manager.blocks_for(amount) - len(before) <= manager.num_free
             assert manager.grow(owners[index], amount) == fits
             assert owners[index][: len(before)] == before
-            assert len(owners[index]) == (max(len(before), manager.blocks_for(amount)) if fits else len(before))
+            assert len(owners[index]) == (
+                max(len(before), manager.blocks_for(amount)) if fits else len(before)
+            )
         elif action == "release":
             manager.release(owners[index])
             assert owners[index] == []

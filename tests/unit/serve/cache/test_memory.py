@@ -27,7 +27,9 @@ def test_both_pools_fit_what_is_allowed(target: Target) -> None:
     assert sizes[head] < sizes[None]
 
 
-def test_a_gpu_gives_a_share_of_what_it_has_free(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gives_a_share_of_what_it_has_free(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     assert memory.allowed_bytes(torch.device("cuda", 0)) == 800
     assert memory.allowed_bytes(torch.device("cpu")) == 2 * memory.GIB
@@ -47,7 +49,9 @@ def test_taps_of_a_full_batch_take_what_the_cached_ones_may(target: Target) -> N
             assert most == (memory.MOST_UNREAD if gib > 1 else memory.FEWEST_UNREAD)
 
 
-def test_the_pool_that_serves_is_the_targets_last(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_that_serves_is_the_targets_last(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other ranks of a sharded target read and write the pool that was made last."""
     made: list[PagedPool] = []
     new_pool = target.new_pool

@@ -1,4 +1,5 @@
-"""The scheduler with a prefix cache under any order of arrivals, forks, cancels and preemptions, on a pool of make-believe."""
+"""The scheduler with a prefix cache under any order of arrivals, forks, cancels and preemptions, on
+a pool of make-believe."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
-from draftsmith.serve.engine.round import Row
-from draftsmith.serve.engine.scheduler import Scheduler
+from draftsmith.serve.engine.scheduler import Row, Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -31,12 +31,19 @@ class Taps(list):
 
 def make_request(name: str, prompt: list[int], max_tokens: int, k: int) -> Request:
     return Request(
-        id=name, tokens=list(prompt), num_prompt=len(prompt), params=SamplingParams(), seed=0, k=k, max_tokens=max_tokens
+        id=name,
+        tokens=list(prompt),
+        num_prompt=len(prompt),
+        params=SamplingParams(),
+        seed=0,
+        k=k,
+        max_tokens=max_tokens,
     )
 
 
 class Engine:
-    """What both models would write at a position is the text it depends on, so that a read shows whether it is right."""
+    """What both models would write at a position is the text it depends on, so that a read shows
+    whether it is right."""
 
     def __init__(
         self,
@@ -50,8 +57,12 @@ class Engine:
     ):
         self.size, self.ahead, self.needs_taps = block_size, ahead, needs_taps
         blocks = BlockManager(num_blocks, block_size)
-        self.prefix = cache(blocks, root="target", ahead=ahead, needs_taps=needs_taps, max_tapped=max_tapped)
-        self.scheduler = Scheduler(blocks, max_batch=4, max_round_tokens=9, max_queue=1000, prefix=self.prefix)
+        self.prefix = cache(
+            blocks, root="target", ahead=ahead, needs_taps=needs_taps, max_tapped=max_tapped
+        )
+        self.scheduler = Scheduler(
+            blocks, max_batch=4, max_round_tokens=9, max_queue=1000, prefix=self.prefix
+        )
         self.target_pool: dict[int, tuple[int, ...]] = {}
         self.draft_pool: dict[int, tuple[int, ...]] = {}
         self.num_hit = 0
@@ -70,7 +81,11 @@ class Engine:
                 self.advance(row)
             request = row.request
             if row.samples:
-                emitted = [chance.randint(0, 2) for _ in range(kept + 1)] if kept == 0 else [*self.accepted, chance.randint(0, 2)]
+                emitted = (
+                    [chance.randint(0, 2) for _ in range(kept + 1)]
+                    if kept == 0
+                    else [*self.accepted, chance.randint(0, 2)]
+                )
                 request.tokens += emitted[: request.remaining]
             self.prefix.store(request)
             if request.remaining == 0:
@@ -82,10 +97,13 @@ class Engine:
         self.scheduler.remove(request)
 
     def run(self, row: Row, kept: int, chance: random.Random) -> None:
-        """The target reads everything before its tokens and writes them and the drafts, of which the first `kept` are right."""
+        """The target reads everything before its tokens and writes them and the drafts, of which
+        the first `kept` are right."""
         request = row.request
         for position in range(row.begin):
-            assert self.target_pool[self.slot(request, position)] == tuple(request.tokens[: position + 1])
+            assert self.target_pool[self.slot(request, position)] == tuple(
+                request.tokens[: position + 1]
+            )
         drafts = [chance.randint(0, 2) for _ in range(row.k)]
         self.accepted = drafts[:kept]
         text = request.tokens[: row.begin + row.count] + drafts
@@ -93,19 +111,31 @@ class Engine:
             self.write(self.target_pool, request, position, tuple(text[: position + 1]))
         request.computed += row.count + kept
         if self.needs_taps and request.k > 0:
-            request.taps.append(Taps(tuple(text[: p + 1]) for p in range(row.begin, row.begin + row.count + kept)))
+            request.taps.append(
+                Taps(tuple(text[: p + 1]) for p in range(row.begin, row.begin + row.count + kept))
+            )
 
     def draft(self, row: Row) -> None:
         request = row.request
         for position in range(request.draft_cached):
-            assert self.draft_pool[self.slot(request, position)] == tuple(request.tokens[: position + 1 + self.ahead])
+            assert self.draft_pool[self.slot(request, position)] == tuple(
+                request.tokens[: position + 1 + self.ahead]
+            )
         if self.needs_taps:
             taps = [tap for taps in request.taps for tap in taps]
-            assert taps == [tuple(request.tokens[: p + 1]) for p in range(request.draft_cached, request.num_tokens - 1)]
+            assert taps == [
+                tuple(request.tokens[: p + 1])
+                for p in range(request.draft_cached, request.num_tokens - 1)
+            ]
             # Without a new state there is nothing to draft from.
             assert taps
         for position in range(request.draft_cached, request.num_tokens - self.ahead):
-            self.write(self.draft_pool, request, position, tuple(request.tokens[: position + 1 + self.ahead]))
+            self.write(
+                self.draft_pool,
+                request,
+                position,
+                tuple(request.tokens[: position + 1 + self.ahead]),
+            )
 
     def advance(self, row: Row) -> None:
         request, cached = row.request, row.begin + row.count - self.ahead
@@ -115,9 +145,16 @@ class Engine:
             left = [tap for taps in request.taps for tap in taps][surplus:]
             request.taps[:] = [Taps(left)] if left else []
 
-    def write(self, pool: dict[int, tuple[int, ...]], request: Request, position: int, value: tuple[int, ...]) -> None:
+    def write(
+        self,
+        pool: dict[int, tuple[int, ...]],
+        request: Request,
+        position: int,
+        value: tuple[int, ...],
+    ) -> None:
         slot, block = self.slot(request, position), request.blocks[position // self.size]
-        # What the target wrote for several owners is never written again. The draft may, and whoever reads finds out.
+        # What the target wrote for several owners is never written again. The draft may, and
+        # whoever reads finds out.
         assert pool is self.draft_pool or self.scheduler.blocks.references(block) == 1
         pool[slot] = value
 
@@ -137,7 +174,11 @@ class Engine:
         assert tapped == set(self.prefix._tapped)
         assert self.prefix.max_tapped is None or len(tapped) <= self.prefix.max_tapped
         for request in self.scheduler.waiting:
-            assert request.blocks == [] and request.computed == request.draft_cached == 0 and not request.taps
+            assert (
+                request.blocks == []
+                and request.computed == request.draft_cached == 0
+                and not request.taps
+            )
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -149,21 +190,38 @@ class AnyOrder(RuleBasedStateMachine):
         seed=st.integers(),
         max_tapped=st.none() | st.integers(0, 6),
     )
-    def start(self, num_blocks: int, block_size: int, ahead: int, taps: bool, seed: int, max_tapped: int | None) -> None:
-        # Taps without reading ahead do not occur: who reads the state at t beside the token at t + 1 needs both.
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        ahead: int,
+        taps: bool,
+        seed: int,
+        max_tapped: int | None,
+    ) -> None:
+        # Taps without reading ahead do not occur: who reads the state at t beside the token at t +
+        # 1 needs both.
         self.engine = Engine(
-            num_blocks=num_blocks, block_size=block_size, ahead=ahead, needs_taps=taps and ahead == 1, max_tapped=max_tapped
+            num_blocks=num_blocks,
+            block_size=block_size,
+            ahead=ahead,
+            needs_taps=taps and ahead == 1,
+            max_tapped=max_tapped,
         )
         self.room = (num_blocks - 1) * block_size
         self.chance, self.requests = random.Random(seed), []
 
     @rule(base=st.integers(0, 2), length=st.integers(1, 16), tail=st.lists(st.integers(0, 2), max_size=3), most=st.integers(1, 8),
           k=st.integers(0, 3), copies=st.integers(1, 3))  # fmt: skip
-    def arrive(self, base: int, length: int, tail: list[int], most: int, k: int, copies: int) -> None:
+    def arrive(
+        self, base: int, length: int, tail: list[int], most: int, k: int, copies: int
+    ) -> None:
         prompt = ([base, 1, 2, 0] * 4)[:length] + tail
         prompt = prompt[: self.room - 1]
         for _ in range(copies):
-            request = make_request(str(len(self.requests)), prompt, min(most, self.room - len(prompt)), k)
+            request = make_request(
+                str(len(self.requests)), prompt, min(most, self.room - len(prompt)), k
+            )
             self.requests.append(request)
             self.engine.scheduler.add(request)
 
@@ -213,7 +271,8 @@ def test_hits_are_whole_blocks_and_leave_something_to_compute() -> None:
     engine = Engine(num_blocks=30, block_size=4, ahead=0, needs_taps=False)
     text = [1, 2, 0, 1, 1, 0, 2, 2]
     assert serve(engine, make_request("a", text, 1, 0)) == 0
-    assert serve(engine, make_request("b", text, 1, 0)) == 4  # its last token's law is still to be computed
+    # its last token's distribution is still to be computed
+    assert serve(engine, make_request("b", text, 1, 0)) == 4
     assert serve(engine, make_request("c", [*text, 1], 1, 0)) == 8
     assert serve(engine, make_request("d", [2, *text], 1, 0)) == 0
     assert serve(engine, make_request("e", [*text[:6], 0, 0, 0], 1, 0)) == 4
@@ -232,7 +291,8 @@ def test_the_least_recently_used_text_goes_first_and_its_end_before_its_beginnin
     first, second = [0] * 13, [1] * 13
     for index, text in enumerate((first, second, first)):
         serve(engine, make_request(str(index), text, 1, 0))
-    serve(engine, make_request("large", [2] * 15, 1, 0))  # four of eight blocks, of which two were never used
+    # four of eight blocks, of which two were never used
+    serve(engine, make_request("large", [2] * 15, 1, 0))
     assert serve(engine, make_request("again", first, 1, 0)) == 12
     assert serve(engine, make_request("older", second, 1, 0)) == 4
 
@@ -240,7 +300,11 @@ def test_the_least_recently_used_text_goes_first_and_its_end_before_its_beginnin
 def test_a_wrong_key_would_be_noticed() -> None:
     class Careless(PrefixCache):
         def _key(self, request: Request, index: int) -> bytes:
-            return bytes(request.tokens[index * self.blocks.block_size : (index + 1) * self.blocks.block_size])
+            return bytes(
+                request.tokens[
+                    index * self.blocks.block_size : (index + 1) * self.blocks.block_size
+                ]
+            )
 
     engine = Engine(num_blocks=30, block_size=4, ahead=0, needs_taps=False, cache=Careless)
     serve(engine, make_request("a", [1, 1, 1, 1, 2, 2, 2, 2, 0], 1, 0))

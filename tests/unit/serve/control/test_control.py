@@ -1,4 +1,5 @@
-"""The controller against a made-up machine: what a round costs and which drafts survive is known, so the best k is too."""
+"""The controller against a made-up machine: what a round costs and which drafts survive is known,
+so the best k is too."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ MOST = 8
 
 @dataclass
 class Machine:
-    """A pass costs the weights' time or its tokens' time, whichever is more; a draft step a share of the weights' time."""
+    """A pass costs the weights' time or its tokens' time, whichever is more; a draft step a share
+    of the weights' time."""
 
     alpha: Callable[[str, int], float]  # of a class, at a round number
     weights_s: float = 1e-2
@@ -46,12 +48,23 @@ class Machine:
         verify_s = max(self.weights_s, self.token_s * tokens)
         drafting = sum(k > 0 for k in ks)
         draft_s = (
-            self.draft_fixed_s + max(ks) * self.draft_share * max(self.weights_s, self.token_s * drafting) if drafting else 0.0
+            self.draft_fixed_s
+            + max(ks) * self.draft_share * max(self.weights_s, self.token_s * drafting)
+            if drafting
+            else 0.0
         )
         return verify_s + draft_s
 
 
-def play(control: Control, machine: Machine, classes: list[str], rounds: int, *, seed: int = 0, skip: int = 0) -> float:
+def play(
+    control: Control,
+    machine: Machine,
+    classes: list[str],
+    rounds: int,
+    *,
+    seed: int = 0,
+    skip: int = 0,
+) -> float:
     """Tokens a second after the first `skip` rounds; the accepted tokens of a round are drawn."""
     chance = random.Random(seed)
     tokens = seconds = 0.0
@@ -67,8 +80,14 @@ def play(control: Control, machine: Machine, classes: list[str], rounds: int, *,
             expected += sum(alpha ** (depth + 1) for depth in range(k))
             if k:
                 offers.append(Offer(name, k, accepted))
-        noisy_s = round_s * (1.0 + machine.noise * abs(chance.gauss(0, 1))) * (4.0 if chance.random() < 0.005 else 1.0)
-        control.observe(RoundResult(plan, len(classes), len(classes), max(ks), noisy_s, False, offers))
+        noisy_s = (
+            round_s
+            * (1.0 + machine.noise * abs(chance.gauss(0, 1)))
+            * (4.0 if chance.random() < 0.005 else 1.0)
+        )
+        control.observe(
+            RoundResult(plan, len(classes), len(classes), max(ks), noisy_s, False, offers)
+        )
         if number >= skip:
             # Expectations, so that luck with the drafts does not blur the comparison.
             tokens += expected
@@ -84,7 +103,9 @@ class Constant(FixedControl):
         return RoundPlan([min(self.k, wish.most) for wish in wishes])
 
 
-def best_fixed(machine: Machine, classes: list[str], rounds: int, *, skip: int = 0) -> tuple[float, int]:
+def best_fixed(
+    machine: Machine, classes: list[str], rounds: int, *, skip: int = 0
+) -> tuple[float, int]:
     rates = [play(Constant(k), machine, classes, rounds, skip=skip) for k in range(MOST + 1)]
     return max(rates), rates.index(max(rates))
 
@@ -94,7 +115,9 @@ BATCHES = [1, 4, 16, 48, 128, 256]
 
 @pytest.mark.parametrize("alpha", [0.85, 0.6, 0.3])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_the_best_fixed_k_of_each_load_is_nearly_reached_without_tuning(batch: int, alpha: float) -> None:
+def test_the_best_fixed_k_of_each_load_is_nearly_reached_without_tuning(
+    batch: int, alpha: float
+) -> None:
     machine = Machine(lambda name, number: alpha)
     rounds, learning = (1500, 150) if batch < 100 else (500, 100)
     best, k = best_fixed(machine, ["a"] * batch, 20)
@@ -109,7 +132,8 @@ def test_speculation_that_never_pays_costs_next_to_nothing(batch: int) -> None:
     machine = Machine(lambda name, number: 0.02, draft_share=0.3)
     control = AutoControl()
     rounds = 2000 if batch < 100 else 700
-    found = play(control, machine, ["a"] * batch, rounds, skip=60)  # the trials go on, the first measurements are over
+    # the trials go on, the first measurements are over
+    found = play(control, machine, ["a"] * batch, rounds, skip=60)
     assert found >= 0.99 * play(Constant(0), machine, ["a"] * batch, 10)
 
 
@@ -127,20 +151,29 @@ class Moody(Machine):
 
 @pytest.mark.parametrize(("draft_share", "alpha"), [(0.6, 0.65), (0.3, 0.3), (0.1, 0.8)])
 @pytest.mark.parametrize("period", [150, 600])
-def test_a_machine_that_slows_down_says_nothing_about_k(period: int, draft_share: float, alpha: float) -> None:
-    """Only the rounds of the chosen k are seen to become slower; what was measured of the others is made slower with them."""
+def test_a_machine_that_slows_down_says_nothing_about_k(
+    period: int, draft_share: float, alpha: float
+) -> None:
+    """Only the rounds of the chosen k are seen to become slower; what was measured of the others is
+    made slower with them."""
 
     def machine() -> Moody:
         return Moody(lambda name, number: alpha, draft_share=draft_share, period=period)
 
     for batch in (1, 8, 48):
-        fixed = [play(Constant(k), machine(), ["a"] * batch, 1200, skip=100) for k in range(MOST + 1)]
-        found = [play(AutoControl(), machine(), ["a"] * batch, 1200, seed=seed, skip=100) for seed in range(3)]
+        fixed = [
+            play(Constant(k), machine(), ["a"] * batch, 1200, skip=100) for k in range(MOST + 1)
+        ]
+        found = [
+            play(AutoControl(), machine(), ["a"] * batch, 1200, seed=seed, skip=100)
+            for seed in range(3)
+        ]
         assert sum(found) / 3 >= 0.97 * max(fixed)
 
 
 def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit() -> None:
-    """Requests that come and go pass through many loads; a draft that never pays must not stay where no trial was affordable."""
+    """Requests that come and go pass through many loads; a draft that never pays must not stay
+    where no trial was affordable."""
     machine = Machine(lambda name, number: 0.3, draft_share=0.4)
     control = AutoControl()
     for batch in (40, 24, 12, 8, 6, 3, 1):
@@ -149,7 +182,8 @@ def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit(
 
 
 def test_rounds_that_read_prompts_go_by_a_load_that_is_measured() -> None:
-    """A draft that reads a new prompt, too, tells nothing about k; with the k that all begin with it would draft for ever."""
+    """A draft that reads a new prompt, too, tells nothing about k; with the k that all begin with
+    it would draft for ever."""
     machine = Machine(lambda name, number: 0.02, draft_share=0.4)
     control = AutoControl()
     plan = control.choose([Wish("a", MOST)] * 8, 64)
@@ -205,7 +239,9 @@ def test_classes_of_requests_get_drafts_by_their_own_survival() -> None:
     for _ in range(20):
         plan = control.choose([Wish(name, MOST) for name in classes], len(classes))
         last.append(plan.ks)
-        control.observe(RoundResult(plan, 12, 12, max(plan.ks), machine.round_s(12, plan.ks), False, []))
+        control.observe(
+            RoundResult(plan, 12, 12, max(plan.ks), machine.round_s(12, plan.ks), False, [])
+        )
     easy, hard = sum(sum(ks[:6]) for ks in last), sum(sum(ks[6:]) for ks in last)
     assert easy >= 6 * 20 and hard < 0.25 * easy
     best, _ = best_fixed(machine, classes, 10)
@@ -228,7 +264,8 @@ def test_a_schedule_goes_by_batch_size() -> None:
 
 
 def test_catching_up_is_charged_to_drafting() -> None:
-    """Reading a long prompt late costs the draft more than a round does; answers of one token never pay for it."""
+    """Reading a long prompt late costs the draft more than a round does; answers of one token never
+    pay for it."""
     control = AutoControl()
     control.latency.add(1, 0, 1.0)
     for k in range(4):
@@ -240,7 +277,9 @@ def test_catching_up_is_charged_to_drafting() -> None:
         for _ in range(60):
             plan = control.choose([Wish("", 3)], 1)
             (k,) = plan.ks
-            control.observe(RoundResult(plan, 1, 1, k, 1.0, False, [Offer("", k, k // 2)] if k else []))
+            control.observe(
+                RoundResult(plan, 1, 1, k, 1.0, False, [Offer("", k, k // 2)] if k else [])
+            )
             chosen.append(k)
         return sorted(chosen)[30]
 
@@ -262,8 +301,8 @@ def test_a_stall_measured_as_a_prompt_leaves_every_rate_positive() -> None:
 
 @pytest.mark.parametrize(("draft_ms", "pays"), [(3.9, False), (1.2, True)])
 def test_a_prompt_in_a_round_makes_drafts_no_cheaper(draft_ms: float, pays: bool) -> None:
-    """Beside 4 ms for a prompt a draft of 3.9 ms is a small part of the round, and still brings fewer tokens than that time would
-    bring in the rounds after it."""
+    """Beside 4 ms for a prompt a draft of 3.9 ms is a small part of the round, and still brings
+    fewer tokens than that time would bring in the rounds after it."""
     control, chance = AutoControl(), random.Random(0)
     drafting = []
     for number in range(3000):
@@ -279,9 +318,14 @@ def test_a_prompt_in_a_round_makes_drafts_no_cheaper(draft_ms: float, pays: bool
     assert sum(drafting) / len(drafting) > 0.9 if pays else sum(drafting) / len(drafting) < 0.1
 
 
-@pytest.mark.parametrize(("late_rounds", "answer"), [(10, 20), (10, 40), (30, 40), (60, 40), (30, 80)])
-def test_prompts_that_the_draft_reads_late_are_part_of_the_price(late_rounds: int, answer: int) -> None:
-    """One stream: the first round that drafts of each request reads its prompt. Long answers pay for it, short ones never do."""
+@pytest.mark.parametrize(
+    ("late_rounds", "answer"), [(10, 20), (10, 40), (30, 40), (60, 40), (30, 80)]
+)
+def test_prompts_that_the_draft_reads_late_are_part_of_the_price(
+    late_rounds: int, answer: int
+) -> None:
+    """One stream: the first round that drafts of each request reads its prompt. Long answers pay
+    for it, short ones never do."""
     ms = (4.0, 4.8, 5.4, 6.0)
 
     def rate(control: Control | None, fixed: int = 0) -> float:
@@ -307,8 +351,9 @@ def test_prompts_that_the_draft_reads_late_are_part_of_the_price(late_rounds: in
 
 
 def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round() -> None:
-    """Rounds with a new prompt cost little more for drafts, as such; but the draft reads first what eight answers left it. That
-    it was never late while one stream drafted is no comfort. Times are those of a small model on two cores."""
+    """Rounds with a new prompt cost little more for drafts, as such; but the draft reads first what
+    eight answers left it. That it was never late while one stream drafted is no comfort. Times are
+    those of a small model on two cores."""
     usual_ms = {1: (3.9, 4.9, 5.6, 6.7), 8: (4.7, 7.7, 10.7, 13.7), 24: (8.2, 10.8, 13.4, 16.0)}
     control, chance = AutoControl(), random.Random(0)
     behind, ms, undrafted_ms = 0, 0.0, 0.0
@@ -321,7 +366,10 @@ def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round()
         is_late = k > 0 and behind > 2 * rows
         took_ms = usual_ms[num_tokens][k] + (0.04 * behind if is_late else 0.0)
         behind = 0 if k > 0 else min(behind + rows, 48 * rows)  # answers end
-        kept = [next((depth for depth in range(k) if chance.random() > (0.63, 0.68, 0.74)[depth]), k) for _ in range(rows)]
+        kept = [
+            next((depth for depth in range(k) if chance.random() > (0.63, 0.68, 0.74)[depth]), k)
+            for _ in range(rows)
+        ]
         offers = [Offer("", k, one) for one in kept] if k else []
         control.observe(RoundResult(plan, num_tokens, rows, k, took_ms / 1e3, is_late, offers))
         if number >= 900:
@@ -331,9 +379,17 @@ def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round()
 
 
 def test_a_load_is_inferred_from_all_of_its_neighbour_rather_than_from_one_far_away() -> None:
-    """Eight rows whose k = 3 was never measured take longer with it than with 2, whatever a single row makes of it."""
+    """Eight rows whose k = 3 was never measured take longer with it than with 2, whatever a single
+    row makes of it."""
     table = LatencyTable()
-    for bucket, k, seconds in ((1, 0, 3.9), (1, 2, 5.4), (1, 3, 6.7), (8, 0, 4.6), (8, 2, 11.0), (6, 0, 4.5)):
+    for bucket, k, seconds in (
+        (1, 0, 3.9),
+        (1, 2, 5.4),
+        (1, 3, 6.7),
+        (8, 0, 4.6),
+        (8, 2, 11.0),
+        (6, 0, 4.5),
+    ):
         table.add(bucket, k, seconds)
         table.add(bucket, k, seconds)
     assert table.seconds(6, 0) < table.seconds(6, 1) < table.seconds(6, 2) < table.seconds(6, 3)
@@ -341,7 +397,8 @@ def test_a_load_is_inferred_from_all_of_its_neighbour_rather_than_from_one_far_a
 
 
 def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:
-    """A prompt that is expected and never fed: the k of that load must be measured, and left, all the same."""
+    """A prompt that is expected and never fed: the k of that load must be measured, and left, all
+    the same."""
     control = AutoControl()
 
     def drafting(expected: int, fed: int, rounds: int, *, accepted: bool) -> float:
@@ -350,7 +407,9 @@ def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:
             plan = control.choose([Wish("", MOST)] * 4, expected)
             k = max(plan.ks)
             offers = [Offer("", k, k if accepted else 0)] * 4 if k else []
-            control.observe(RoundResult(plan, fed, 4, k, 0.01 + 0.002 * k + 1e-5 * fed, False, offers))
+            control.observe(
+                RoundResult(plan, fed, 4, k, 0.01 + 0.002 * k + 1e-5 * fed, False, offers)
+            )
             count += k > 0
         return count / rounds
 
@@ -371,8 +430,16 @@ def test_a_trial_ends_where_no_row_may_draft_so_deep() -> None:
             plan = control.choose([Wish("", most)] * 4, 4)
             (k, *_) = plan.ks
             chosen.append(k)
-            control.observe(RoundResult(plan, 4, 4, k, 0.01 + 0.001 * k, False, [Offer("", k, k)] * 4 if k else []))
-            if most == MOST and control._bucket(4).trial is not None and control._bucket(4).trial.k > 2:
+            control.observe(
+                RoundResult(
+                    plan, 4, 4, k, 0.01 + 0.001 * k, False, [Offer("", k, k)] * 4 if k else []
+                )
+            )
+            if (
+                most == MOST
+                and control._bucket(4).trial is not None
+                and control._bucket(4).trial.k > 2
+            ):
                 break
         return chosen
 
@@ -412,7 +479,8 @@ def test_what_was_not_measured_is_inferred() -> None:
     table.add(16, 0, 1.0)
     table.add(16, 0, 2.0)
     assert table.seconds(16, 4) == pytest.approx(6.0)  # by the ratio of the bucket beside it
-    assert table.seconds(16, 2) == pytest.approx(4.0)  # which infers what it has not measured from its own two points
+    # which infers what it has not measured from its own two points
+    assert table.seconds(16, 2) == pytest.approx(4.0)
     assert table.seconds(12, 0) in (1.0, 2.0)
 
 
@@ -451,7 +519,8 @@ def test_a_schedule_that_says_nothing_clear_is_refused(text: str) -> None:
 
 
 class Guessing:
-    """A drafter whose drafts are either likely to be kept or not, and that knows which: every row ends where the plan says."""
+    """A drafter whose drafts are either likely to be kept or not, and that knows which: every row
+    ends where the plan says."""
 
     sure, unsure, fixed_s, token_s = 0.95, 0.25, 0.010, 0.0012
 
@@ -472,8 +541,21 @@ class Guessing:
                 drafted += offered
                 expected += sum(alpha ** (depth + 1) for depth in range(offered))
                 offers.append(Offer("", k, accepted))
-            round_s = (self.fixed_s + self.token_s * drafted) * (1.0 + 0.05 * abs(chance.gauss(0, 1)))
-            control.observe(RoundResult(plan, 4, 4, max(plan.ks), round_s, False, offers if max(plan.ks) else [], drafted))
+            round_s = (self.fixed_s + self.token_s * drafted) * (
+                1.0 + 0.05 * abs(chance.gauss(0, 1))
+            )
+            control.observe(
+                RoundResult(
+                    plan,
+                    4,
+                    4,
+                    max(plan.ks),
+                    round_s,
+                    False,
+                    offers if max(plan.ks) else [],
+                    drafted,
+                )
+            )
             if 2 * number >= count:
                 tokens, seconds = tokens + expected, seconds + round_s
         return tokens / seconds
@@ -495,10 +577,14 @@ def test_what_one_more_draft_costs_is_told_from_rounds_that_differ() -> None:
     known = cost.seconds
     for _ in range(3000):
         cost.add(6, 0.029 * (1.0 + 0.05 * chance.gauss(0, 1)))
-    assert cost.seconds < 0.1 * known, "what cannot be seen any more is forgotten, so that rounds differ again"
+    assert cost.seconds < 0.1 * known, (
+        "what cannot be seen any more is forgotten, so that rounds differ again"
+    )
 
 
-@pytest.mark.parametrize("tree_s, alpha, pays", [(4e-3, 0.8, True), (4e-3, 0.1, False), (4e-2, 0.8, False)])
+@pytest.mark.parametrize(
+    "tree_s, alpha, pays", [(4e-3, 0.8, True), (4e-3, 0.1, False), (4e-2, 0.8, False)]
+)
 def test_trees_are_grown_where_they_pay(tree_s: float, alpha: float, pays: bool) -> None:
     """A round takes 10 ms, with trees `tree_s` more; of 5 depths each is kept with chance alpha."""
     control, chance, grown = TreeControl(depth=5), random.Random(1), 0
@@ -507,7 +593,11 @@ def test_trees_are_grown_where_they_pay(tree_s: float, alpha: float, pays: bool)
         plan = control.choose([Wish("", 24), Wish("", 24), Wish("", 3)], 3)
         assert plan.ks in ([24, 24, 3], [0, 0, 0])
         trees = plan.ks[0] > 0
-        kept = [next((depth for depth in range(5) if chance.random() > alpha), 5) for _ in plan.ks] if trees else []
+        kept = (
+            [next((depth for depth in range(5) if chance.random() > alpha), 5) for _ in plan.ks]
+            if trees
+            else []
+        )
         offers = [Offer("", k, min(depth, k)) for k, depth in zip(plan.ks, kept, strict=False)]
         seconds = (1e-2 + tree_s * trees) * chance.uniform(0.95, 1.05)
         control.observe(RoundResult(plan, 3, 3, max(plan.ks), seconds, False, offers, sum(plan.ks)))

@@ -17,12 +17,22 @@ def published(root: Path, gain: float | None = 0.01) -> int:
     def save(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"weights")
 
-    return publish(root, save, family="eagle3", target={}, parent=None, data_range={}, gate={"gain": gain, "reason": "a gain"})
+    return publish(
+        root,
+        save,
+        family="eagle3",
+        target={},
+        parent=None,
+        data_range={},
+        gate={"gain": gain, "reason": "a gain"},
+    )
 
 
 def test_a_server_that_does_not_learn_has_nothing_to_tell(tmp_path: Path) -> None:
     assert Learning().read() == NOTHING
-    assert Learning(str(tmp_path / "none"), str(tmp_path / "none")).read() == NOTHING | {"buffer": {"shards": 0, "bytes": 0}}
+    assert Learning(str(tmp_path / "none"), str(tmp_path / "none")).read() == NOTHING | {
+        "buffer": {"shards": 0, "bytes": 0}
+    }
     assert Learning(None, "memory://buffer").read() == NOTHING
 
 
@@ -30,7 +40,10 @@ def test_versions_carry_their_gate_and_the_live_one_is_marked(tmp_path: Path) ->
     learning = Learning(str(tmp_path))
     assert [published(tmp_path, gain) for gain in (0.01, 0.02)] == [1, 2]
     told = learning.read()["versions"]
-    assert [(one["version"], one["gate"]["gain"], one["live"]) for one in told] == [(1, 0.01, False), (2, 0.02, True)]
+    assert [(one["version"], one["gate"]["gain"], one["live"]) for one in told] == [
+        (1, 0.01, False),
+        (2, 0.02, True),
+    ]
     rollback(tmp_path, 1, "it is worse")
     told = learning.read()
     assert [one["live"] for one in told["versions"]] == [True, False]
@@ -43,8 +56,14 @@ def test_only_the_newest_are_told(tmp_path: Path) -> None:
     for number in range(DECISIONS_SHOWN + 5):
         record_decision(tmp_path, {"decision": "hold", "number": number})
     told = Learning(str(tmp_path)).read()
-    assert told["versions"][-1]["version"] == VERSIONS_SHOWN + 3 and len(told["versions"]) == VERSIONS_SHOWN
-    assert told["decisions"][-1]["number"] == DECISIONS_SHOWN + 4 and len(told["decisions"]) == DECISIONS_SHOWN
+    assert (
+        told["versions"][-1]["version"] == VERSIONS_SHOWN + 3
+        and len(told["versions"]) == VERSIONS_SHOWN
+    )
+    assert (
+        told["decisions"][-1]["number"] == DECISIONS_SHOWN + 4
+        and len(told["decisions"]) == DECISIONS_SHOWN
+    )
 
 
 def test_new_decisions_are_seen_and_alarms_are_those_an_operator_looks_at(tmp_path: Path) -> None:
@@ -53,7 +72,11 @@ def test_new_decisions_are_seen_and_alarms_are_those_an_operator_looks_at(tmp_pa
     for decision in ("accept", "hold", "refuse", "rolled back", "drift"):
         record_decision(tmp_path, {"decision": decision})
         assert learning.read()["decisions"][-1]["decision"] == decision
-    assert [one["decision"] for one in learning.read()["alarms"]] == ["refuse", "rolled back", "drift"]
+    assert [one["decision"] for one in learning.read()["alarms"]] == [
+        "refuse",
+        "rolled back",
+        "drift",
+    ]
 
 
 def test_decisions_about_a_class_are_told_with_its_name_in_their_turn(tmp_path: Path) -> None:
@@ -67,24 +90,38 @@ def test_decisions_about_a_class_are_told_with_its_name_in_their_turn(tmp_path: 
         record_decision(pool / "c02", {"decision": "accept"})
         told = learning.read()
     names = [(one["decision"], one.get("class")) for one in told["decisions"]]
-    assert names == [("new class", "code"), ("rolled back", "code"), ("hold", None), ("accept", "prose"), ("accept", "prose")]
+    assert names == [
+        ("new class", "code"),
+        ("rolled back", "code"),
+        ("hold", None),
+        ("accept", "prose"),
+        ("accept", "prose"),
+    ]
     assert [one["class"] for one in told["alarms"]] == ["code"]
     for number in range(DECISIONS_SHOWN):
         record_decision(pool / "c01", {"decision": "hold", "number": number})
     assert [one["number"] for one in learning.read()["decisions"]] == list(range(DECISIONS_SHOWN))
     write_pool(tmp_path, DraftPool())
-    assert len(learning.read()["decisions"]) == 2, "a class that lost its draft has told all it had to"
+    assert len(learning.read()["decisions"]) == 2, (
+        "a class that lost its draft has told all it had to"
+    )
 
 
 def test_damage_is_left_out_and_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     published(tmp_path)
     published(tmp_path)
     (tmp_path / "v000001" / "manifest.json").write_text("{torn")
-    (tmp_path / "status.json").write_text(json.dumps({"time_s": time.time() - 5, "loss": float("nan"), "updates": 3}))
+    (tmp_path / "status.json").write_text(
+        json.dumps({"time_s": time.time() - 5, "loss": float("nan"), "updates": 3})
+    )
     learning = Learning(str(tmp_path))
     told = learning.read()
     assert [one["version"] for one in told["versions"]] == [2]
-    assert told["learner"]["loss"] is None and told["learner"]["updates"] == 3 and 4 < told["learner"]["age_s"] < 60
+    assert (
+        told["learner"]["loss"] is None
+        and told["learner"]["updates"] == 3
+        and 4 < told["learner"]["age_s"] < 60
+    )
     json.dumps(told, allow_nan=False)
     for torn in ("[1", "[1]", ""):
         (tmp_path / "status.json").write_text(torn)

@@ -1,4 +1,5 @@
-"""History in bounded memory, rates from counts, and what the same tokens would have taken without drafts."""
+"""History in bounded memory, rates from counts, and what the same tokens would have taken without
+drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.latency import LatencyTable, bucket_of
-from draftsmith.serve.dashboard.samples import Counts, History, Span, by_class, plain_seconds, summary
+from draftsmith.serve.dashboard.samples import (
+    Counts,
+    History,
+    Span,
+    by_class,
+    plain_seconds,
+    summary,
+)
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.requests.request import SpeculationStats
@@ -20,7 +28,9 @@ from draftsmith.serve.sampling.params import SamplingParams
 
 @pytest.fixture
 def engine(target: Target, fixed_drafter: Callable) -> Engine:
-    return Engine(target, fixed_drafter(sharpness=0.5), EngineConfig(k=3, max_batch=4, compile="off"))
+    return Engine(
+        target, fixed_drafter(sharpness=0.5), EngineConfig(k=3, max_batch=4, compile="off")
+    )
 
 
 def counted(*rounds: tuple[int, int, int]) -> Counts:
@@ -51,8 +61,14 @@ def test_points_add_up_to_what_the_engine_counted(engine: Engine) -> None:
     points = history.recent.since(0.0)
     assert [one["tokens"] for one in points] == [9, 9, 9]
     told, acceptance = summary(points), engine.stats.acceptance
-    assert told["tau"] == acceptance.tau and told["alpha"] == acceptance.alpha and told["rounds"] == acceptance.rounds
-    assert told["busy_tokens_per_s"] > 0 and told["speedup"] is None, "a fixed k measures no rounds without drafts"
+    assert (
+        told["tau"] == acceptance.tau
+        and told["alpha"] == acceptance.alpha
+        and told["rounds"] == acceptance.rounds
+    )
+    assert told["busy_tokens_per_s"] > 0 and told["speedup"] is None, (
+        "a fixed k measures no rounds without drafts"
+    )
     assert history.recent.since(points[1]["time_s"]) == points[2:]
     json.dumps(points, allow_nan=False)
 
@@ -62,7 +78,12 @@ def test_nothing_happened_is_no_division_by_zero(engine: Engine) -> None:
     history.recent.every_s = 0.0
     history.look()
     told = summary(history.recent.since(0.0))
-    assert (told["tau"], told["alpha"], told["speedup"], told["busy_tokens_per_s"]) == (None, [], None, None)
+    assert (told["tau"], told["alpha"], told["speedup"], told["busy_tokens_per_s"]) == (
+        None,
+        [],
+        None,
+        None,
+    )
     assert summary([])["tokens_per_s"] is None
 
 
@@ -79,14 +100,21 @@ def test_rings_are_bounded_and_keep_the_latest(engine: Engine) -> None:
     assert len(history.day.points) == 0
 
 
-def test_auto_control_tells_what_rounds_without_drafts_take(target: Target, fixed_drafter: Callable) -> None:
-    engine = Engine(target, fixed_drafter(sharpness=0.5), EngineConfig(k=3, adaptive=True, max_batch=4, compile="off"))
+def test_auto_control_tells_what_rounds_without_drafts_take(
+    target: Target, fixed_drafter: Callable
+) -> None:
+    engine = Engine(
+        target,
+        fixed_drafter(sharpness=0.5),
+        EngineConfig(k=3, adaptive=True, max_batch=4, compile="off"),
+    )
     history = History(engine, {})
     history.recent.every_s = 0.0
     for k in range(engine.config.k + 1):
         for _ in range(20):
             engine.scheduler.control.latency.add(bucket_of(1), k, 0.5 if k == 0 else 0.01)
-    engine.scheduler.control.observe = lambda result: None  # this machine's own rounds are far quicker
+    # this machine's own rounds are far quicker
+    engine.scheduler.control.observe = lambda result: None
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True))
     history.look()
     told = summary(history.recent.since(0.0))
@@ -104,23 +132,44 @@ def table(seconds: dict[int, float], rows: int) -> LatencyTable:
 
 
 def test_plain_seconds_by_hand() -> None:
-    # 10 rounds of 2 rows at k = 2 commit 50 tokens; 0.3 s each with drafts, 0.2 s without: 25 plain rounds.
+    # 10 rounds of 2 rows at k = 2 commit 50 tokens; 0.3 s each with drafts, 0.2 s without: 25 plain
+    # rounds.
     drafting = Counts(rounds=20, committed=50)
-    seconds = plain_seconds(table({0: 0.2, 2: 0.3}, 2), busy_s=10 * 0.3, tokens=50, drafting=drafting, rounds_by_k={2: 10, 1: 0})
+    seconds = plain_seconds(
+        table({0: 0.2, 2: 0.3}, 2),
+        busy_s=10 * 0.3,
+        tokens=50,
+        drafting=drafting,
+        rounds_by_k={2: 10, 1: 0},
+    )
     assert seconds == pytest.approx(25 * 0.2)
     # A second of reading prompts is there with drafts and without.
-    seconds = plain_seconds(table({0: 0.2, 2: 0.3}, 2), busy_s=4.0, tokens=50, drafting=drafting, rounds_by_k={2: 10})
+    seconds = plain_seconds(
+        table({0: 0.2, 2: 0.3}, 2), busy_s=4.0, tokens=50, drafting=drafting, rounds_by_k={2: 10}
+    )
     assert seconds == pytest.approx(1.0 + 25 * 0.2)
     # Rounds without drafts alone take what they take.
-    seconds = plain_seconds(table({0: 0.2}, 2), busy_s=2.0, tokens=20, drafting=Counts(), rounds_by_k={0: 10})
+    seconds = plain_seconds(
+        table({0: 0.2}, 2), busy_s=2.0, tokens=20, drafting=Counts(), rounds_by_k={0: 10}
+    )
     assert seconds == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("measured", [{2: 0.3}, {0: 0.2}, {}])
 def test_plain_seconds_are_not_invented(measured: dict[int, float]) -> None:
     drafting = Counts(rounds=20, committed=50)
-    assert plain_seconds(table(measured, 2), busy_s=3.0, tokens=50, drafting=drafting, rounds_by_k={2: 10}) is None
-    assert plain_seconds(table({0: 0.2, 2: 0.3}, 2), busy_s=0.0, tokens=0, drafting=Counts(), rounds_by_k={}) is None
+    assert (
+        plain_seconds(
+            table(measured, 2), busy_s=3.0, tokens=50, drafting=drafting, rounds_by_k={2: 10}
+        )
+        is None
+    )
+    assert (
+        plain_seconds(
+            table({0: 0.2, 2: 0.3}, 2), busy_s=0.0, tokens=0, drafting=Counts(), rounds_by_k={}
+        )
+        is None
+    )
 
 
 def test_classes_are_counted_when_requests_finish(engine: Engine) -> None:
@@ -128,7 +177,9 @@ def test_classes_are_counted_when_requests_finish(engine: Engine) -> None:
     history = History(engine, metrics.by_class)
     history.recent.every_s = 0.0
     for name, seed in (("code", 1), ("code", 2), ("", 3)):
-        request = engine.submit([5, 6, 7], SamplingParams(max_tokens=20, seed=seed, ignore_eos=True), request_class=name)
+        request = engine.submit(
+            [5, 6, 7], SamplingParams(max_tokens=20, seed=seed, ignore_eos=True), request_class=name
+        )
         while not request.finished:
             engine.step()
         metrics.finished(request)
@@ -142,7 +193,9 @@ def test_classes_are_counted_when_requests_finish(engine: Engine) -> None:
 def test_a_round_that_a_stop_trimmed_rejects_nothing(engine: Engine) -> None:
     metrics = ServerMetrics(engine, "tiny")
     request = engine.submit([5, 6, 7], SamplingParams(max_tokens=2))
-    request.speculation = SpeculationStats(offered=[3, 3], accepted=[1, 2], committed=[2, 2], num_passes=2, num_committed=4)
+    request.speculation = SpeculationStats(
+        offered=[3, 3], accepted=[1, 2], committed=[2, 2], num_passes=2, num_committed=4
+    )
     metrics.finished(request)
     # The first round rejected its second draft; the second one's third was never known.
     counts = metrics.by_class[""]

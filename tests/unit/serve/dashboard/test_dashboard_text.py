@@ -18,11 +18,15 @@ PROMPT = [40, 41, 42, 43]
 
 @pytest.fixture
 def engine(target: Target, fixed_drafter: Callable) -> Engine:
-    return Engine(target, fixed_drafter(sharpness=0.5), EngineConfig(k=3, max_batch=4, compile="off"))
+    return Engine(
+        target, fixed_drafter(sharpness=0.5), EngineConfig(k=3, max_batch=4, compile="off")
+    )
 
 
 def served(engine: Engine, **options: object) -> Request:
-    request = engine.submit(PROMPT, SamplingParams(max_tokens=24, seed=3, ignore_eos=True), **options)
+    request = engine.submit(
+        PROMPT, SamplingParams(max_tokens=24, seed=3, ignore_eos=True), **options
+    )
     while not request.finished:
         engine.step()
     return request
@@ -34,15 +38,21 @@ def test_what_is_shown_joins_to_the_answer_and_counts_agree(engine: Engine, targ
     request = served(engine, request_class="code")
     shown = view.after(0)
     assert [token for one in shown for token in (*one.accepted, *one.own)] == request.output
-    assert {one.request_class for one in shown} == {"code"} and {one.request for one in shown} == {request.id}
+    assert {one.request_class for one in shown} == {"code"} and {one.request for one in shown} == {
+        request.id
+    }
     assert sum(len(one.accepted) for one in shown) == engine.stats.num_accepted_tokens > 0
     # A draft is accepted, rejected, or trimmed by the end of the answer.
     kept = sum(engine.stats.acceptance.accepted)
     assert sum(len(one.rejected) for one in shown) == engine.stats.num_draft_tokens - kept > 0
     tokenizer = target.tokenizer()
-    text = "".join(one["accepted"] + one["target"] for one in (pieces(one, tokenizer) for one in shown))
+    text = "".join(
+        one["accepted"] + one["target"] for one in (pieces(one, tokenizer) for one in shown)
+    )
     # Random weights write broken characters, which a round's end may cut.
-    assert "".join(filter(str.isascii, text)) == "".join(filter(str.isascii, tokenizer.decode(request.output)))
+    assert "".join(filter(str.isascii, text)) == "".join(
+        filter(str.isascii, tokenizer.decode(request.output))
+    )
 
 
 def test_a_request_that_keeps_out_of_learning_is_never_shown(engine: Engine) -> None:
@@ -69,7 +79,15 @@ def test_a_character_of_several_tokens_is_whole_inside_its_text(target: Target) 
     tokens = tokenizer("x\u00e9")["input_ids"]
     assert len(tokens) == 3, "an accented letter is two bytes and so two tokens here"
     view = TextView()
-    request = Request(id="r", tokens=list(tokens), num_prompt=1, params=SamplingParams(), seed=0, k=2, max_tokens=4)
+    request = Request(
+        id="r",
+        tokens=list(tokens),
+        num_prompt=1,
+        params=SamplingParams(),
+        seed=0,
+        k=2,
+        max_tokens=4,
+    )
     view.hear(request, list(tokens[1:]), 2, list(tokens[1:]))
     assert pieces(view.after(0)[0], tokenizer)["accepted"] == "\u00e9"
     # Drafted by half and completed by the target.

@@ -8,17 +8,30 @@ from typing import Any
 
 import pytest
 
-from draftsmith.serve.dashboard.top_screen import ASCII_BLOCKS, BLOCKS, RED, one_line, render, screen, sparkline
+from draftsmith.serve.dashboard.top_screen import (
+    ASCII_BLOCKS,
+    BLOCKS,
+    RED,
+    one_line,
+    render,
+    screen,
+    sparkline,
+)
 
 RATES = {"rounds": 40, "tau": 1.75, "alpha": [0.5, None]}
 DATA: dict[str, Any] = {
     "server": {
-        "model": "tiny", "version": "0.1", "time_s": 2000.0, "started_s": 1000.0, "lossless": True, "drafter": "eagle3",
-        "draft_version": "2", "running": 3, "waiting": 1, "kv_usage": 0.25, "records": 7, "swaps": 1, "shows_text": False,
+        "model": "tiny", "version": "0.1", "time_s": 2000.0, "started_s": 1000.0, "lossless": True,
+        "drafter": (
+            "eagle3"
+        ),
+        "draft_version": "2", "running": 3, "waiting": 1, "kv_usage": 0.25, "records": 7,
+        "swaps": 1, "shows_text": False,
         "seeded_requests": 3, "seeded_share": 0.425,
     },
     "now": {
-        "seconds": 60.0, "tokens_per_s": 100.0, "busy_tokens_per_s": 120.0, "plain_tokens_per_s": 80.0, "speedup": 1.5, **RATES,
+        "seconds": 60.0, "tokens_per_s": 100.0, "busy_tokens_per_s": 120.0,
+        "plain_tokens_per_s": 80.0, "speedup": 1.5, **RATES,
     },
     "classes": {"": RATES, "code": RATES},
     "served": {"2": RATES},
@@ -51,14 +64,20 @@ def texts(data: dict[str, Any], width: int = 120) -> str:
 def test_everything_that_matters_is_on_the_screen() -> None:
     shown = texts(DATA)
     for wanted in (
-        "tiny", "eagle3 version 2", "up 17 min", "3 running, 1 waiting, cache 25 % full", "120.0 while there is work",
-        "x1.50 against 80.0 without drafts", "1.75", "0.50 -", "(no class)", "code", "2 live", "0.5000 -> 0.5200", "0.0200",
-        "running: 4 updates, 9 texts", "1.0 MiB in 2 shards", "refuse: weights that are not finite", "accept version 2 of code",
+        "tiny", "eagle3 version 2", "up 17 min", "3 running, 1 waiting, cache 25 % full",
+        "120.0 while there is work",
+        "x1.50 against 80.0 without drafts", "1.75", "0.50 -", "(no class)", "code", "2 live",
+        "0.5000 -> 0.5200", "0.0200",
+        "running: 4 updates, 9 texts", "1.0 MiB in 2 shards", "refuse: weights that are not finite",
+        "accept version 2 of code",
         "42.5 % of the tokens (3 requests) are sampled with a seed, neither learned from",
-        "live                                2       60   75 %   1.75  0.50 -", "code/1       20   25 %", "-  learns: 9 requests",
+        "live                                2       60   75 %   1.75  0.50 -",
+        "code/1       20   25 %", "-  learns: 9 requests",
     ):  # fmt: skip
         assert wanted in shown, wanted
-    assert next(line.text for line in screen(DATA, [], width=80) if line.style == RED).endswith("weights that are not finite")
+    assert next(line.text for line in screen(DATA, [], width=80) if line.style == RED).endswith(
+        "weights that are not finite"
+    )
 
 
 def test_little_is_known_at_first() -> None:
@@ -105,4 +124,9 @@ def test_a_sparkline_is_as_wide_as_it_may_be() -> None:
     assert sparkline([1.0, 2.0, None, 3.0], 10, BLOCKS) == f"{BLOCKS[0]}{BLOCKS[4]} {BLOCKS[7]}"
     assert sparkline([9.0, 1.0, 2.0], 2, ASCII_BLOCKS) == "_@"
     assert sparkline([2.0, 2.0], 5, ASCII_BLOCKS) == "__"
-    assert sparkline([None], 5, BLOCKS) == sparkline([], 5, BLOCKS) == sparkline([1.0], 0, BLOCKS) == ""
+    assert (
+        sparkline([None], 5, BLOCKS)
+        == sparkline([], 5, BLOCKS)
+        == sparkline([1.0], 0, BLOCKS)
+        == ""
+    )

@@ -23,7 +23,9 @@ CODE = class_draft("code")
     # Another request with that seed draws the same: a draft chosen by these draws would bias it.
     (SamplingParams(temperature=1.0, seed=3), "code", False),
 ])  # fmt: skip
-def test_only_requests_whose_draws_nobody_shares_are_measured(params: SamplingParams, pool_class: str, measured: bool) -> None:
+def test_only_requests_whose_draws_nobody_shares_are_measured(
+    params: SamplingParams, pool_class: str, measured: bool
+) -> None:
     unused: Any = None
     lineup = Lineup(unused, EngineStats(), unused, unused)
     told: list[tuple[Route, int, int]] = []

@@ -22,7 +22,9 @@ def pooled() -> Router:
     return router
 
 
-def chosen(router: Router, request_class: str = "code", ready: tuple[str, ...] = (LIVE, CODE, CANARY)) -> list[str]:
+def chosen(
+    router: Router, request_class: str = "code", ready: tuple[str, ...] = (LIVE, CODE, CANARY)
+) -> list[str]:
     return [router.choose(one, request_class, [1, 2], ready).draft for one in IDS]
 
 
@@ -51,7 +53,9 @@ def test_a_class_of_the_pool_gets_its_draft_and_the_live_one_stays_known() -> No
     router.canary_share = 0.2
     drafts = chosen(router)
     probes = [draft for draft, one in zip(drafts, IDS, strict=True) if is_probe(one)]
-    assert drafts.count(CODE) == len(IDS) - len(probes) and abs(len(probes) / len(IDS) - PROBES) < 0.02
+    assert (
+        drafts.count(CODE) == len(IDS) - len(probes) and abs(len(probes) / len(IDS) - PROBES) < 0.02
+    )
     # Whoever is left for the live draft takes part in the trial, in the same shares.
     assert abs(probes.count(CANARY) / len(probes) - 0.2) < 0.08
     assert CODE not in chosen(router, "prose")
@@ -94,7 +98,10 @@ def test_a_request_without_a_tag_belongs_to_the_cluster_of_its_prompt() -> None:
     router = Router()
     router.pool = DraftPool({"(cluster 2)": "c01"}, clusters=clusters)
     ready = [LIVE, class_draft("(cluster 2)")]
-    drafts = {name: {router.choose(one, "", name, ready).draft for one in IDS[:50]} for name in (tuple(code), tuple(prose))}
+    drafts = {
+        name: {router.choose(one, "", name, ready).draft for one in IDS[:50]}
+        for name in (tuple(code), tuple(prose))
+    }
     assert drafts[tuple(code)] == {LIVE} and class_draft("(cluster 2)") in drafts[tuple(prose)]
     assert router.choose("a", "tagged", prose, ready).draft == LIVE
 

@@ -18,7 +18,7 @@ from draftsmith.serve.stats import EngineStats
 
 
 class BrokenLater:
-    """Row 0 is sound, row 1 has no law at depth 1, row 2 none at depth 0."""
+    """Row 0 is sound, row 1 has no distribution at depth 1, row 2 none at depth 0."""
 
     family = "broken later"
     taps: tuple[int, ...] = ()
@@ -27,7 +27,11 @@ class BrokenLater:
         logits = torch.zeros(3, 2, 8)
         logits[1, 1] = torch.nan
         logits[2, 0] = -torch.inf
-        return Proposal(tokens=torch.tensor([[1, 2], [3, 4], [5, 6]]), lengths=torch.tensor([2, 2, 2]), logits=logits)
+        return Proposal(
+            tokens=torch.tensor([[1, 2], [3, 4], [5, 6]]),
+            lengths=torch.tensor([2, 2, 2]),
+            logits=logits,
+        )
 
 
 class Padded:
@@ -44,20 +48,34 @@ class Padded:
 
 
 def proposed(drafter: ServingDrafter) -> Drafts:
-    request = SimpleNamespace(id="a", tokens=[1, 2, 3], draft_cached=0, num_tokens=3, taps=[], repeatable=False, route=UNROUTED)
+    request = SimpleNamespace(
+        id="a",
+        tokens=[1, 2, 3],
+        draft_cached=0,
+        num_tokens=3,
+        taps=[],
+        repeatable=False,
+        route=UNROUTED,
+    )
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
     drafting = Drafting(drafter, None, EngineStats(), vocab_size=8)
-    drafts = drafting.propose(rows, torch.zeros(3, 1, dtype=torch.int64), SamplingRows.of([1.0] * 3), torch.arange(3))
+    drafts = drafting.propose(
+        rows, torch.zeros(3, 1, dtype=torch.int64), SamplingRows.of([1.0] * 3), torch.arange(3)
+    )
     assert drafts is not None
     return drafts
 
 
 def test_what_lies_beyond_a_length_is_no_failure() -> None:
     drafts = proposed(Padded())
-    assert drafts.chains == [[], [3], [5, 6]] and drafts.lengths.tolist() == [0, 1, 2] and all(drafts.sound)
+    assert (
+        drafts.chains == [[], [3], [5, 6]]
+        and drafts.lengths.tolist() == [0, 1, 2]
+        and all(drafts.sound)
+    )
 
 
-def test_tokens_before_a_broken_law_are_still_verified() -> None:
+def test_tokens_before_a_broken_distribution_are_still_verified() -> None:
     drafts = proposed(BrokenLater())
     assert drafts.chains == [[1, 2], [3], []]
     assert drafts.lengths.tolist() == [2, 1, 0]
@@ -65,7 +83,7 @@ def test_tokens_before_a_broken_law_are_still_verified() -> None:
 
 
 class Greedy:
-    """Row 1 has no law at depth 1; a greedy draft tells no laws."""
+    """Row 1 has no distribution at depth 1; a greedy draft tells no distributions."""
 
     family = "greedy"
     taps: tuple[int, ...] = ()
@@ -76,18 +94,22 @@ class Greedy:
         return Proposal(tokens=tokens, lengths=torch.tensor([2, 2, 1]), logits=None, sound=sound)
 
 
-def test_a_greedy_draft_says_where_a_law_was_broken() -> None:
+def test_a_greedy_draft_says_where_a_distribution_was_broken() -> None:
     drafts = proposed(Greedy())
     assert drafts.chains == [[1, 2], [3], [5]] and drafts.sound == [True, False, True]
     assert drafts.lengths.tolist() == [2, 1, 1] and not drafts.sampled
 
 
 @pytest.mark.parametrize("drafter", [BrokenLater(), Greedy()])
-def test_what_was_drafted_is_looked_at_once(drafter: BrokenLater | Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_drafted_is_looked_at_once(
+    drafter: BrokenLater | Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks = []
     own = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: looks.append(tensor) or own(tensor))
-    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: looks.append(tensor) or bool(own(tensor)))
+    monkeypatch.setattr(
+        torch.Tensor, "__bool__", lambda tensor: looks.append(tensor) or bool(own(tensor))
+    )
     proposed(drafter)
     assert len(looks) == 1
 
@@ -105,10 +127,13 @@ class Remembers(Greedy):
 @pytest.mark.parametrize("params, learn, kept", [
     (SamplingParams(temperature=1.0), True, [1, 2, 3]),
     (SamplingParams(temperature=0.0, seed=3), True, [1, 2, 3]),
-    (SamplingParams(temperature=1.0, seed=3), True, []),  # another with that seed would be drafted from its own draws
+    # another with that seed would be drafted from its own draws
+    (SamplingParams(temperature=1.0, seed=3), True, []),
     (SamplingParams(temperature=1.0), False, []),
 ])  # fmt: skip
-def test_text_that_may_not_be_shared_is_not_kept(params: SamplingParams, learn: bool, kept: list[int]) -> None:
+def test_text_that_may_not_be_shared_is_not_kept(
+    params: SamplingParams, learn: bool, kept: list[int]
+) -> None:
     drafter = Remembers()
     request = Request("a", [1, 2, 3], 1, params, seed=3, k=2, max_tokens=9, learn=learn)
     Drafting(drafter, None, EngineStats(), vocab_size=8).finished(request)

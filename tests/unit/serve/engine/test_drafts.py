@@ -14,28 +14,51 @@ VOCAB = 8
 NONE: frozenset[int] = frozenset()
 
 
-def chains(*rows: list[int], drawn: bool = True, width: int = 0, copied: frozenset[int] = NONE) -> Drafts:
-    """Laws that name their row: its number is every logit's."""
+def chains(
+    *rows: list[int], drawn: bool = True, width: int = 0, copied: frozenset[int] = NONE
+) -> Drafts:
+    """Distributions that name their row: its number is every logit's."""
     width = max([width, *map(len, rows)])
     tokens = torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
-    logits = torch.arange(float(len(rows)))[:, None, None].expand(-1, width, VOCAB) if drawn else None
-    proposal = Proposal(tokens=tokens, lengths=torch.tensor([len(row) for row in rows]), logits=logits, copied=copied)
+    logits = (
+        torch.arange(float(len(rows)))[:, None, None].expand(-1, width, VOCAB) if drawn else None
+    )
+    proposal = Proposal(
+        tokens=tokens,
+        lengths=torch.tensor([len(row) for row in rows]),
+        logits=logits,
+        copied=copied,
+    )
     return checked(proposal, [width] * len(rows), VOCAB)
 
 
-def test_every_row_gets_its_own_drafts_and_laws() -> None:
+def test_every_row_gets_its_own_drafts_and_distributions() -> None:
     found = joined([Part([3, 0], chains([1, 2, 3], [4])), Part([2], chains([5, 6], width=2))], 5)
-    assert found.chains == [[4], [], [5, 6], [1, 2, 3], []] and found.lengths.tolist() == [1, 0, 2, 3, 0]
+    assert found.chains == [[4], [], [5, 6], [1, 2, 3], []] and found.lengths.tolist() == [
+        1,
+        0,
+        2,
+        3,
+        0,
+    ]
     assert found.tokens.tolist() == [[4, -1, -1], [-1] * 3, [5, 6, -1], [1, 2, 3], [-1] * 3]
     assert found.sound == [True, False, True, True, False] and found.missed == {1, 4}
     assert found.logits is not None and found.logits.shape == (5, 3, VOCAB)
     assert [found.logits[row, 0, 0].item() for row in (0, 2, 3)] == [1.0, 0.0, 0.0]
-    assert bool((found.logits[1] == -torch.inf).all()) and bool((found.logits[2, 2] == -torch.inf).all())
+    assert bool((found.logits[1] == -torch.inf).all()) and bool(
+        (found.logits[2, 2] == -torch.inf).all()
+    )
     assert [found.drawn(row) for row in range(5)] == [True, False, True, True, False]
 
 
-def test_rows_that_were_not_drawn_have_one_hot_laws_beside_those_that_were() -> None:
-    found = joined([Part([0], chains([5, 6], drawn=False)), Part([1, 2], chains([1], [2, 3], copied=frozenset({1})))], 3)
+def test_rows_that_were_not_drawn_have_one_hot_distributions_beside_those_that_were() -> None:
+    found = joined(
+        [
+            Part([0], chains([5, 6], drawn=False)),
+            Part([1, 2], chains([1], [2, 3], copied=frozenset({1}))),
+        ],
+        3,
+    )
     assert found.logits is not None
     expected = torch.full((2, VOCAB), -torch.inf)
     expected[0, 5] = expected[1, 6] = 0.0
@@ -46,44 +69,69 @@ def test_rows_that_were_not_drawn_have_one_hot_laws_beside_those_that_were() -> 
     assert silent.logits is None and not silent.sampled and silent.chains == [[1], [5]]
 
 
-def test_a_broken_law_and_a_stand_in_stay_with_their_rows() -> None:
+def test_a_broken_distribution_and_a_stand_in_stay_with_their_rows() -> None:
     logits = torch.zeros(2, 1, VOCAB)
     logits[1] = torch.nan
-    broken = checked(Proposal(tokens=torch.tensor([[1], [2]]), lengths=torch.tensor([1, 1]), logits=logits), [1, 1], VOCAB)
+    broken = checked(
+        Proposal(tokens=torch.tensor([[1], [2]]), lengths=torch.tensor([1, 1]), logits=logits),
+        [1, 1],
+        VOCAB,
+    )
     found = joined([Part([2, 0], broken), Part([1], chains([3]))], 3)
-    assert found.chains == [[], [3], [1]] and found.sound == [False, True, True] and found.missed == frozenset()
+    assert (
+        found.chains == [[], [3], [1]]
+        and found.sound == [False, True, True]
+        and found.missed == frozenset()
+    )
 
 
-def tree(parents: list[list[int]], laws: list[list[int]] | None) -> Drafts:
-    """Token i + 1 at node i; `laws` the row of each slot's law, of as many laws as are named."""
+def tree(parents: list[list[int]], distributions: list[list[int]] | None) -> Drafts:
+    """Token i + 1 at node i; `distributions` the row of each slot's distribution, of as many
+    distributions as are named."""
     width = max(map(len, parents))
     tokens = torch.tensor([[*range(1, len(row) + 1), *[0] * (width - len(row))] for row in parents])
-    given = None if laws is None else torch.arange(1.0 + max(map(max, laws)))[:, None].expand(-1, VOCAB)
+    given = (
+        None
+        if distributions is None
+        else torch.arange(1.0 + max(map(max, distributions)))[:, None].expand(-1, VOCAB)
+    )
     proposal = Proposal(
         tokens=tokens,
         lengths=torch.tensor([len(row) for row in parents]),
         logits=given,
         parents=torch.tensor([[*row, *[-1] * (width - len(row))] for row in parents]),
-        q_rows=None if laws is None else torch.tensor(laws),
+        q_rows=None if distributions is None else torch.tensor(distributions),
     )
     return checked(proposal, [width] * len(parents), VOCAB)
 
 
 @pytest.mark.parametrize("drawn", [True, False])
-def test_trees_keep_their_shape_and_their_laws(drawn: bool) -> None:
+def test_trees_keep_their_shape_and_their_distributions(drawn: bool) -> None:
     first = tree([[-1, -1, 0]], [[0, 1, -1, -1]])
     second = tree([[-1], [-1, 0]], [[0, -1, -1], [1, 2, -1]] if drawn else None)
     stand_in = chains([6, 7], drawn=False)
     found = joined([Part([3], first), Part([0, 2], second), Part([1], stand_in)], 5)
-    assert found.tree is not None and found.tree.parents == [[-1], [-1, 0], [-1, 0], [-1, -1, 0], []]
+    assert found.tree is not None and found.tree.parents == [
+        [-1],
+        [-1, 0],
+        [-1, 0],
+        [-1, -1, 0],
+        [],
+    ]
     assert slot_prefixes(found.tree.draft)[1] == [[], [6], [6, 7]]
     assert [found.offered(row) for row in range(5)] == [1, 2, 2, 2, 0]
     assert found.logits is not None and found.tree.q_rows is not None
     told = found.tree.q_rows
     assert told[1].tolist() == [-1] * 4 == told[4].tolist()
-    # The law of a slot is still the one it was.
-    assert [found.logits[law, 0].item() for law in told[3].tolist()[:2]] == [0.0, 1.0]
+    # The distribution of a slot is still the one it was.
+    assert [found.logits[distribution, 0].item() for distribution in told[3].tolist()[:2]] == [
+        0.0,
+        1.0,
+    ]
     if drawn:
-        assert [found.logits[law, 0].item() for law in told[2].tolist()[:2]] == [1.0, 2.0] and told[0, 0] == 2
+        assert [found.logits[distribution, 0].item() for distribution in told[2].tolist()[:2]] == [
+            1.0,
+            2.0,
+        ] and told[0, 0] == 2
     else:
         assert told[2].tolist() == [-1] * 4

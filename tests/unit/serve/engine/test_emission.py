@@ -16,15 +16,25 @@ from draftsmith.serve.sampling.params import SamplingParams
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41], [77, 12, 5, 8]]
 
 
-def play(target: Target, drafter: Any, *, overlaps: bool, stop: tuple[str, ...], cancel_after: int) -> list[tuple]:
+def play(
+    target: Target, drafter: Any, *, overlaps: bool, stop: tuple[str, ...], cancel_after: int
+) -> list[tuple]:
     """All updates of three requests, one of them cancelled on the way."""
     engine = Engine(target, drafter, EngineConfig(k=2, num_blocks=64, block_size=8))
     engine.overlaps = overlaps
     told: dict[str, list[Update]] = {}
     requests = []
     for index, prompt in enumerate(PROMPTS):
-        params = SamplingParams(temperature=1.0, seed=index, max_tokens=9, ignore_eos=True, stop=stop, logprobs=1)
-        requests.append(engine.submit(prompt, params, lambda request, update: told.setdefault(request.id, []).append(update)))
+        params = SamplingParams(
+            temperature=1.0, seed=index, max_tokens=9, ignore_eos=True, stop=stop, logprobs=1
+        )
+        requests.append(
+            engine.submit(
+                prompt,
+                params,
+                lambda request, update: told.setdefault(request.id, []).append(update),
+            )
+        )
     for number in range(100):
         if number == cancel_after:
             engine.cancel(requests[2])
@@ -45,16 +55,23 @@ def test_what_is_told_does_not_depend_on_when(
     target: Target, fixed_drafter: Callable[..., Any], stop: tuple[str, ...], cancel_after: int
 ) -> None:
     at_once, later = (
-        play(target, fixed_drafter(), overlaps=overlaps, stop=stop, cancel_after=cancel_after) for overlaps in (False, True)
+        play(target, fixed_drafter(), overlaps=overlaps, stop=stop, cancel_after=cancel_after)
+        for overlaps in (False, True)
     )
     assert at_once == later
     reasons = [reason for _, _, reason in later]
     # The stop string ends the third request before it would be cancelled.
-    assert FinishReason.STOP in reasons if stop else (FinishReason.ABORT in reasons) == (cancel_after == 2)
+    assert (
+        FinishReason.STOP in reasons
+        if stop
+        else (FinishReason.ABORT in reasons) == (cancel_after == 2)
+    )
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(target: Target, overlaps: bool) -> None:
+def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(
+    target: Target, overlaps: bool
+) -> None:
     engine = Engine(target, None, EngineConfig(num_blocks=64, block_size=8))
     engine.overlaps = overlaps
     events: list[str] = []
@@ -91,7 +108,11 @@ def test_a_text_that_cannot_be_made_ends_its_request_alone(
     monkeypatch.setattr(request.text_stream, "push", lambda tokens: 1 / 0)
     while engine.step():
         pass
-    assert [update.finish_reason for update in updates] == [FinishReason.ERROR] and not updates[0].tokens
-    assert request.finish_reason is FinishReason.ERROR and other.finish_reason is FinishReason.LENGTH
+    assert [update.finish_reason for update in updates] == [FinishReason.ERROR] and not updates[
+        0
+    ].tokens
+    assert (
+        request.finish_reason is FinishReason.ERROR and other.finish_reason is FinishReason.LENGTH
+    )
     assert other.num_output == max_tokens and other.text
     assert engine.scheduler.blocks.usage == 0.0

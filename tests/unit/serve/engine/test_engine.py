@@ -13,7 +13,8 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.round import Drafts, Row
+from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.verify import Streams, decide
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
@@ -32,7 +33,9 @@ class Broken:
     def __init__(self, failure: str, vocab_size: int):
         self.failure, self.vocab_size = failure, vocab_size
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         return None
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
@@ -40,7 +43,11 @@ class Broken:
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         size, depth = len(inputs.num_draft), int(inputs.num_draft.max())
-        tokens, lengths, logits = torch.zeros(size, depth, dtype=torch.int64), inputs.num_draft, None
+        tokens, lengths, logits = (
+            torch.zeros(size, depth, dtype=torch.int64),
+            inputs.num_draft,
+            None,
+        )
         if self.failure == "raises":
             raise RuntimeError("the draft is broken")
         if self.failure == "nan":
@@ -55,7 +62,8 @@ class Broken:
 
 
 @pytest.mark.parametrize("failure, cause", [
-    ("raises", "raised"), ("nan", "nan"), ("no mass", "nan"), ("outside", "invalid"), ("too long", "invalid"),
+    ("raises", "raised"), ("nan", "nan"), ("no mass", "nan"), ("outside", "invalid"),
+    ("too long", "invalid"),
 ])  # fmt: skip
 def test_a_broken_drafter_costs_nothing_but_speed(
     failure: str, cause: str, target: Target, greedy_text: Callable[[list[int], int], list[int]]
@@ -88,44 +96,58 @@ def test_a_request_may_choose_its_own_draft_length(target: Target, fixed_drafter
     assert deepest == [0, 1, 5, 3]
 
 
-def joint_law(target: Target, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
-    """Every continuation of `length` tokens with its probability under the target, by enumeration."""
-    rows = SamplingRows.of([params.temperature], top_k=[params.top_k], top_p=[params.top_p], min_p=[params.min_p])
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+def joint_distribution(
+    target: Target, prompt: list[int], params: SamplingParams, length: int
+) -> dict[tuple[int, ...], float]:
+    """Every continuation of `length` tokens with its probability under the target, by
+    enumeration."""
+    rows = SamplingRows.of(
+        [params.temperature], top_k=[params.top_k], top_p=[params.top_p], min_p=[params.min_p]
+    )
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
-        for text, mass in law.items():
+        for text, mass in distribution.items():
             tokens = torch.tensor([prompt + list(text)])
             _, hidden = target.states(tokens, torch.ones_like(tokens), ())
-            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[0]
+            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[
+                0
+            ]
             for token in probs.nonzero()[:, 0].tolist():
                 longer[(*text, token)] = mass * float(probs[token])
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
 def fit(target: Target, drafter: object, params: SamplingParams, num_samples: int) -> Fit:
-    law = joint_law(target, PROMPT, params, 4)
-    engine = Engine(target, drafter, EngineConfig(k=3, max_batch=64, max_round_tokens=1024, max_length=64))
+    distribution = joint_distribution(target, PROMPT, params, 4)
+    engine = Engine(
+        target, drafter, EngineConfig(k=3, max_batch=64, max_round_tokens=1024, max_length=64)
+    )
     completions = engine.generate([PROMPT] * num_samples, params, text=False)
-    texts = list(law)
+    texts = list(distribution)
     index = {text: i for i, text in enumerate(texts)}
     counts = torch.zeros(len(texts) + 1)
     for completion in completions:
         counts[index.get(tuple(completion.tokens), len(texts))] += 1
-    return g_test(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
+    return g_test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
 
 
 SAMPLED = SamplingParams(temperature=1.3, top_k=3, max_tokens=4, ignore_eos=True)
 
 
-def test_the_joint_law_of_four_tokens_is_the_targets(target: Target, fixed_drafter: Callable) -> None:
+def test_the_joint_distribution_of_four_tokens_is_the_targets(
+    target: Target, fixed_drafter: Callable
+) -> None:
     assert fit(target, None, SAMPLED, 1500).p_value > FALSE_ALARM
     assert fit(target, fixed_drafter(), SAMPLED, 3000).p_value > FALSE_ALARM
 
 
-def test_a_drafter_that_lies_about_its_law_is_noticed(target: Target, fixed_drafter: Callable) -> None:
-    """The negative control: were verification fed another q than was sampled from, the same test says so."""
+def test_a_drafter_that_lies_about_its_distribution_is_noticed(
+    target: Target, fixed_drafter: Callable
+) -> None:
+    """The negative control: were verification fed another q than was sampled from, the same test
+    says so."""
     # Lossless for any target needs q; the lie shows where p and q share support, so no filter here.
     wide = SamplingParams(temperature=1.0, top_k=0, max_tokens=2, ignore_eos=True)
     honest = first_pair(target, fixed_drafter(sharpness=3.0), wide, 3000)
@@ -134,29 +156,38 @@ def test_a_drafter_that_lies_about_its_law_is_noticed(target: Target, fixed_draf
 
 
 def first_pair(target: Target, drafter: object, params: SamplingParams, num_samples: int) -> Fit:
-    """Law of the second token, which is the first one that speculation decides; the first is drawn by the prompt's pass.
-    `max_tokens` 3 lets one token be drafted."""
+    """Distribution of the second token, which is the first one that speculation decides; the first
+    is drawn by the prompt's pass. `max_tokens` 3 lets one token be drafted."""
     prompts = [PROMPT] * num_samples
     params = SamplingParams(temperature=params.temperature, max_tokens=3, ignore_eos=True)
-    engine = Engine(target, drafter, EngineConfig(k=1, max_batch=64, max_round_tokens=1024, max_length=64))
+    engine = Engine(
+        target, drafter, EngineConfig(k=1, max_batch=64, max_round_tokens=1024, max_length=64)
+    )
     completions = engine.generate(prompts, params, text=False)
     firsts = sorted({completion.tokens[0] for completion in completions})
     rows = [[*PROMPT, first] for first in firsts]
     _, hidden = target.states(torch.tensor(rows), torch.ones(len(rows), len(rows[0])), ())
-    laws = torch.softmax(target.head(hidden[:, -1]).double(), -1)
+    distributions = torch.softmax(target.head(hidden[:, -1]).double(), -1)
     counts = torch.zeros(target.vocab_size)
     expected = torch.zeros(target.vocab_size, dtype=torch.float64)
     for completion in completions:
         counts[completion.tokens[1]] += 1
-        expected += laws[firsts.index(completion.tokens[0])]
+        expected += distributions[firsts.index(completion.tokens[0])]
     return g_test(counts, expected / num_samples)
 
 
-def test_a_seeded_request_is_the_same_in_any_company(target: Target, fixed_drafter: Callable) -> None:
+def test_a_seeded_request_is_the_same_in_any_company(
+    target: Target, fixed_drafter: Callable
+) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=20, seed=42, ignore_eos=True)
     alone = Engine(target, fixed_drafter(), EngineConfig(k=3)).generate([PROMPT], params)[0].tokens
     engine = Engine(target, fixed_drafter(), EngineConfig(k=3, max_batch=6, max_round_tokens=16))
-    others = [engine.submit([i + 3] * (5 + 3 * i), SamplingParams(max_tokens=30, k=i % 4, ignore_eos=True)) for i in range(5)]
+    others = [
+        engine.submit(
+            [i + 3] * (5 + 3 * i), SamplingParams(max_tokens=30, k=i % 4, ignore_eos=True)
+        )
+        for i in range(5)
+    ]
     for _ in range(3):
         engine.step()
     request = engine.submit(PROMPT, params)
@@ -181,7 +212,9 @@ class Scripted:
     def __init__(self, text: list[int]):
         self.text = text
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         return None
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
@@ -190,21 +223,32 @@ class Scripted:
     def propose(self, inputs: DraftInputs) -> Proposal:
         at, k = len(inputs.histories[0]) - len(PROMPT), int(inputs.num_draft[0])
         draft = self.text[at : at + k]
-        return Proposal(tokens=torch.tensor([draft]), lengths=torch.tensor([len(draft)]), logits=None)
+        return Proposal(
+            tokens=torch.tensor([draft]), lengths=torch.tensor([len(draft)]), logits=None
+        )
 
 
-def test_end_of_sequence_inside_accepted_drafts_ends_the_request(target: Target, greedy_text: Callable) -> None:
+def test_end_of_sequence_inside_accepted_drafts_ends_the_request(
+    target: Target, greedy_text: Callable
+) -> None:
     """Everything after the ending token is dropped, though the target had accepted it."""
     text = greedy_text(PROMPT, 12)
     stop_at = next(i for i in range(3, 12) if text[i] not in text[:i])
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=(text[stop_at],))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=(text[stop_at],)
+    )
     engine = Engine(target, Scripted(text), EngineConfig(k=8))
     completion = engine.generate([PROMPT], params)[0]
     assert completion.tokens == text[: stop_at + 1]
     assert completion.finish_reason is FinishReason.STOP
-    # The request tells what became of its drafts as the engine does: of what was kept, not of what would have been.
+    # The request tells what became of its drafts as the engine does: of what was kept, not of what
+    # would have been.
     assert sum(engine.stats.acceptance.accepted) > engine.stats.num_accepted_tokens
-    assert sum(completion.speculation.accepted) == engine.stats.num_accepted_tokens <= len(completion.tokens)
+    assert (
+        sum(completion.speculation.accepted)
+        == engine.stats.num_accepted_tokens
+        <= len(completion.tokens)
+    )
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
 
 
@@ -220,10 +264,16 @@ def test_an_end_of_sequence_token_inside_accepted_drafts_ends_the_answer(
     assert completion.tokens == text[: at + 1] and completion.finish_reason is FinishReason.STOP
 
 
-def test_a_stop_string_inside_accepted_drafts_ends_text_and_tokens(target: Target, greedy_text: Callable) -> None:
+def test_a_stop_string_inside_accepted_drafts_ends_text_and_tokens(
+    target: Target, greedy_text: Callable
+) -> None:
     text = greedy_text(PROMPT, 12)
     words = [target.tokenizer().decode([token]) for token in text]
-    at = next(i for i in range(2, 10) if words[i].isascii() and words[i].strip() and words[i] not in "".join(words[:i]))
+    at = next(
+        i
+        for i in range(2, 10)
+        if words[i].isascii() and words[i].strip() and words[i] not in "".join(words[:i])
+    )
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(words[at],))
     completion = Engine(target, Scripted(text), EngineConfig(k=8)).generate([PROMPT], params)[0]
     assert completion.tokens == text[: at + 1]
@@ -239,11 +289,18 @@ def test_the_models_own_end_token_stops_unless_ignored(
     engine = Engine(target, Scripted(text), EngineConfig(k=4))
     stopped = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8))[0]
     assert stopped.tokens == text[: at + 1] and stopped.finish_reason is FinishReason.STOP
-    assert engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].tokens == text
+    assert (
+        engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[
+            0
+        ].tokens
+        == text
+    )
 
 
 def test_logprobs_are_the_targets_own(target: Target, greedy_text: Callable) -> None:
-    params = SamplingParams(temperature=0.7, top_k=5, max_tokens=6, logprobs=2, seed=3, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.7, top_k=5, max_tokens=6, logprobs=2, seed=3, ignore_eos=True
+    )
     for drafter in (None, Scripted(greedy_text(PROMPT, 6))):
         completion = Engine(target, drafter, EngineConfig(k=3)).generate([PROMPT], params)[0]
         tokens = torch.tensor([PROMPT + completion.tokens])
@@ -257,7 +314,10 @@ def test_logprobs_are_the_targets_own(target: Target, greedy_text: Callable) -> 
 
 def test_requests_join_and_leave_while_others_run(target: Target, greedy_text: Callable) -> None:
     engine = Engine(target, Scripted(greedy_text(PROMPT, 40)), EngineConfig(k=0, max_batch=2))
-    running = [engine.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)) for n in (30, 4)]
+    running = [
+        engine.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+        for n in (30, 4)
+    ]
     engine.step()
     late = engine.submit(PROMPT[:4], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     finished = []
@@ -265,13 +325,21 @@ def test_requests_join_and_leave_while_others_run(target: Target, greedy_text: C
         engine.step()
         finished += [r for r in (*running, late) if r.finished and r not in finished]
     assert finished == [running[1], late, running[0]]
-    assert running[0].output == greedy_text(PROMPT, 30) and late.output == greedy_text(PROMPT[:4], 3)
+    assert running[0].output == greedy_text(PROMPT, 30) and late.output == greedy_text(
+        PROMPT[:4], 3
+    )
 
 
-def test_preempted_requests_end_as_if_they_had_never_left(target: Target, fixed_drafter: Callable, greedy_text: Callable) -> None:
+def test_preempted_requests_end_as_if_they_had_never_left(
+    target: Target, fixed_drafter: Callable, greedy_text: Callable
+) -> None:
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:] * 3]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    engine = Engine(target, fixed_drafter(), EngineConfig(k=3, max_batch=3, block_size=4, num_blocks=14, max_length=48))
+    engine = Engine(
+        target,
+        fixed_drafter(),
+        EngineConfig(k=3, max_batch=3, block_size=4, num_blocks=14, max_length=48),
+    )
     completions = engine.generate(prompts, params)
     assert engine.scheduler.num_preemptions > 0
     for prompt, completion in zip(prompts, completions):
@@ -285,7 +353,11 @@ def test_updates_add_up_to_the_answer(target: Target, fixed_drafter: Callable) -
     while engine.busy:
         engine.step()
     assert list(itertools.chain(*(update.tokens for update in updates))) == request.output
-    assert "".join(update.text for update in updates) == request.text == target.tokenizer().decode(request.output)
+    assert (
+        "".join(update.text for update in updates)
+        == request.text
+        == target.tokenizer().decode(request.output)
+    )
     assert [update.finish_reason for update in updates[:-1]] == [None] * (len(updates) - 1)
     assert updates[-1].finish_reason is FinishReason.LENGTH
 
@@ -301,7 +373,9 @@ def test_a_cancelled_request_says_so_and_frees_its_blocks(target: Target) -> Non
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
 
 
-def test_a_target_that_gives_nan_ends_the_request_with_an_error(tiny_target: Callable[..., str]) -> None:
+def test_a_target_that_gives_nan_ends_the_request_with_an_error(
+    tiny_target: Callable[..., str],
+) -> None:
     target = Target.load(tiny_target("llama", seed=3))
     with torch.no_grad():
         target.model.get_output_embeddings().weight.fill_(torch.nan)
@@ -317,13 +391,16 @@ def test_a_target_that_gives_nan_ends_the_request_with_an_error(tiny_target: Cal
     ([5] * 250, {"max_tokens": 7}, "leave 6"),
     ([5], {"k": 2}, "no drafter"),
 ])  # fmt: skip
-def test_what_cannot_be_honoured_is_refused(prompt: list[int], params: dict, words: str, target: Target) -> None:
+def test_what_cannot_be_honoured_is_refused(
+    prompt: list[int], params: dict, words: str, target: Target
+) -> None:
     with pytest.raises(UserError, match=words):
         Engine(target, None, EngineConfig()).submit(prompt, SamplingParams(**params))
 
 
 @pytest.mark.parametrize("params", [
-    {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": 1e-9}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1},
+    {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": 1e-9}, {"top_p": 0.0},
+    {"top_p": 1.1}, {"min_p": -0.1},
     {"top_k": -1}, {"max_tokens": 0}, {"logprobs": 21}, {"k": -1}, {"stop": ("",)},
 ])  # fmt: skip
 def test_sampling_parameters_out_of_range_are_refused(params: dict) -> None:
@@ -332,14 +409,17 @@ def test_sampling_parameters_out_of_range_are_refused(params: dict) -> None:
 
 
 @pytest.mark.parametrize("config", [
-    {"max_batch": 0}, {"k": -1}, {"max_length": 1}, {"max_length": 257}, {"num_blocks": 1}, {"memory_gib": 1e-9},
+    {"max_batch": 0}, {"k": -1}, {"max_length": 1}, {"max_length": 257}, {"num_blocks": 1},
+    {"memory_gib": 1e-9},
 ])  # fmt: skip
 def test_engine_sizes_that_cannot_work_are_refused(config: dict, target: Target) -> None:
     with pytest.raises(ValueError):
         Engine(target, None, EngineConfig(**config))
 
 
-def test_the_short_cut_for_greedy_batches_decides_as_verification_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_cut_for_greedy_batches_decides_as_verification_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         lengths = torch.randint(0, 4, (5,), generator=generator)
@@ -356,10 +436,16 @@ def test_the_short_cut_for_greedy_batches_decides_as_verification_does(monkeypat
 
 
 def test_sampling_without_drafts_uses_the_streams_of_batched_answers(target: Target) -> None:
-    """Same seed, same draws: the engine and `Target.answer` decide a position with the same random stream."""
+    """Same seed, same draws: the engine and `Target.answer` decide a position with the same random
+    stream."""
     params = SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=77, ignore_eos=True)
     served = Engine(target, None, EngineConfig()).generate([PROMPT], params)[0].tokens
-    assert served == target.answer([PROMPT], max_new_tokens=12, temperature=1.0, top_k=20, seeds=[77], ignore_eos=True)[0]
+    assert (
+        served
+        == target.answer(
+            [PROMPT], max_new_tokens=12, temperature=1.0, top_k=20, seeds=[77], ignore_eos=True
+        )[0]
+    )
 
 
 def test_the_draft_cache_does_not_advance_over_a_failed_round(target: Target) -> None:

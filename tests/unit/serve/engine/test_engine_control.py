@@ -48,7 +48,9 @@ class Slow:
     def __init__(self) -> None:
         self.calls = 0
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         return None
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
@@ -61,7 +63,9 @@ class Slow:
         return Proposal(tokens=torch.full((size, depth), 3), lengths=inputs.num_draft, logits=None)
 
 
-def test_a_draft_that_never_pays_is_left(target: Target, greedy_text: Callable[[list[int], int], list[int]]) -> None:
+def test_a_draft_that_never_pays_is_left(
+    target: Target, greedy_text: Callable[[list[int], int], list[int]]
+) -> None:
     drafter = Slow()
     engine = Engine(target, drafter, EngineConfig(k=8, adaptive=True))
     for _ in range(3):
@@ -73,11 +77,16 @@ def test_a_draft_that_never_pays_is_left(target: Target, greedy_text: Callable[[
     assert drafter.calls < 0.25 * engine.stats.num_rounds
 
 
-def test_an_untrained_head_drafts_again_after_rounds_without_it(target: Target, greedy_text: Callable) -> None:
-    """k goes up and down by a schedule of the batch as requests end; what was not drafted is read later."""
+def test_an_untrained_head_drafts_again_after_rounds_without_it(
+    target: Target, greedy_text: Callable
+) -> None:
+    """k goes up and down by a schedule of the batch as requests end; what was not drafted is read
+    later."""
     drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
     engine = Engine(target, drafter, EngineConfig(k=5, k_schedule="1:5,2:2,3:0"))
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (40, 30, 10, 12)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (40, 30, 10, 12)
+    ]
     requests = [engine.submit(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     while engine.busy:
         engine.step()
@@ -88,16 +97,23 @@ def test_an_untrained_head_drafts_again_after_rounds_without_it(target: Target, 
     assert not engine.stats.fallbacks
 
 
-def test_a_requests_own_k_is_a_cap_of_the_controls_choice(target: Target, fixed_drafter: Callable) -> None:
+def test_a_requests_own_k_is_a_cap_of_the_controls_choice(
+    target: Target, fixed_drafter: Callable
+) -> None:
     engine = Engine(target, fixed_drafter(), EngineConfig(k=8, adaptive=True))
-    requests = [engine.submit(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True, k=k)) for k in (0, 1, None)]
+    requests = [
+        engine.submit(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True, k=k))
+        for k in (0, 1, None)
+    ]
     while engine.busy:
         engine.step()
     assert requests[0].speculation.offered == [] and max(requests[1].speculation.offered) == 1
     assert 1 < max(requests[2].speculation.offered) <= 8
 
 
-@pytest.mark.parametrize("given, k, adaptive", [({}, 4, False), ({"k": "7"}, 7, False), ({"k": "auto"}, 8, True)])
+@pytest.mark.parametrize(
+    "given, k, adaptive", [({}, 4, False), ({"k": "7"}, 7, False), ({"k": "auto"}, 8, True)]
+)
 def test_k_on_the_command_line(given: dict[str, str], k: int, adaptive: bool) -> None:
     config = ServeConfig(target="t", **given).engine()
     assert (config.k, config.adaptive) == (k, adaptive)
@@ -116,8 +132,16 @@ def test_a_k_that_is_no_number_is_refused(k: str) -> None:
 
 def test_k_auto_grows_whole_trees_or_none(target: Target) -> None:
     drafter = Eagle3.create(Eagle3Options(), target, seed=0).eval()
-    engine = Engine(target, drafter, EngineConfig(k=8, adaptive=True, tree="dynamic:nodes=6,depth=3,width=2", compile="off"))
-    answers = engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
-    assert [answer.tokens for answer in answers] == target.answer(PROMPTS, max_new_tokens=60, ignore_eos=True)
+    engine = Engine(
+        target,
+        drafter,
+        EngineConfig(k=8, adaptive=True, tree="dynamic:nodes=6,depth=3,width=2", compile="off"),
+    )
+    answers = engine.generate(
+        PROMPTS, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    )
+    assert [answer.tokens for answer in answers] == target.answer(
+        PROMPTS, max_new_tokens=60, ignore_eos=True
+    )
     # Fewer where an answer ends; a draft of random weights pays nowhere, so most rounds have none.
     assert engine.stats.rounds_by_k[0] > engine.stats.rounds_by_k[6] > 0

@@ -52,7 +52,9 @@ class Knowing:
     def __init__(self, text: list[int]):
         self.text = text
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         return None
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
@@ -73,13 +75,16 @@ def test_text_drafts_while_the_draft_rests(
     target: Target, head: Eagle3, greedy_text: Callable, records: list[RoundRecord]
 ) -> None:
     drafter, answer = Failing(head, 4), greedy_text(PROMPT, 60)
-    engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7", fallback=Knowing(PROMPT + answer))
+    engine = Engine(
+        target, drafter, CONFIG, sink=records, draft_version="7", fallback=Knowing(PROMPT + answer)
+    )
     engine.lineup.router.pool = DraftPool({"code": "c01"})
     request = engine.submit(PROMPT, GREEDY, request_class="code")
     while engine.busy:
         engine.step()
     assert request.output == answer
-    # 1 + 3 + 7 rounds of rest between the failures; the head then reads everything from the beginning.
+    # 1 + 3 + 7 rounds of rest between the failures; the head then reads everything from the
+    # beginning.
     assert engine.stats.fallbacks["raised"] == 4 and drafter.starts[0] == 0
     drafted = [record for record in records if record.drafted]
     # The draft's own rounds alone are told as the draft's, those of text as text's.
@@ -93,7 +98,9 @@ def test_text_drafts_while_the_draft_rests(
     assert told == PROMPT + answer
 
 
-def test_what_text_drafts_in_front_of_a_draft_is_not_the_drafts(target: Target, head: Eagle3, records: list[RoundRecord]) -> None:
+def test_what_text_drafts_in_front_of_a_draft_is_not_the_drafts(
+    target: Target, head: Eagle3, records: list[RoundRecord]
+) -> None:
     drafter = TextFirst(head, Suffix(), share=0.5)
     engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7")
     (completion,) = engine.generate([[7, 8, 9] * 5], GREEDY)
@@ -109,7 +116,9 @@ def test_without_a_fallback_nobody_drafts_meanwhile(target: Target, head: Eagle3
     assert engine.stats.num_drafts == sum(engine.stats.by_version[""].committed.values())
 
 
-def test_a_request_stops_drafting_and_starts_again(target: Target, head: Eagle3, greedy_text: Callable) -> None:
+def test_a_request_stops_drafting_and_starts_again(
+    target: Target, head: Eagle3, greedy_text: Callable
+) -> None:
     drafter = Failing(head, 0)
     engine = Engine(target, drafter, CONFIG)
     request = engine.submit(PROMPT, GREEDY)
@@ -124,7 +133,10 @@ def test_a_request_stops_drafting_and_starts_again(target: Target, head: Eagle3,
         engine.step()
     assert calls[0] > 0 == calls[1] < calls[2]
     assert request.output == greedy_text(PROMPT, 60)
-    assert request.speculation.offered[0] == 3 and set(request.speculation.offered[calls[0] :]) <= {1, 2}
+    assert request.speculation.offered[0] == 3 and set(request.speculation.offered[calls[0] :]) <= {
+        1,
+        2,
+    }
     assert not engine.stats.fallbacks
 
 
@@ -136,7 +148,9 @@ def test_k_needs_a_drafter(target: Target) -> None:
         engine.set_k(request, 1)
 
 
-def test_taps_of_a_text_nobody_drafts_do_not_pile_up(target: Target, head: Eagle3, greedy_text: Callable) -> None:
+def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
+    target: Target, head: Eagle3, greedy_text: Callable
+) -> None:
     engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:0", compile="off"))
     engine.most_unread = 10
     request = engine.submit(PROMPT, GREEDY)
@@ -152,7 +166,11 @@ def test_taps_of_a_text_nobody_drafts_do_not_pile_up(target: Target, head: Eagle
 def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
     prefix_cache: bool, target: Target, head: Eagle3, greedy_text: Callable
 ) -> None:
-    engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:3,3:0", compile="off", prefix_cache=prefix_cache))
+    engine = Engine(
+        target,
+        head,
+        EngineConfig(k=3, k_schedule="1:3,3:0", compile="off", prefix_cache=prefix_cache),
+    )
     engine.most_unread = 10
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
     first, second, _ = (
@@ -164,19 +182,38 @@ def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
         engine.step()
         readings.add(first.num_preemptions + second.num_preemptions)
     for request in (first, second):
-        assert request.k == 3 and request.num_preemptions == 1 and sum(request.speculation.offered) > 30
+        assert (
+            request.k == 3
+            and request.num_preemptions == 1
+            and sum(request.speculation.offered) > 30
+        )
     assert readings == {0, 1, 2}, "one at a time"
-    assert [request.output for request in (first, second)] == [greedy_text(prompt, 60) for prompt in prompts[:2]]
+    assert [request.output for request in (first, second)] == [
+        greedy_text(prompt, 60) for prompt in prompts[:2]
+    ]
     assert not engine.stats.fallbacks
 
 
-def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_risk(target: Target, head: Eagle3) -> None:
+def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_risk(
+    target: Target, head: Eagle3
+) -> None:
     for most, num_blocks in ((23, None), (60, 22)):
-        config = EngineConfig(k=3, k_schedule="1:3,2:0", compile="off", block_size=4, num_blocks=num_blocks, max_length=84)
+        config = EngineConfig(
+            k=3,
+            k_schedule="1:3,2:0",
+            compile="off",
+            block_size=4,
+            num_blocks=num_blocks,
+            max_length=84,
+        )
         engine = Engine(target, head, config)
         engine.most_unread = 10
-        long = engine.submit(PROMPT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
-        short = engine.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        long = engine.submit(
+            PROMPT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+        )
+        short = engine.submit(
+            PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        )
         while not short.finished:
             engine.step()
         assert long.lost_taps

@@ -1,4 +1,5 @@
-"""Captured passes: the right shape for a round, padding that nobody sees, fixed addresses, one capture a shape."""
+"""Captured passes: the right shape for a round, padding that nobody sees, fixed addresses, one
+capture a shape."""
 
 from __future__ import annotations
 
@@ -13,14 +14,21 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.cuda_graphs import CudaRecorder, row_buckets
 from draftsmith.serve.cache.blocks import NULL_BLOCK
-from draftsmith.serve.engine.graphs import PassGraphs, PassInputs, can_capture, padding_lengths, token_buckets
+from draftsmith.serve.engine.graphs import (
+    PassGraphs,
+    PassInputs,
+    can_capture,
+    padding_lengths,
+    token_buckets,
+)
 from draftsmith.serve.parallel.target import LeadingTarget
 
 BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 8, 5
 
 
 class ReplayingGraph:
-    """As a CUDA graph does: reads and writes the tensors it was captured with, whatever they hold by then."""
+    """As a CUDA graph does: reads and writes the tensors it was captured with, whatever they hold
+    by then."""
 
     def __init__(self, run: Callable[[], TargetOutput], output: TargetOutput):
         self.run, self.output = run, output
@@ -48,12 +56,16 @@ def make_graphs(target: Target, recorder: object) -> PassGraphs:
 
 
 def tables_of(num_rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    order = torch.randperm(39, generator=torch.Generator().manual_seed(1)) + 1  # never the null block
+    # never the null block
+    order = torch.randperm(39, generator=torch.Generator().manual_seed(1)) + 1
     return order[: num_rows * 6].view(num_rows, 6).to(device)
 
 
-def round_of(lengths: list[int], begins: list[int], seed: int, device: torch.device | str = "cpu") -> PassInputs:
-    """Row b's tokens at `begins[b]` and on, logits wanted of all but its first token where it has several."""
+def round_of(
+    lengths: list[int], begins: list[int], seed: int, device: torch.device | str = "cpu"
+) -> PassInputs:
+    """Row b's tokens at `begins[b]` and on, logits wanted of all but its first token where it has
+    several."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 200, (sum(lengths),), generator=generator).tolist()
     positions, wanted, at = [], [], 0
@@ -65,20 +77,34 @@ def round_of(lengths: list[int], begins: list[int], seed: int, device: torch.dev
 
 
 def with_tree(inputs: PassInputs) -> PassInputs:
-    """The first row's tokens after its first become siblings under it; the other rows stay chains."""
+    """The first row's tokens after its first become siblings under it; the other rows
+    stay chains."""
     device, count, root = inputs.tables.device, inputs.lengths[0], inputs.positions[0]
     positions = [root] + [root + 1] * (count - 1) + inputs.positions[count:]
     ancestors = [-1] + [1 | 1 << node for node in range(1, count)] + [-1] * (len(positions) - count)
     columns = (inputs.positions, ancestors, [root] * len(positions))
-    return inputs._replace(positions=positions, tree=TreeLayout(*(torch.tensor(column, device=device) for column in columns)))
+    return inputs._replace(
+        positions=positions,
+        tree=TreeLayout(*(torch.tensor(column, device=device) for column in columns)),
+    )
 
 
-def eager(target: Target, pool: PagedPool, inputs: PassInputs, taps: tuple[int, ...]) -> TargetOutput:
+def eager(
+    target: Target, pool: PagedPool, inputs: PassInputs, taps: tuple[int, ...]
+) -> TargetOutput:
     device = target.device
     positions = torch.tensor(inputs.positions, device=device)
-    context = PagedPass(pool, inputs.tables, positions, torch.tensor(inputs.lengths, device=device), tree=inputs.tree)
+    context = PagedPass(
+        pool,
+        inputs.tables,
+        positions,
+        torch.tensor(inputs.lengths, device=device),
+        tree=inputs.tree,
+    )
     wanted = torch.tensor(inputs.wanted, device=device)
-    return target.forward(torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps)
+    return target.forward(
+        torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps
+    )
 
 
 ROUNDS = [
@@ -129,7 +155,14 @@ def test_a_shape_is_captured_once_and_its_inputs_stay_where_they_are(target):
     for seed in range(6):
         graphs.run(round_of([2, 1, 2], [seed, seed, seed], seed), ())
         (static, _, output) = next(iter(graphs._graphs.values()))
-        places.add((static.ids.data_ptr(), static.tables.data_ptr(), static.lengths.data_ptr(), output.logits.data_ptr()))
+        places.add(
+            (
+                static.ids.data_ptr(),
+                static.tables.data_ptr(),
+                static.lengths.data_ptr(),
+                output.logits.data_ptr(),
+            )
+        )
     assert (recorder.captures, graphs.num_graphs, len(places)) == (1, 1, 1)
 
 
@@ -166,7 +199,9 @@ def test_padding_stays_in_the_null_block(target):
     assert shape.num_tokens > 9
     graphs.run(inputs, ())
     own = set(inputs.tables.flatten().tolist())
-    written = graphs.pool.keys[0].view(40, BLOCK, -1).abs().sum(dim=(1, 2)).nonzero().flatten().tolist()
+    written = (
+        graphs.pool.keys[0].view(40, BLOCK, -1).abs().sum(dim=(1, 2)).nonzero().flatten().tolist()
+    )
     assert set(written) <= own | {NULL_BLOCK}
     static = graphs._graphs[shape][0]
     assert static.tables[4:].eq(NULL_BLOCK).all()

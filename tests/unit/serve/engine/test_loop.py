@@ -14,7 +14,13 @@ from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.loop import MOST_FAILURES, MOST_LONE_FAILURES, EngineDead, EngineLoop, ShuttingDown
+from draftsmith.serve.engine.loop import (
+    MOST_FAILURES,
+    MOST_LONE_FAILURES,
+    EngineDead,
+    EngineLoop,
+    ShuttingDown,
+)
 from draftsmith.serve.engine.scheduler import QueueFull
 from draftsmith.serve.http.errors import as_refusal
 from draftsmith.serve.requests.request import FinishReason, Request, Update
@@ -76,7 +82,9 @@ def failing(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None
     monkeypatch.setattr(engine.runner, "run", run)
 
 
-def test_a_reader_that_fails_loses_its_own_request_alone(make_loop: Callable[..., EngineLoop]) -> None:
+def test_a_reader_that_fails_loses_its_own_request_alone(
+    make_loop: Callable[..., EngineLoop],
+) -> None:
     loop = make_loop()
 
     def broken(request: Request, update: Update) -> None:
@@ -152,7 +160,8 @@ def test_what_fails_for_every_request_alone_ends_the_engine(
 def test_what_fails_for_some_requests_does_not(
     between: str, make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others are answered between them, or what the requests ask of their tokens may be what raises."""
+    """Others are answered between them, or what the requests ask of their tokens may be what
+    raises."""
     unreadable(monkeypatch, lambda stop: stop == "!bad!")
     loop = make_loop()
     for _ in range(2 * MOST_LONE_FAILURES):
@@ -163,7 +172,9 @@ def test_what_fails_for_some_requests_does_not(
     assert loop.healthy and loop.failures == 0
 
 
-def test_what_fails_beside_a_long_answer_does_not(make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_beside_a_long_answer_does_not(
+    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
     unreadable(monkeypatch, lambda stop: stop == "!bad!")
     loop = make_loop(start=False, max_batch=2)
     long = ask(loop, replace(GOOD, max_tokens=4 * MOST_LONE_FAILURES))
@@ -226,12 +237,16 @@ def test_a_request_that_cannot_be_put_away_is_told_all_the_same(
     wait_until(lambda: not loop.healthy)
 
 
-def test_a_request_that_comes_while_the_loop_closes_is_refused_or_ended(make_loop: Callable[..., EngineLoop]) -> None:
+def test_a_request_that_comes_while_the_loop_closes_is_refused_or_ended(
+    make_loop: Callable[..., EngineLoop],
+) -> None:
     """Many clients against one shutdown, over and over: whoever was let in hears of the end."""
     for attempt in range(10):
         loop, let_in, refused = make_loop(), [], []
 
-        def clients(loop: EngineLoop = loop, let_in: list[Reader] = let_in, refused: list[bool] = refused) -> None:
+        def clients(
+            loop: EngineLoop = loop, let_in: list[Reader] = let_in, refused: list[bool] = refused
+        ) -> None:
             while not refused:
                 try:
                     let_in.append(ask(loop, SamplingParams(temperature=0.0, max_tokens=2)))
@@ -250,7 +265,9 @@ def test_a_request_that_comes_while_the_loop_closes_is_refused_or_ended(make_loo
         assert refused and all(reader.reason() is not FinishReason.ERROR for reader in let_in)
 
 
-def test_what_was_let_in_is_in_the_inbox_before_the_loop_can_be_told_to_stop(make_loop: Callable[..., EngineLoop]) -> None:
+def test_what_was_let_in_is_in_the_inbox_before_the_loop_can_be_told_to_stop(
+    make_loop: Callable[..., EngineLoop],
+) -> None:
     """The thread of a client may rest anywhere between being let in and having put its request."""
     loop = make_loop()
     put, resting = loop._inbox.put, threading.Event()
@@ -289,7 +306,9 @@ class Swaps:
         return swap
 
 
-def test_a_swap_given_up_never_lands(make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_given_up_never_lands(
+    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = make_loop(start=False)
     swaps = Swaps(loop.engine, monkeypatch)
     with pytest.raises(SwapLate, match="version 7"):
@@ -300,10 +319,14 @@ def test_a_swap_given_up_never_lands(make_loop: Callable[..., EngineLoop], monke
     assert not swaps.made[0].done.is_set()
 
 
-def test_swaps_from_two_threads_both_land(make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swaps_from_two_threads_both_land(
+    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = make_loop(start=False)
     swaps = Swaps(loop.engine, monkeypatch)
-    threads = [threading.Thread(target=loop.swap, args=("folder", str(number))) for number in range(2)]
+    threads = [
+        threading.Thread(target=loop.swap, args=("folder", str(number))) for number in range(2)
+    ]
     for thread in threads:
         thread.start()
     wait_until(lambda: len(loop.engine.lineup.swaps) == 2)

@@ -1,4 +1,5 @@
-"""What fails for one request ends that request with one sentence; the others of its round and the engine go on."""
+"""What fails for one request ends that request with one sentence; the others of its round and the
+engine go on."""
 
 from __future__ import annotations
 
@@ -71,15 +72,19 @@ def finishing_text(engine: Engine, request: Request, after: int) -> None:
 
 def matcher(method: str) -> Callable[[Engine, Request, int], None]:
     def plant(engine: Engine, request: Request, after: int) -> None:
-        assert request.law_state is not None and request.law_state.matcher is not None
-        own = request.law_state.matcher
+        assert request.sampling_state is not None and request.sampling_state.matcher is not None
+        own = request.sampling_state.matcher
         setattr(own, method, Failing(getattr(own, method), after))
 
     return plant
 
 
 def engines_own(
-    owner: Callable[[Engine], Any], method: str, of: Callable[..., Request], *, at_once: bool = False
+    owner: Callable[[Engine], Any],
+    method: str,
+    of: Callable[..., Request],
+    *,
+    at_once: bool = False,
 ) -> Callable[[Engine, Request, int], None]:
     """A part of the engine that raises for this request alone."""
 
@@ -108,7 +113,9 @@ PLANTED: dict[str, Callable[[Engine, Request, int], None]] = {
     "records": engines_own(lambda engine: engine.recorder, "round", lambda row, *_: row.request),
     "the last record": engines_own(lambda engine: engine.recorder, "finish", first, at_once=True),
     "prefix cache": engines_own(lambda engine: engine.prefix, "store", first),
-    "draft cache": engines_own(lambda engine: engine.drafting, "advance", lambda row, *_: row.request),
+    "draft cache": engines_own(
+        lambda engine: engine.drafting, "advance", lambda row, *_: row.request
+    ),
 }
 
 
@@ -128,19 +135,26 @@ def drawn(
     target: Target, drafter: object, sink: Ignored, plant: Callable | None, *, overlaps: bool
 ) -> tuple[Request, list[Request]]:
     """A request in which `plant` makes something raise, and two beside it."""
-    engine = Engine(target, drafter, EngineConfig(k=3, block_size=4, compile="off", seed=7), sink=sink)
+    engine = Engine(
+        target, drafter, EngineConfig(k=3, block_size=4, compile="off", seed=7), sink=sink
+    )
     engine.overlaps = overlaps
     # Without a seed of its own, or it would not be recorded.
     bad = replace(PARAMS, seed=None, grammar=Grammar.regex("[ab]{20,40}"), ignore_eos=False)
     told: list[Update] = []
     request = engine.submit(PROMPTS[0], bad, lambda _, update: told.append(update))
-    others = [engine.submit(prompt, replace(PARAMS, seed=seed, logprobs=2)) for seed, prompt in enumerate(PROMPTS)]
+    others = [
+        engine.submit(prompt, replace(PARAMS, seed=seed, logprobs=2))
+        for seed, prompt in enumerate(PROMPTS)
+    ]
     if plant is not None:
         plant(engine, request, 2)
     while engine.busy:
         engine.step()
     assert engine.scheduler.blocks.usage == 0.0
-    assert [update.finish_reason for update in told if update.finish_reason] == [request.finish_reason]
+    assert [update.finish_reason for update in told if update.finish_reason] == [
+        request.finish_reason
+    ]
     assert told[-1].finish_reason is not None
     return request, others
 
@@ -159,9 +173,16 @@ def undisturbed(no_eos: Target, fixed_drafter: Callable) -> tuple[Request, list[
 
 
 # Updates are made while the next pass runs, or at once.
-@pytest.mark.parametrize("what, overlaps", [(what, index % 2 == 0) for index, what in enumerate(PLANTED)] + [("text", False)])
+@pytest.mark.parametrize(
+    "what, overlaps",
+    [(what, index % 2 == 0) for index, what in enumerate(PLANTED)] + [("text", False)],
+)
 def test_what_raises_for_one_request_ends_it_alone(
-    what: str, overlaps: bool, no_eos: Target, fixed_drafter: Callable, undisturbed: tuple[Request, list[Request]]
+    what: str,
+    overlaps: bool,
+    no_eos: Target,
+    fixed_drafter: Callable,
+    undisturbed: tuple[Request, list[Request]],
 ) -> None:
     whole, neighbours = undisturbed
     assert whole.finish_reason is FinishReason.LENGTH
@@ -173,7 +194,11 @@ def test_what_raises_for_one_request_ends_it_alone(
     if "grammar's" in what and "end" not in what:
         assert refusal.status == 400 and "OverflowError" in str(refusal)
     for one, other in zip(others, neighbours, strict=True):
-        assert (one.output, one.text, one.finish_reason) == (other.output, other.text, FinishReason.LENGTH)
+        assert (one.output, one.text, one.finish_reason) == (
+            other.output,
+            other.text,
+            FinishReason.LENGTH,
+        )
 
 
 def test_what_the_machine_cannot_do_is_nobodys_own(target: Target, fixed_drafter: Callable) -> None:
@@ -199,7 +224,9 @@ def raising(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def in_vain(target: Target) -> list[SamplingParams]:
     """Requests that cannot be answered, each for another reason."""
     letters = target.tokenizer().convert_tokens_to_ids(["x"])
-    impossible = replace(PARAMS, ignore_eos=False, grammar=Grammar.regex("[ab]+c"), allowed_token_ids=tuple(letters))
+    impossible = replace(
+        PARAMS, ignore_eos=False, grammar=Grammar.regex("[ab]+c"), allowed_token_ids=tuple(letters)
+    )
     return [impossible, replace(PARAMS, logits_processors=(raising,))]
 
 
@@ -211,7 +238,9 @@ def test_requests_in_vain_do_not_stop_the_engine(
     """Again and again, each time beside an innocent one, which gets what it gets alone."""
     monkeypatch.setattr(target, "eos_token_ids", (0,) if with_eos else ())
     params = replace(PARAMS, k=k)
-    alone = Engine(target, fixed_drafter(), EngineConfig(k=3, compile="off")).generate([PROMPTS[1]], params)[0]
+    alone = Engine(target, fixed_drafter(), EngineConfig(k=3, compile="off")).generate(
+        [PROMPTS[1]], params
+    )[0]
     loop = EngineLoop(Engine(target, fixed_drafter(), EngineConfig(k=3, compile="off"))).start()
     try:
         for _ in range(REPEATS):
@@ -223,8 +252,14 @@ def test_requests_in_vain_do_not_stop_the_engine(
             ]
             wait_for(requests)
             assert [request.finish_reason for request in requests[:2]] == [FinishReason.ERROR] * 2
-            assert "leaves no token at position 4" in requests[0].error and "ValueError: no scores" in requests[1].error
-            assert requests[2].output == alone.tokens and requests[2].finish_reason is FinishReason.LENGTH
+            assert (
+                "leaves no token at position 4" in requests[0].error
+                and "ValueError: no scores" in requests[1].error
+            )
+            assert (
+                requests[2].output == alone.tokens
+                and requests[2].finish_reason is FinishReason.LENGTH
+            )
             assert loop.healthy and loop.failures == 0
     finally:
         loop.close()
@@ -237,19 +272,29 @@ def wait_for(requests: list[Request]) -> None:
         time.sleep(0.002)
 
 
-def test_tokens_before_a_position_without_one_are_kept(target: Target, fixed_drafter: Callable) -> None:
+def test_tokens_before_a_position_without_one_are_kept(
+    target: Target, fixed_drafter: Callable
+) -> None:
     """A draft that is kept in front of such a position is told as plain decoding tells it."""
 
     def ends(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf) if input_ids.shape[1] >= len(PROMPTS[0]) + 5 else scores
+        return (
+            torch.full_like(scores, -torch.inf)
+            if input_ids.shape[1] >= len(PROMPTS[0]) + 5
+            else scores
+        )
 
     params = replace(PARAMS, temperature=0.0, logits_processors=(ends,))
     text = (
-        Engine(target, None, EngineConfig(compile="off")).generate([PROMPTS[0]], replace(params, logits_processors=()))[0].tokens
+        Engine(target, None, EngineConfig(compile="off"))
+        .generate([PROMPTS[0]], replace(params, logits_processors=()))[0]
+        .tokens
     )
     outputs = []
     for drafter in (None, Knowing(PROMPTS[0] + text)):
-        engine = Engine(target, drafter, EngineConfig(compile="off", **({} if drafter is None else {"k": 3})))
+        engine = Engine(
+            target, drafter, EngineConfig(compile="off", **({} if drafter is None else {"k": 3}))
+        )
         completion = engine.generate([PROMPTS[0]], params)[0]
         outputs.append((completion.tokens, completion.text))
         assert completion.finish_reason is FinishReason.ERROR
@@ -258,8 +303,11 @@ def test_tokens_before_a_position_without_one_are_kept(target: Target, fixed_dra
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_raises_behind_drafts_that_fall_changes_nothing(temperature: float, target: Target) -> None:
-    """Plain decoding never reaches token 7, behind which this processor raises; a draft offers it in every round."""
+def test_what_raises_behind_drafts_that_fall_changes_nothing(
+    temperature: float, target: Target
+) -> None:
+    """Plain decoding never reaches token 7, behind which this processor raises; a draft offers it
+    in every round."""
     offered = []
 
     def picky(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

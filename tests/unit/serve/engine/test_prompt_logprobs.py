@@ -19,7 +19,7 @@ JUDGED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs
 
 @pytest.fixture(scope="module")
 def expected(target: Target) -> torch.Tensor:
-    """[45 - 1, V] float32: the law of every prompt token but the first."""
+    """[45 - 1, V] float32: the distribution of every prompt token but the first."""
     with torch.inference_mode():
         _, hidden = target.states(torch.tensor([PROMPT]), torch.ones(1, len(PROMPT)), ())
         return torch.log_softmax(target.head(hidden[0, :-1]).float(), dim=-1)
@@ -27,14 +27,16 @@ def expected(target: Target) -> torch.Tensor:
 
 def check(told: list[Any], expected: torch.Tensor) -> None:
     assert [entry.token for entry in told] == PROMPT[1:]
-    for entry, law in zip(told, expected):
-        assert entry.logprob == pytest.approx(float(law[entry.token]), abs=1e-4)
-        best = torch.topk(law, 2)
+    for entry, distribution in zip(told, expected):
+        assert entry.logprob == pytest.approx(float(distribution[entry.token]), abs=1e-4)
+        best = torch.topk(distribution, 2)
         assert [token for token, _ in entry.top] == best.indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_round_tokens": 16}, {"max_round_tokens": 16, "block_size": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_round_tokens": 16}, {"max_round_tokens": 16, "block_size": 4}]
+)
 @pytest.mark.parametrize("drafts", [False, True])
 def test_they_are_the_targets_in_whole_or_in_pieces(
     options: dict, drafts: bool, target: Target, fixed_drafter: Callable, expected: torch.Tensor
@@ -59,10 +61,16 @@ def test_a_cached_prefix_is_read_again_for_them(target: Target, expected: torch.
     check(engine.generate([PROMPT], JUDGED)[0].prompt_logprobs, expected)
 
 
-def test_a_preempted_request_keeps_and_completes_them(target: Target, expected: torch.Tensor) -> None:
+def test_a_preempted_request_keeps_and_completes_them(
+    target: Target, expected: torch.Tensor
+) -> None:
     engine = Engine(target, None, EngineConfig(block_size=4, num_blocks=20, max_round_tokens=4))
-    first = engine.submit(PROMPT[:20], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-    request = engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=10, prompt_logprobs=2, ignore_eos=True))
+    first = engine.submit(
+        PROMPT[:20], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    )
+    request = engine.submit(
+        PROMPT, SamplingParams(temperature=0, max_tokens=10, prompt_logprobs=2, ignore_eos=True)
+    )
     kept = 0
     while engine.busy:
         if engine.scheduler.num_preemptions == 0:

@@ -1,4 +1,5 @@
-"""Requests whose draws can be repeated (sampled, with a seed of their own) leave no mark on records and controls."""
+"""Requests whose draws can be repeated (sampled, with a seed of their own) leave no mark on records
+and controls."""
 
 from __future__ import annotations
 
@@ -46,10 +47,11 @@ def plain(value: Any) -> Any:
 
 
 def by_acceptance(engine: Engine) -> dict[str, Any]:
-    """All state of the engine that is decided by how drafts were accepted, and nothing that is decided by time alone."""
+    """All state of the engine that is decided by how drafts were accepted, and nothing that is
+    decided by time alone."""
     return plain({
         "survival": engine.scheduler.control.survival,
-        "temperatures": (engine.draft_law.best, engine.draft_law._arms),
+        "temperatures": (engine.draft_distribution.best, engine.draft_distribution._arms),
         "rests": [(one._failures, one._pause) for one in engine.drafting.drafts.values()],
         "classes": {str(route): measured for route, measured in engine.lineup.router._measured.items()},
         "records": engine.recorder.num_records,
@@ -81,7 +83,9 @@ def test_a_seeded_sampled_request_moves_nothing(engine: Engine) -> None:
     (SAMPLED, {"survival", "temperatures", "classes", "records"}),
     (GREEDY, {"survival", "classes", "records"}),  # its drafts are drawn at no temperature
 ])  # fmt: skip
-def test_others_move_what_it_does_not(params: SamplingParams, parts: set[str], engine: Engine) -> None:
+def test_others_move_what_it_does_not(
+    params: SamplingParams, parts: set[str], engine: Engine
+) -> None:
     """The negative control, and what a greedy request with a seed counts as: it draws nothing."""
     before = by_acceptance(engine)
     serve(engine, params)
@@ -99,10 +103,14 @@ def test_one_among_others_is_left_out_alone(engine: Engine, records: list[RoundR
     while engine.busy:
         engine.step()
     full = [result for result in seen if len(result.offers) == 3]
-    assert full and all(sum(offer.accepted is None for offer in result.offers) == 1 for result in full)
+    assert full and all(
+        sum(offer.accepted is None for offer in result.offers) == 1 for result in full
+    )
     assert all(result.num_drafted is None for result in full)
     assert {record.temperature for record in records} == {0.0, 2.0}
-    assert len({record.request for record in records}) == 2 and not any(record.seeded for record in records)
+    assert len({record.request for record in records}) == 2 and not any(
+        record.seeded for record in records
+    )
 
 
 @pytest.fixture
@@ -124,26 +132,35 @@ def after_rounds(engine: Engine, params: SamplingParams, rounds: int) -> tuple[A
         engine.submit(PROMPT, replace(params, max_tokens=200))
     for _ in range(rounds):
         engine.step()
-    return plain((engine.scheduler.control, engine.draft_law)), engine.stats.num_accepted_tokens
+    return plain(
+        (engine.scheduler.control, engine.draft_distribution)
+    ), engine.stats.num_accepted_tokens
 
 
 def test_what_a_control_knows_does_not_depend_on_draws_that_can_be_repeated(
     target: Target, fixed_drafter: Callable, clock: None
 ) -> None:
-    """All of it: rounds, times, trials, depths. By the same clock, two seeds lead to the same state, two servers' own do not."""
+    """All of it: rounds, times, trials, depths. By the same clock, two seeds lead to the same
+    state, two servers' own do not."""
 
     def states(params: list[SamplingParams], seeds: list[int]) -> list[tuple[Any, int]]:
-        engines = [Engine(target, fixed_drafter(sharpness=0.5), replace(ADAPTIVE, seed=seed)) for seed in seeds]
+        engines = [
+            Engine(target, fixed_drafter(sharpness=0.5), replace(ADAPTIVE, seed=seed))
+            for seed in seeds
+        ]
         return [after_rounds(engine, one, 30) for engine, one in zip(engines, params, strict=True)]
 
-    (first, kept), (second, kept_by_second) = states([replace(SAMPLED, seed=seed) for seed in (1, 2)], [1, 1])
+    (first, kept), (second, kept_by_second) = states(
+        [replace(SAMPLED, seed=seed) for seed in (1, 2)], [1, 1]
+    )
     assert first == second and kept != kept_by_second
     (first, kept), (second, kept_by_second) = states([SAMPLED, SAMPLED], [1, 2])
     assert first != second
 
 
 def test_a_row_that_may_not_count_is_reckoned_as_expected() -> None:
-    """Trials are charged for what their rounds did not bring: a row that is not told must not look like one that kept none."""
+    """Trials are charged for what their rounds did not bring: a row that is not told must not look
+    like one that kept none."""
     control = AutoControl()
     control.survival.add("", 3, 2, 50)
     assert control._kept(Offer("", 3, 2)) == 2
@@ -151,7 +168,7 @@ def test_a_row_that_may_not_count_is_reckoned_as_expected() -> None:
 
 
 class Broken:
-    """Draws its first token; the second has no law, or there is an exception."""
+    """Draws its first token; the second has no distribution, or there is an exception."""
 
     family = "broken"
     taps: tuple[int, ...] = ()
@@ -159,7 +176,9 @@ class Broken:
     def __init__(self, vocab_size: int, *, raises: bool):
         self.vocab_size, self.raises, self.calls = vocab_size, raises, 0
 
-    def new_pool(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         return None
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
@@ -172,13 +191,19 @@ class Broken:
         size, depth = len(inputs.num_draft), int(inputs.num_draft.max())
         logits = torch.full((size, depth, self.vocab_size), torch.nan)
         logits[:, 0] = 0.0
-        return Proposal(tokens=torch.full((size, depth), 40), lengths=inputs.num_draft, logits=logits)
+        return Proposal(
+            tokens=torch.full((size, depth), 40), lengths=inputs.num_draft, logits=logits
+        )
 
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("params, rests", [(SEEDED, False), (SAMPLED, True), (GREEDY, True)])
 def test_a_draft_does_not_rest_by_draws_that_can_be_repeated(
-    params: SamplingParams, rests: bool, raises: bool, target: Target, caplog: pytest.LogCaptureFixture
+    params: SamplingParams,
+    rests: bool,
+    raises: bool,
+    target: Target,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     drafter = Broken(target.vocab_size, raises=raises)
     engine = Engine(target, drafter, EngineConfig(k=3, compile="off"))
@@ -194,7 +219,9 @@ def test_a_draft_does_not_rest_by_draws_that_can_be_repeated(
 
 
 @pytest.mark.parametrize("params, num_texts", [(SEEDED, 0), (SAMPLED, 1), (GREEDY, 1)])
-def test_text_is_shared_by_those_that_draw_once(params: SamplingParams, num_texts: int, target: Target) -> None:
+def test_text_is_shared_by_those_that_draw_once(
+    params: SamplingParams, num_texts: int, target: Target
+) -> None:
     drafter = Suffix()
     serve(Engine(target, drafter, EngineConfig(k=3, compile="off")), params)
     assert drafter.shared.num_texts == num_texts
@@ -203,7 +230,10 @@ def test_text_is_shared_by_those_that_draw_once(params: SamplingParams, num_text
 def test_seeds_that_differ_draw_differently(target: Target) -> None:
     engine = Engine(target, None, EngineConfig(compile="off"))
     seeds = [3, 3 + 2**62, 3 - 2**62, 3 + 2**63 - 2**64, -3]
-    answers = [tuple(engine.generate([PROMPT], replace(SAMPLED, seed=seed))[0].tokens) for seed in [*seeds, seeds[0]]]
+    answers = [
+        tuple(engine.generate([PROMPT], replace(SAMPLED, seed=seed))[0].tokens)
+        for seed in [*seeds, seeds[0]]
+    ]
     assert len(set(answers[:-1])) == len(seeds) and answers[-1] == answers[0]
 
 

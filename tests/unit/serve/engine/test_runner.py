@@ -8,7 +8,9 @@ from draftsmith.serve.sampling.params import SamplingParams
 
 
 def make_request(name: str, slot: int, blocks: list[int]) -> Request:
-    request = Request(id=name, tokens=[1], num_prompt=1, params=SamplingParams(), seed=0, k=0, max_tokens=1)
+    request = Request(
+        id=name, tokens=[1], num_prompt=1, params=SamplingParams(), seed=0, k=0, max_tokens=1
+    )
     request.slot, request.blocks = slot, blocks
     return request
 

@@ -9,18 +9,34 @@ from hypothesis import strategies as st
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.control.auto import AutoControl
-from draftsmith.serve.control.control import Control, FixedControl, Offer, RoundPlan, RoundResult, Wish
-from draftsmith.serve.engine.round import Row, Schedule
-from draftsmith.serve.engine.scheduler import QueueFull, Scheduler
+from draftsmith.serve.control.control import (
+    Control,
+    FixedControl,
+    Offer,
+    RoundPlan,
+    RoundResult,
+    Wish,
+)
+from draftsmith.serve.engine.scheduler import QueueFull, Row, Schedule, Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.params import SamplingParams
 
 
 def make_request(name: str, prompt: int, max_tokens: int, k: int = 0) -> Request:
-    return Request(id=name, tokens=[7] * prompt, num_prompt=prompt, params=SamplingParams(), seed=0, k=k, max_tokens=max_tokens)
+    return Request(
+        id=name,
+        tokens=[7] * prompt,
+        num_prompt=prompt,
+        params=SamplingParams(),
+        seed=0,
+        k=k,
+        max_tokens=max_tokens,
+    )
 
 
-def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, control: Control | None = None, **limits: int) -> Scheduler:
+def make_scheduler(
+    *, num_blocks: int = 64, block_size: int = 4, control: Control | None = None, **limits: int
+) -> Scheduler:
     limits = {"max_batch": 4, "max_round_tokens": 32, "max_queue": 100, **limits}
     return Scheduler(BlockManager(num_blocks, block_size), control=control, **limits)
 
@@ -44,7 +60,9 @@ def observe(scheduler: Scheduler, schedule: Schedule, *, accepting: bool) -> int
     if schedule.num_deciding:
         offers = [Offer("", row.k, row.k if accepting else 0) for row in schedule.drafting]
         seconds = 0.01 + 0.002 * k + 1e-5 * num_tokens
-        scheduler.control.observe(RoundResult(schedule.plan, num_tokens, schedule.num_deciding, k, seconds, False, offers))
+        scheduler.control.observe(
+            RoundResult(schedule.plan, num_tokens, schedule.num_deciding, k, seconds, False, offers)
+        )
     return k
 
 
@@ -60,7 +78,9 @@ def check(scheduler: Scheduler, schedule: Schedule) -> None:
         assert request.blocks == [] and request.computed == 0 and request.slot == -1
     for row in rows:
         assert row.begin == row.request.computed and row.count >= 1
-        assert len(row.request.blocks) * scheduler.blocks.block_size >= row.begin + row.count + row.k
+        assert (
+            len(row.request.blocks) * scheduler.blocks.block_size >= row.begin + row.count + row.k
+        )
         assert row.request in scheduler.running
     prompt_tokens = sum(row.count for row in rows if row.count > 1)
     assert prompt_tokens <= max(scheduler.max_round_tokens, scheduler.blocks.block_size)
@@ -68,7 +88,11 @@ def check(scheduler: Scheduler, schedule: Schedule) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 5)), min_size=1, max_size=12),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 5)),
+        min_size=1,
+        max_size=12,
+    ),
     num_blocks=st.integers(9, 40),
     max_batch=st.integers(1, 5),
     max_round_tokens=st.integers(1, 40),
@@ -86,7 +110,12 @@ def test_every_request_finishes_and_no_block_is_shared_or_lost(
     cancels: float,
 ) -> None:
     control = AutoControl() if auto else FixedControl()
-    scheduler = make_scheduler(num_blocks=num_blocks, max_batch=max_batch, max_round_tokens=max_round_tokens, control=control)
+    scheduler = make_scheduler(
+        num_blocks=num_blocks,
+        max_batch=max_batch,
+        max_round_tokens=max_round_tokens,
+        control=control,
+    )
     requests = [make_request(str(i), prompt, most, k) for i, (prompt, most, k) in enumerate(sizes)]
     arrivals, accepted = list(requests), random.Random(seed)
     for _ in range(2000):
@@ -99,14 +128,18 @@ def test_every_request_finishes_and_no_block_is_shared_or_lost(
         assert schedule.rows or not scheduler.busy
         play(scheduler, schedule, accepted)
         observe(scheduler, schedule, accepting=accepted.random() < 0.5)
-        alive = [request for request in requests if not request.finished and request not in arrivals]
+        alive = [
+            request for request in requests if not request.finished and request not in arrivals
+        ]
         if alive and accepted.random() < cancels:
             cancelled = accepted.choice(alive)
             cancelled.finish_reason = FinishReason.ABORT
             scheduler.remove(cancelled)
             assert cancelled not in scheduler.running and cancelled not in list(scheduler.waiting)
     for request in requests:
-        assert request.finish_reason is FinishReason.ABORT or request.num_output == request.max_tokens
+        assert (
+            request.finish_reason is FinishReason.ABORT or request.num_output == request.max_tokens
+        )
     assert scheduler.blocks.num_free == scheduler.blocks.num_usable
 
 
@@ -177,8 +210,15 @@ def test_a_full_queue_refuses() -> None:
 
 @pytest.mark.parametrize("num_waiting", [0, 5])
 def test_k_follows_what_pays_while_the_pool_is_full(num_waiting: int) -> None:
-    """Four requests hold every block but a few; the head of the queue is expected each round and never fits."""
-    scheduler = make_scheduler(num_blocks=4 * 20 + 1, block_size=16, max_batch=8, max_round_tokens=512, control=AutoControl())
+    """Four requests hold every block but a few; the head of the queue is expected each round and
+    never fits."""
+    scheduler = make_scheduler(
+        num_blocks=4 * 20 + 1,
+        block_size=16,
+        max_batch=8,
+        max_round_tokens=512,
+        control=AutoControl(),
+    )
     for index in range(4 + num_waiting):
         scheduler.add(make_request(str(index), 250, 100_000, k=8))
 
@@ -189,7 +229,9 @@ def test_k_follows_what_pays_while_the_pool_is_full(num_waiting: int) -> None:
             for row in schedule.rows:
                 # Texts stay as long as they are, so that the pool stays as full as it is.
                 row.request.tokens += [7] * (row.samples and row.request.num_output == 0)
-                row.request.computed = row.begin + row.count if row.count > 1 else row.request.num_tokens - 1
+                row.request.computed = (
+                    row.begin + row.count if row.count > 1 else row.request.num_tokens - 1
+                )
             count += observe(scheduler, schedule, accepting=accepting) > 0
         return count / rounds
 
@@ -216,8 +258,14 @@ def test_what_a_round_will_feed_is_foreseen() -> None:
     control = Watched()
     blocks = BlockManager(14, 4)
     prefix = PrefixCache(blocks, root="")
-    scheduler = Scheduler(blocks, max_batch=4, max_round_tokens=16, max_queue=9, prefix=prefix, control=control)
-    long, short, same = make_request("long", 30, 6), make_request("short", 3, 40), make_request("same", 18, 4)
+    scheduler = Scheduler(
+        blocks, max_batch=4, max_round_tokens=16, max_queue=9, prefix=prefix, control=control
+    )
+    long, short, same = (
+        make_request("long", 30, 6),
+        make_request("short", 3, 40),
+        make_request("same", 18, 4),
+    )
     short.tokens[0] = 9
     scheduler.add(short)
     ran: list[int] = []
@@ -247,5 +295,9 @@ def test_what_a_round_will_feed_is_foreseen() -> None:
     round_()
     assert same.computed == 18 and ran[-1] == 1 + 2  # sixteen of its tokens were in the cache
     # Only the first look at the head without room is wrong: nobody had tried yet.
-    wrong = [(expected, fed) for expected, fed in zip(control.expected, ran, strict=True) if expected != fed]
+    wrong = [
+        (expected, fed)
+        for expected, fed in zip(control.expected, ran, strict=True)
+        if expected != fed
+    ]
     assert len(wrong) <= 1, (control.expected, ran)

@@ -1,7 +1,9 @@
-"""A target that is not finite behind one token that it never chooses: drafts that offer the token change no answer.
+"""A target that is not finite behind one token that it never chooses: drafts that offer the token
+change no answer.
 
-Seeds draw the same tokens as with a target that is finite there, for every way of drafting and of judging. To decide such a
-round again without drafts would not do: drafts that were drawn would be left out for what they are, which favours the others.
+Seeds draw the same tokens as with a target that is finite there, for every way of drafting and of
+judging. To decide such a round again without drafts would not do: drafts that were drawn would be
+left out for what they are, which favours the others.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ SAMPLED = SamplingParams(temperature=1.0, top_k=6, max_tokens=12, ignore_eos=Tru
 
 
 class Near:
-    """Draws from the target's own logits with BAD as the likeliest of all, so that good drafts are kept and bad ones offered."""
+    """Draws from the target's own logits with BAD as the likeliest of all, so that good drafts are
+    kept and bad ones offered."""
 
     family, taps = "near", ()
 
@@ -59,15 +62,19 @@ class Near:
     def propose(self, inputs: DraftInputs) -> Proposal:
         texts = [list(history) for history in inputs.histories]
         ends = torch.tensor([len(text) for text in texts])
-        laws, tokens = [], []
+        distributions, tokens = [], []
         for depth in range(int(inputs.num_draft.max())):
-            laws.append(process(self.logits(texts), inputs.sampling))
-            tokens.append(sample(laws[-1], inputs.seeds, ends + depth, Purpose.DRAFT))
+            distributions.append(process(self.logits(texts), inputs.sampling))
+            tokens.append(sample(distributions[-1], inputs.seeds, ends + depth, Purpose.DRAFT))
             texts = [[*text, token] for text, token in zip(texts, tokens[-1].tolist(), strict=True)]
         drawn = torch.stack(tokens, dim=1)
         self.offered += int((drawn == BAD).sum())
         used = torch.arange(drawn.shape[1]) < inputs.num_draft[:, None]
-        return Proposal(tokens=torch.where(used, drawn, -1), lengths=inputs.num_draft, logits=torch.stack(laws, dim=1))
+        return Proposal(
+            tokens=torch.where(used, drawn, -1),
+            lengths=inputs.num_draft,
+            logits=torch.stack(distributions, dim=1),
+        )
 
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
         """Three children of the root, and two of the first of them."""
@@ -84,8 +91,14 @@ class Near:
         q_rows = torch.full((size, 6), -1)
         q_rows[:, 0], q_rows[:, 1] = torch.arange(size), size + torch.arange(size)
         parents = torch.tensor([[-1, -1, -1, 0, 0]]).repeat(size, 1)
-        laws = torch.cat([roots, below])
-        return Proposal(tokens=tokens, lengths=inputs.num_draft.clamp(max=5), logits=laws, parents=parents, q_rows=q_rows)
+        distributions = torch.cat([roots, below])
+        return Proposal(
+            tokens=tokens,
+            lengths=inputs.num_draft.clamp(max=5),
+            logits=distributions,
+            parents=parents,
+            q_rows=q_rows,
+        )
 
 
 class Copying:
@@ -94,7 +107,10 @@ class Copying:
     family, taps = "copying", ()
 
     def drafts(self, inputs: DraftInputs) -> list[Draft]:
-        return [Draft([BAD, 5, 6][:k], 3.0 * (len(h) % 2)) for h, k in zip(inputs.histories, inputs.num_draft.tolist())]
+        return [
+            Draft([BAD, 5, 6][:k], 3.0 * (len(h) % 2))
+            for h, k in zip(inputs.histories, inputs.num_draft.tolist())
+        ]
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
         return
@@ -114,16 +130,23 @@ def targets(tiny_target: Callable[..., str]) -> tuple[Target, Target]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "chain": {"k": 3}, "block": {"k": 3, "verification": "block"}, "tree": {"tree": "sampled:3x2"}, "text first": {"k": 3},
+    "chain": {"k": 3}, "block": {"k": 3, "verification": "block"}, "tree": {"tree": "sampled:3x2"},
+    "text first": {"k": 3},
 }  # fmt: skip
 
 
-def answers(target: Target, drafter: ServingDrafter | None, way: dict[str, Any], params: SamplingParams) -> list[list[int]]:
+def answers(
+    target: Target, drafter: ServingDrafter | None, way: dict[str, Any], params: SamplingParams
+) -> list[list[int]]:
     engine = Engine(target, drafter, EngineConfig(**way, compile="off", block_size=4))
-    requests = [engine.submit(prompt, replace(params, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    requests = [
+        engine.submit(prompt, replace(params, seed=seed)) for seed, prompt in enumerate(PROMPTS)
+    ]
     while engine.step():
         pass
-    assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}, [r.error for r in requests]
+    assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}, [
+        r.error for r in requests
+    ]
     assert not engine.stats.fallbacks
     return [request.output for request in requests]
 
@@ -134,7 +157,9 @@ def near(targets: tuple[Target, Target]) -> Near:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_are_those_of_a_target_that_is_finite_everywhere(way: str, targets: tuple[Target, Target], near: Near) -> None:
+def test_answers_are_those_of_a_target_that_is_finite_everywhere(
+    way: str, targets: tuple[Target, Target], near: Near
+) -> None:
     near.offered = 0
     drafter = TextFirst(near, Copying(), share=0.5) if way == "text first" else near  # type: ignore[arg-type]
     whole, broken = (answers(target, drafter, WAYS[way], SAMPLED) for target in targets)
@@ -142,16 +167,22 @@ def test_answers_are_those_of_a_target_that_is_finite_everywhere(way: str, targe
     assert near.offered > 5
 
 
-def test_greedy_answers_are_those_without_drafts(targets: tuple[Target, Target], near: Near) -> None:
+def test_greedy_answers_are_those_without_drafts(
+    targets: tuple[Target, Target], near: Near
+) -> None:
     greedy = replace(SAMPLED, temperature=0.0)
     drafter = TextFirst(near, Copying(), share=0.5)  # type: ignore[arg-type]
     assert answers(targets[1], drafter, {"k": 3}, greedy) == answers(targets[1], None, {}, greedy)
 
 
-def test_a_request_whose_own_text_is_not_finite_ends_alone(targets: tuple[Target, Target], near: Near) -> None:
+def test_a_request_whose_own_text_is_not_finite_ends_alone(
+    targets: tuple[Target, Target], near: Near
+) -> None:
     engine = Engine(targets[1], near, EngineConfig(k=3, compile="off"))
     lost = engine.submit([5, BAD, 7], SAMPLED)
-    others = [engine.submit(prompt, replace(SAMPLED, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    others = [
+        engine.submit(prompt, replace(SAMPLED, seed=seed)) for seed, prompt in enumerate(PROMPTS)
+    ]
     while engine.step():
         pass
     assert lost.finish_reason is FinishReason.ERROR and lost.output == []

@@ -1,4 +1,5 @@
-"""Trees between proposal and commit: what is refused, what greedy decoding keeps, and how a kept path becomes a chain."""
+"""Trees between proposal and commit: what is refused, what greedy decoding keeps, and how a kept
+path becomes a chain."""
 
 from __future__ import annotations
 
@@ -10,8 +11,16 @@ from hypothesis import strategies as st
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.verify.draft_tree import DraftTree, ancestor_bits, depths
-from draftsmith.serve.engine.round import Drafts, PassOutput, RoundTree, Row
-from draftsmith.serve.engine.trees import check_tree, greedy_path, lay_out, move_kept, straighten, tried
+from draftsmith.serve.engine.round import Drafts, PassOutput, RoundTree
+from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.trees import (
+    check_tree,
+    greedy_path,
+    lay_out,
+    move_kept,
+    straighten,
+    tried,
+)
 from draftsmith.serve.engine.verify import Streams, decide
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
@@ -22,10 +31,15 @@ CPU = torch.device("cpu")
 @st.composite
 def forests(draw: st.DrawFn) -> list[list[int]]:
     """Parents of up to three trees, empty ones included."""
-    return [[draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, 9)))] for _ in range(draw(st.integers(1, 3)))]
+    return [
+        [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, 9)))]
+        for _ in range(draw(st.integers(1, 3)))
+    ]
 
 
-def round_tree(forest: list[list[int]], tokens: list[list[int]], q_rows: torch.Tensor | None = None) -> RoundTree:
+def round_tree(
+    forest: list[list[int]], tokens: list[list[int]], q_rows: torch.Tensor | None = None
+) -> RoundTree:
     width = max(map(len, forest))
     pad = [[*parents, *[-1] * (width - len(parents))] for parents in forest]
     values = [[*row, *[-1] * (width - len(row))] for row in tokens]
@@ -38,9 +52,14 @@ def round_tree(forest: list[list[int]], tokens: list[list[int]], q_rows: torch.T
     return RoundTree(tree, q_rows, forest)
 
 
-def rows_of(forest: list[list[int]], *, begin: int = 5, count: int = 1, temperature: float = 0.0) -> list[Row]:
+def rows_of(
+    forest: list[list[int]], *, begin: int = 5, count: int = 1, temperature: float = 0.0
+) -> list[Row]:
     params = SamplingParams(temperature=temperature)
-    requests = [Request(f"{i}", list(range(begin + count)), 1, params, seed=i, k=9, max_tokens=99) for i in range(len(forest))]
+    requests = [
+        Request(f"{i}", list(range(begin + count)), 1, params, seed=i, k=9, max_tokens=99)
+        for i in range(len(forest))
+    ]
     return [Row(request, begin, count, len(parents)) for request, parents in zip(requests, forest)]
 
 
@@ -58,7 +77,10 @@ def test_places_and_ancestors_are_those_of_the_tree(forest: list[list[int]], cou
             token += 1
         for node in range(len(parents)):
             assert int(laid.layout.places[token]) == 5 + count + node
-            assert laid.positions[token] == 5 + count + int(deep[row, node]) and int(laid.layout.first[token]) == 5 + count - 1
+            assert (
+                laid.positions[token] == 5 + count + int(deep[row, node])
+                and int(laid.layout.first[token]) == 5 + count - 1
+            )
             assert int(laid.layout.ancestors[token]) == int(bits[row, node])
             token += 1
         assert tree.height(row) == max(deep[row].tolist(), default=-1) + 1
@@ -67,11 +89,17 @@ def test_places_and_ancestors_are_those_of_the_tree(forest: list[list[int]], cou
 
 @given(forests(), st.integers(0, 2**31))
 @settings(max_examples=80, deadline=None)
-def test_greedy_trees_are_decided_as_verification_of_one_hot_laws(forest: list[list[int]], seed: int) -> None:
+def test_greedy_trees_are_decided_as_verification_of_one_hot_distributions(
+    forest: list[list[int]], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     # Few tokens, so that a good part is kept and siblings repeat.
-    tokens = [torch.randint(0, 3, (len(parents),), generator=generator).tolist() for parents in forest]
-    logits = torch.randint(0, 3, (sum(map(len, forest)) + len(forest) + 1, 3), generator=generator).float()
+    tokens = [
+        torch.randint(0, 3, (len(parents),), generator=generator).tolist() for parents in forest
+    ]
+    logits = torch.randint(
+        0, 3, (sum(map(len, forest)) + len(forest) + 1, 3), generator=generator
+    ).float()
     tree = round_tree(forest, tokens)
     drafts = Drafts(tokens, [True] * len(forest), tree.draft.tokens, tree.draft.lengths, None, tree)
     # One more row that drafts nothing.
@@ -81,20 +109,27 @@ def test_greedy_trees_are_decided_as_verification_of_one_hot_laws(forest: list[l
     short = decide(logits, chains, drafts, streams)
     streams.all_greedy = False
     assert short == decide(logits, chains, drafts, streams)
-    assert len(short.paths) == len(rows) and all(len(e) == len(p) + 1 for e, p in zip(short.emitted, short.paths))
+    assert len(short.paths) == len(rows) and all(
+        len(e) == len(p) + 1 for e, p in zip(short.emitted, short.paths)
+    )
 
 
 def test_greedy_path_takes_the_child_that_the_target_chooses() -> None:
     tokens, parents = [4, 5, 6, 7, 8], [-1, -1, 1, 1, 3]
     assert greedy_path(tokens, parents, [5, 0, 7, 0, 8, 1]) == [1, 3, 4]
     assert greedy_path(tokens, parents, [9, 0, 7, 0, 8, 1]) == []
-    assert tried(parents, [1]) == [1, 2] and tried(parents, [1, 3, 4]) == [1, 3, 4] and tried(parents, []) == [0]
+    assert (
+        tried(parents, [1]) == [1, 2]
+        and tried(parents, [1, 3, 4]) == [1, 3, 4]
+        and tried(parents, []) == [0]
+    )
 
 
 @given(forests(), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None:
-    """Every row of logits, taps and laws goes with its node; nothing of a row lands in another."""
+    """Every row of logits, taps and distributions goes with its node; nothing of a row lands in
+    another."""
     generator = torch.Generator().manual_seed(seed)
     tokens = [list(range(10 * row, 10 * row + len(parents))) for row, parents in enumerate(forest)]
     paths = []
@@ -110,7 +145,9 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
     q_rows = torch.randint(-1, slots, (len(forest), width + 1), generator=generator)
     q_logits = torch.randn(slots, 40, generator=generator)
     tree = round_tree(forest, tokens, q_rows)
-    drafts = Drafts(tokens, [True] * len(forest), tree.draft.tokens, tree.draft.lengths, q_logits, tree)
+    drafts = Drafts(
+        tokens, [True] * len(forest), tree.draft.tokens, tree.draft.lengths, q_logits, tree
+    )
     rows = rows_of([*forest, []], count=2)
     filling = Row(rows[-1].request, 0, 3)  # a piece of a prompt, which decides nothing
     rows = [*rows, filling]
@@ -122,7 +159,7 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
     logits = torch.arange(slots + 1, dtype=torch.float32)[:, None].repeat(1, 4)
     taps = torch.arange(total, dtype=torch.float32)[:, None]
     output = PassOutput(logits, taps, begins, torch.empty(0, 4))
-    straight = straighten(rows, chains, drafts, output, [*paths, []], with_laws=True)
+    straight = straighten(rows, chains, drafts, output, [*paths, []], with_distributions=True)
     begin_logits = new_logits = 0
     for row, (parents, path) in enumerate(zip(forest, paths)):
         kept = tried(parents, path)
@@ -136,10 +173,10 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
         at = [begins[row], begins[row] + 1, *(begins[row] + 2 + node for node in kept)]
         assert straight.output.taps[begin : begin + len(at), 0].tolist() == at
         for step, node in enumerate(kept):
-            law = int(q_rows[row, parents[node] + 1])
+            distribution = int(q_rows[row, parents[node] + 1])
             told = straight.drafts.logits[row, step]
-            if law >= 0:
-                assert torch.equal(told, q_logits[law])
+            if distribution >= 0:
+                assert torch.equal(told, q_logits[distribution])
             else:
                 assert told.isfinite().nonzero()[:, 0].tolist() == [tokens[row][node]]
     assert straight.output.logits[new_logits:, 0].tolist() == [begin_logits]
@@ -160,34 +197,48 @@ def test_keys_of_kept_nodes_move_in_all_rows_at_once() -> None:
     for row, wanted in enumerate([[7, 8, 9, 9], [8, 9, 8, 9]]):
         places = torch.arange(6, 10)
         for tensor in (*pool.keys, *pool.values):
-            assert tensor[pool.slots_of(tables, row, places), 0, 0].tolist() == [100 * row + value for value in wanted]
+            assert tensor[pool.slots_of(tables, row, places), 0, 0].tolist() == [
+                100 * row + value for value in wanted
+            ]
 
 
-@pytest.mark.parametrize("parents, wrong", [([[1, -1]], "after their parents"), ([[-2, 0]], "after their parents")])
+@pytest.mark.parametrize(
+    "parents, wrong", [([[1, -1]], "after their parents"), ([[-2, 0]], "after their parents")]
+)
 def test_malformed_trees_are_refused(parents: list[list[int]], wrong: str) -> None:
-    proposal = Proposal(tokens=torch.tensor([[1, 2]]), lengths=torch.tensor([2]), logits=None, parents=torch.tensor(parents))
+    proposal = Proposal(
+        tokens=torch.tensor([[1, 2]]),
+        lengths=torch.tensor([2]),
+        logits=None,
+        parents=torch.tensor(parents),
+    )
     checked = check_tree(proposal, [2])
     assert isinstance(checked, str) and wrong in checked
 
 
-def test_laws_must_say_whose_they_are_and_have_mass() -> None:
+def test_distributions_must_say_whose_they_are_and_have_mass() -> None:
     tokens, parents = torch.tensor([[1, 2, 3]] * 3), torch.tensor([[-1, 0, 0]] * 3)
     logits = torch.zeros(3, 5)
     logits[1] = torch.nan
-    logits[2, 3] = -torch.inf  # the law that token 3 was not drawn from
-    common = {"tokens": tokens, "lengths": torch.tensor([3, 3, 3]), "logits": logits, "parents": parents}
-    assert check_tree(Proposal(**common), [3] * 3) == "laws without telling whose they are"
+    logits[2, 3] = -torch.inf  # the distribution that token 3 was not drawn from
+    common = {
+        "tokens": tokens,
+        "lengths": torch.tensor([3, 3, 3]),
+        "logits": logits,
+        "parents": parents,
+    }
+    assert check_tree(Proposal(**common), [3] * 3) == "distributions without telling whose they are"
     assert isinstance(check_tree(Proposal(**common, q_rows=torch.full((3, 4), 3)), [3] * 3), str)
     q_rows = torch.tensor([[0, 0, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1]])
     checked = check_tree(Proposal(**common, q_rows=q_rows), [3] * 3)
     assert not isinstance(checked, str) and checked[1] == [True, False, False]
-    # Deterministic children have no law to fail.
+    # Deterministic children have no distribution to fail.
     checked = check_tree(Proposal(**common, q_rows=torch.full((3, 4), -1)), [3] * 3)
     assert not isinstance(checked, str) and checked[1] == [True] * 3
 
 
 def test_what_lies_beyond_a_trees_length_is_no_failure() -> None:
-    """Row 0 has no node, row 1 one of a sound law."""
+    """Row 0 has no node, row 1 one of a sound distribution."""
     proposal = Proposal(
         tokens=torch.tensor([[10**6, 10**6], [2, -(10**6)]]),
         lengths=torch.tensor([0, 1]),

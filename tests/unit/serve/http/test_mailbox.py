@@ -10,11 +10,15 @@ def test_what_comes_before_the_loop_looks_is_one_call_and_in_order(monkeypatch):
     async def scenario() -> tuple[list[int], list[int], int]:
         loop, calls = asyncio.get_running_loop(), []
         call = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(given), call(*given)))
+        monkeypatch.setattr(
+            loop, "call_soon_threadsafe", lambda *given: (calls.append(given), call(*given))
+        )
         mailbox: Mailbox[int] = Mailbox()
         first, second = asyncio.Queue(), asyncio.Queue()
         # The loop stands still meanwhile, so it looks once all is there.
-        thread = threading.Thread(target=lambda: [mailbox.put((first, second)[item % 2], item) for item in range(10)])
+        thread = threading.Thread(
+            target=lambda: [mailbox.put((first, second)[item % 2], item) for item in range(10)]
+        )
         thread.start()
         thread.join()
         got = [await first.get() for _ in range(5)], [await second.get() for _ in range(5)]
@@ -27,7 +31,9 @@ def test_nothing_is_lost_while_both_threads_run():
     async def scenario() -> list[int]:
         mailbox: Mailbox[int] = Mailbox()
         reader: asyncio.Queue[int] = asyncio.Queue()
-        thread = threading.Thread(target=lambda: [mailbox.put(reader, item) for item in range(20_000)])
+        thread = threading.Thread(
+            target=lambda: [mailbox.put(reader, item) for item in range(20_000)]
+        )
         thread.start()
         got = [await asyncio.wait_for(reader.get(), 20) for _ in range(20_000)]
         thread.join()

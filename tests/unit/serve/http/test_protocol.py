@@ -42,11 +42,22 @@ CHANGES = [
     ({"response_format": {"type": "text"}}, {"grammar": None}),
     ({"response_format": {"type": "json_object"}}, {"grammar": Grammar.json_object()}),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"type": "null"}},
+            }
+        },
         {"grammar": Grammar.json_schema({"type": "null"})},
     ),
-    ({"structured_outputs": {"json": {"type": "null"}}}, {"grammar": Grammar.json_schema({"type": "null"})}),
-    ({"structured_outputs": {"json": '{"type": "null"}'}}, {"grammar": Grammar.json_schema({"type": "null"})}),
+    (
+        {"structured_outputs": {"json": {"type": "null"}}},
+        {"grammar": Grammar.json_schema({"type": "null"})},
+    ),
+    (
+        {"structured_outputs": {"json": '{"type": "null"}'}},
+        {"grammar": Grammar.json_schema({"type": "null"})},
+    ),
     ({"structured_outputs": {"json_object": True}}, {"grammar": Grammar.json_object()}),
     ({"structured_outputs": {"regex": "a+"}}, {"grammar": Grammar.regex("a+")}),
     ({"structured_outputs": {"choice": ["a", "b"]}}, {"grammar": Grammar.choice(["a", "b"])}),
@@ -56,7 +67,9 @@ CHANGES = [
 
 @pytest.mark.parametrize("said, meant", CHANGES, ids=[str(said)[:50] for said, _ in CHANGES])
 def test_every_parameter_reaches_the_engine(said: dict, meant: dict) -> None:
-    assert CompletionRequest(**BASE, **said).sampling(0) == SamplingParams(**{"max_tokens": 16, **meant})
+    assert CompletionRequest(**BASE, **said).sampling(0) == SamplingParams(
+        **{"max_tokens": 16, **meant}
+    )
 
 
 def test_no_sampling_parameter_is_out_of_reach() -> None:
@@ -77,14 +90,25 @@ def test_choices_of_a_seed_differ_and_repeat() -> None:
 def test_a_chat_answers_until_the_context_ends_unless_told() -> None:
     messages = [{"role": "user", "content": "x"}]
     assert ChatRequest(model="m", messages=messages).sampling(0).max_tokens is None
-    assert ChatRequest(model="m", messages=messages, max_completion_tokens=5).sampling(0).max_tokens == 5
+    assert (
+        ChatRequest(model="m", messages=messages, max_completion_tokens=5).sampling(0).max_tokens
+        == 5
+    )
     chat = ChatRequest(model="m", messages=messages, logprobs=True)
     assert chat.sampling(0).logprobs == 0
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert ChatRequest(model="m", messages=[{"role": "user", "content": parts}]).messages[0].plain()["content"] == "ab"
+    assert (
+        ChatRequest(model="m", messages=[{"role": "user", "content": parts}])
+        .messages[0]
+        .plain()["content"]
+        == "ab"
+    )
 
 
-@pytest.mark.parametrize("change", [{"temperature": "1"}, {"max_tokens": True}, {"max_tokens": 0}, {"n": 1.5}, {"echo": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": "1"}, {"max_tokens": True}, {"max_tokens": 0}, {"n": 1.5}, {"echo": 1}],
+)
 def test_nothing_is_converted(change: dict) -> None:
     with pytest.raises(ValidationError):
         CompletionRequest(**BASE, **change)
@@ -106,20 +130,43 @@ def test_bad_words_are_banned_at_the_beginning_and_after_a_space() -> None:
 def test_a_key_opens_only_as_itself() -> None:
     accepted = digests(["alpha", "beta"])
     assert opens(accepted, "Bearer alpha") and opens(accepted, "bearer beta")
-    for wrong in ("", "Bearer", "Bearer ", "alpha", "Basic alpha", "Bearer alph", "Bearer alphabeta"):
+    for wrong in (
+        "",
+        "Bearer",
+        "Bearer ",
+        "alpha",
+        "Basic alpha",
+        "Bearer alph",
+        "Bearer alphabeta",
+    ):
         assert not opens(accepted, wrong)
     assert not opens([], "Bearer alpha")
 
 
 def test_the_report_of_a_request_without_drafts_divides_by_nothing() -> None:
-    report = speculation_report(SpeculationStats(num_passes=5, num_committed=5), 3, level="detailed")
-    assert report["acceptance_histogram"] == [0, 0, 0, 0] and report["acceptance_histogram_by_draft_length"] == {}
-    assert report["num_spec_steps"] == 0 and report["tau"] is None and report["mean_acceptance_length"] == 1.0
+    report = speculation_report(
+        SpeculationStats(num_passes=5, num_committed=5), 3, level="detailed"
+    )
+    assert (
+        report["acceptance_histogram"] == [0, 0, 0, 0]
+        and report["acceptance_histogram_by_draft_length"] == {}
+    )
+    assert (
+        report["num_spec_steps"] == 0
+        and report["tau"] is None
+        and report["mean_acceptance_length"] == 1.0
+    )
 
 
 def test_the_report_counts_by_draft_length() -> None:
-    stats = SpeculationStats(offered=[3, 3, 1], accepted=[3, 0, 1], committed=[4, 1, 2], num_passes=3, num_committed=7)
+    stats = SpeculationStats(
+        offered=[3, 3, 1], accepted=[3, 0, 1], committed=[4, 1, 2], num_passes=3, num_committed=7
+    )
     report = speculation_report(stats, 3, level="summary")
     assert report["acceptance_histogram"] == [1, 1, 0, 1]
     assert report["acceptance_histogram_by_draft_length"] == {"1": [0, 1], "3": [1, 0, 0, 1]}
-    assert report["mean_acceptance_length"] == 1 + 4 / 3 and report["tau"] == 7 / 3 and "per_step_drafted" not in report
+    assert (
+        report["mean_acceptance_length"] == 1 + 4 / 3
+        and report["tau"] == 7 / 3
+        and "per_step_drafted" not in report
+    )

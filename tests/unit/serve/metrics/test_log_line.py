@@ -13,10 +13,13 @@ def test_an_idle_server_logs_nothing() -> None:
 
 
 def test_both_lines_in_the_words_of_vllm() -> None:
-    after = Snapshot(110.0, 110, 270, 24, 60, 36, {0: 24, 1: 24, 2: 12}, {0: 19, 1: 12, 2: 5}, 200, 50)
+    after = Snapshot(
+        110.0, 110, 270, 24, 60, 36, {0: 24, 1: 24, 2: 12}, {0: 19, 1: 12, 2: 5}, 200, 50
+    )
     serving, speculation = lines(BEFORE, after, Occupancy(3, 1, 0.25))
     assert serving == (
-        "Engine 000: Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 25.0 tokens/s, "
+        "Engine 000: Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 25.0 "
+        "tokens/s, "
         "Running: 3 reqs, Waiting: 1 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
     )
     # 20 rounds, 50 drafted, 30 accepted; position 2 was offered by 10 rounds only.

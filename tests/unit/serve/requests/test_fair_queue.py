@@ -85,11 +85,15 @@ def test_who_was_put_back_goes_first_and_the_earlier_one_before_the_later() -> N
 @given(
     events=st.lists(
         st.tuples(
-            st.sampled_from(["append", "append", "append", "pop", "remove", "put back"]), st.integers(0, 4), st.integers(1, 9)
+            st.sampled_from(["append", "append", "append", "pop", "remove", "put back"]),
+            st.integers(0, 4),
+            st.integers(1, 9),
         )
     )
 )
-def test_nobody_is_lost_doubled_or_overtaken_within_its_class(events: list[tuple[str, int, int]]) -> None:
+def test_nobody_is_lost_doubled_or_overtaken_within_its_class(
+    events: list[tuple[str, int, int]],
+) -> None:
     queue, waiting, popped = FairQueue(), [], []
     for event, kind, size in events:
         if event == "append":
@@ -101,7 +105,9 @@ def test_nobody_is_lost_doubled_or_overtaken_within_its_class(events: list[tuple
             request = queue.pop()
             assert request is head
             same = [other for other in waiting if other.request_class == request.request_class]
-            assert request in popped or request is next(other for other in same if other not in popped)
+            assert request in popped or request is next(
+                other for other in same if other not in popped
+            )
             waiting.remove(request)
             popped.append(request)
         elif event == "remove" and waiting:
@@ -110,11 +116,15 @@ def test_nobody_is_lost_doubled_or_overtaken_within_its_class(events: list[tuple
         elif event == "put back" and popped and popped[-1] not in waiting:
             queue.put_back(popped[-1])
             waiting.append(popped[-1])
-        assert len(queue) == len(waiting) and {id(request) for request in queue} == {id(request) for request in waiting}
+        assert len(queue) == len(waiting) and {id(request) for request in queue} == {
+            id(request) for request in waiting
+        }
 
 
 @settings(max_examples=50, deadline=None)
-@given(flood=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 30)), min_size=60, max_size=60))
+@given(
+    flood=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 30)), min_size=60, max_size=60)
+)
 def test_nobody_starves_under_an_endless_flood_of_new_classes(flood: list[tuple[int, int]]) -> None:
     queue = FairQueue()
     fill(queue, "b")

@@ -1,4 +1,5 @@
-"""Speculation under penalties, bans and biases: greedy text as of plain decoding, and of a loop over transformers' processors."""
+"""Speculation under penalties, bans and biases: greedy text as of plain decoding, and of a loop
+over transformers' processors."""
 
 from __future__ import annotations
 
@@ -29,15 +30,23 @@ LENGTH = 10
 
 @pytest.fixture(scope="module")
 def drafters(target: Target, fixed_drafter: Callable) -> dict[str, ServingDrafter | None]:
-    """One that hears of no adjustment, one that applies them, one that does so over a part of the vocabulary."""
+    """One that hears of no adjustment, one that applies them, one that does so over a part of the
+    vocabulary."""
     near = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
     with torch.no_grad():
         for parameter in near.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     counts = torch.arange(target.vocab_size)
     pruned = Eagle3.create(Eagle3Options(draft_vocab_size=100), target, seed=1, token_counts=counts)
     assert pruned.vocab_map is not None
-    return {"none": None, "fixed": fixed_drafter(), "draft-lm": near.eval(), "pruned": pruned.eval()}
+    return {
+        "none": None,
+        "fixed": fixed_drafter(),
+        "draft-lm": near.eval(),
+        "pruned": pruned.eval(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +60,24 @@ def engines(target: Target, drafters: dict[str, ServingDrafter | None]) -> dict[
 
 @pytest.fixture(scope="module")
 def likely(target: Target) -> list[int]:
-    """Tokens that greedy texts of the prompts really hold: what is asked of others changes nothing."""
+    """Tokens that greedy texts of the prompts really hold: what is asked of others
+    changes nothing."""
     engine = Engine(target, None, EngineConfig(k=0, max_length=64))
-    done = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True))
+    done = engine.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    )
     return sorted({token for one in done for token in one.tokens} - set(target.eos_token_ids))
 
 
 @st.composite
 def asked(draw: st.DrawFn, likely: list[int], vocab_size: int) -> SamplingParams:
     tokens = st.sampled_from(likely)
-    words = draw(st.lists(st.lists(tokens, min_size=1, max_size=2).map(tuple), max_size=4, unique=True))
-    biases = draw(st.dictionaries(tokens | st.just(0), st.sampled_from([-6.0, 4.0, 11.0]), max_size=3))
+    words = draw(
+        st.lists(st.lists(tokens, min_size=1, max_size=2).map(tuple), max_size=4, unique=True)
+    )
+    biases = draw(
+        st.dictionaries(tokens | st.just(0), st.sampled_from([-6.0, 4.0, 11.0]), max_size=3)
+    )
     allowed = draw(st.sampled_from([None, tuple(likely), (*range(0, vocab_size, 2), 0)]))
     return SamplingParams(
         temperature=0,
@@ -78,13 +94,17 @@ def asked(draw: st.DrawFn, likely: list[int], vocab_size: int) -> SamplingParams
     )
 
 
-def plain_loop(target: Target, params: SamplingParams, prompt: list[int], adjusted: Callable) -> list[int] | None:
+def plain_loop(
+    target: Target, params: SamplingParams, prompt: list[int], adjusted: Callable
+) -> list[int] | None:
     """The reference: one whole forward a token. None where nothing is left to choose."""
     text = list(prompt)
     ends = {*target.eos_token_ids, *params.stop_token_ids}
     while len(text) - len(prompt) < LENGTH and (len(text) == len(prompt) or text[-1] not in ends):
         _, hidden = target.states(torch.tensor([text]), torch.ones(1, len(text)), ())
-        scores = adjusted(params, text, len(prompt), target.eos_token_ids, target.head(hidden[0, -1]).float())
+        scores = adjusted(
+            params, text, len(prompt), target.eos_token_ids, target.head(hidden[0, -1]).float()
+        )
         if not bool((scores > -torch.inf).any()):
             return None
         text.append(int(scores.argmax()))
@@ -94,7 +114,11 @@ def plain_loop(target: Target, params: SamplingParams, prompt: list[int], adjust
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_greedy_text_is_that_of_the_plain_loop_whatever_is_asked_and_drafted(
-    target: Target, engines: dict[str, Engine], likely: list[int], adjusted: Callable, data: st.DataObject
+    target: Target,
+    engines: dict[str, Engine],
+    likely: list[int],
+    adjusted: Callable,
+    data: st.DataObject,
 ) -> None:
     params = data.draw(asked(likely, target.vocab_size))
     expected = [plain_loop(target, params, prompt, adjusted) for prompt in PROMPTS]
@@ -108,7 +132,9 @@ def test_greedy_text_is_that_of_the_plain_loop_whatever_is_asked_and_drafted(
         assert not engine.stats.fallbacks, name
 
 
-def test_drafts_that_know_what_is_asked_are_kept_more_often(target: Target, drafters: dict[str, ServingDrafter | None]) -> None:
+def test_drafts_that_know_what_is_asked_are_kept_more_often(
+    target: Target, drafters: dict[str, ServingDrafter | None]
+) -> None:
     class Deaf:
         """The same draft, told of nothing."""
 
@@ -120,7 +146,9 @@ def test_drafts_that_know_what_is_asked_are_kept_more_often(target: Target, draf
             return self.drafter.propose(replace(inputs, adjust=None))
 
     few = tuple(range(40, 72))
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, allowed_token_ids=few, frequency_penalty=1.0)
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=40, allowed_token_ids=few, frequency_penalty=1.0
+    )
     kept = []
     for drafter in (drafters["draft-lm"], Deaf(drafters["draft-lm"])):
         engine = Engine(target, drafter, EngineConfig(k=4, max_batch=8, max_length=64))
@@ -144,12 +172,16 @@ def test_a_row_draws_the_same_tokens_beside_a_neighbour_with_penalties(
         assert texts[0] == texts[1], name
 
 
-def test_a_draft_without_a_token_that_may_come_is_no_failure(target: Target, drafters: dict[str, ServingDrafter | None]) -> None:
+def test_a_draft_without_a_token_that_may_come_is_no_failure(
+    target: Target, drafters: dict[str, ServingDrafter | None]
+) -> None:
     known = set(drafters["pruned"].vocab_map.tolist())
     foreign = tuple(token for token in range(target.vocab_size) if token not in known)
     for temperature in (0.0, 1.0):
         engine = Engine(target, drafters["pruned"], EngineConfig(k=4, max_batch=8, max_length=64))
-        params = SamplingParams(temperature=temperature, max_tokens=10, allowed_token_ids=foreign, ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature, max_tokens=10, allowed_token_ids=foreign, ignore_eos=True
+        )
         done = engine.generate(PROMPTS, params, text=False)
         assert all(set(one.tokens) <= set(foreign) and len(one.tokens) == 10 for one in done)
         assert not engine.stats.fallbacks
@@ -160,13 +192,24 @@ def test_a_preempted_request_goes_on_with_what_it_had_counted_and_matched(
     target: Target, drafters: dict[str, ServingDrafter | None]
 ) -> None:
     asked = [
-        SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True, frequency_penalty=1.5, bad_words=((40, 41),)),
-        SamplingParams(temperature=1.0, seed=2, max_tokens=24, grammar=Grammar.regex("([a-f]{3} ){4}[0-9]{6}")),
+        SamplingParams(
+            temperature=1.0,
+            seed=1,
+            max_tokens=24,
+            ignore_eos=True,
+            frequency_penalty=1.5,
+            bad_words=((40, 41),),
+        ),
+        SamplingParams(
+            temperature=1.0, seed=2, max_tokens=24, grammar=Grammar.regex("([a-f]{3} ){4}[0-9]{6}")
+        ),
     ]
     texts = []
     for num_blocks in (15, 80):
         engine = Engine(
-            target, drafters["draft-lm"], EngineConfig(k=3, max_batch=4, max_length=48, block_size=4, num_blocks=num_blocks)
+            target,
+            drafters["draft-lm"],
+            EngineConfig(k=3, max_batch=4, max_length=48, block_size=4, num_blocks=num_blocks),
         )
         requests = [engine.submit(prompt, params) for params in asked for prompt in PROMPTS]
         while engine.scheduler.busy:

@@ -22,7 +22,11 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Completion, FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
-from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler, GrammarFailure, GrammarMatcher
+from draftsmith.serve.sampling.grammar_matcher import (
+    GrammarCompiler,
+    GrammarFailure,
+    GrammarMatcher,
+)
 from draftsmith.serve.sampling.params import SamplingParams
 
 SCHEMA = {
@@ -31,7 +35,12 @@ SCHEMA = {
     "required": ["n", "s"],
     "additionalProperties": False,
 }
-SHORT = {"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"], "additionalProperties": False}
+SHORT = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 23]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 PATTERN = "[ab]{2,5}c|d+"
 
 
@@ -48,7 +57,9 @@ def compiler(target: Target, tokenizer: PreTrainedTokenizerBase) -> GrammarCompi
 @pytest.fixture(scope="module")
 def texts(target: Target, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What each token decodes to; special ones to nothing."""
-    return [tokenizer.decode([token], skip_special_tokens=True) for token in range(target.vocab_size)]
+    return [
+        tokenizer.decode([token], skip_special_tokens=True) for token in range(target.vocab_size)
+    ]
 
 
 def can_begin(text: str) -> bool:
@@ -70,7 +81,9 @@ def test_every_mask_is_what_enumeration_of_the_vocabulary_gives(
     prefixes = [[], [a], [a, b], [a, b, c], [a, a], [d], [d, d], [b, b, b, b, b], [a]]
     masks = matcher.masks(prefixes)
     for prefix, mask in zip(prefixes, masks):
-        assert (mask == expected_mask("".join(texts[token] for token in prefix), texts, 0)).all(), prefix
+        assert (mask == expected_mask("".join(texts[token] for token in prefix), texts, 0)).all(), (
+            prefix
+        )
     # Committed text shortens the prefixes and changes nothing.
     matcher.commit([a])
     assert (matcher.masks([[b], [b, c]]) == masks[2:4]).all()
@@ -78,7 +91,9 @@ def test_every_mask_is_what_enumeration_of_the_vocabulary_gives(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.sampled_from("abcde"), max_size=7), max_size=8))
-def test_prefixes_in_any_order_leave_no_trace(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, words: list) -> None:
+def test_prefixes_in_any_order_leave_no_trace(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, words: list
+) -> None:
     prefixes = [tokenizer.convert_tokens_to_ids(word) for word in words]
     matcher = compiler.compile(Grammar.regex(PATTERN))
     before = matcher.masks([[]])
@@ -88,13 +103,15 @@ def test_prefixes_in_any_order_leave_no_trace(compiler: GrammarCompiler, tokeniz
     assert (matcher.masks([[]]) == before).all()
 
 
-def test_nothing_is_forbidden_behind_a_prefix_that_leaves_the_grammar(compiler: GrammarCompiler) -> None:
+def test_nothing_is_forbidden_behind_a_prefix_that_leaves_the_grammar(
+    compiler: GrammarCompiler,
+) -> None:
     assert compiler.compile(Grammar.regex(PATTERN)).masks([[7, 7, 7]]).all()
 
 
 def fail_behind(monkeypatch: pytest.MonkeyPatch, token: int) -> list[int]:
-    """The library gives up, as it does over its limits, when it walks over `token`; which is for good. Gets a list of such
-    walks."""
+    """The library gives up, as it does over its limits, when it walks over `token`; which is for
+    good. Gets a list of such walks."""
     walk, walks = GrammarMatcher._walk, []
 
     def limited(matcher: GrammarMatcher, path: list[int], prefix: list[int]) -> bool:
@@ -131,7 +148,8 @@ def test_a_grammar_that_fails_behind_drafts_that_fall_changes_nothing(
     fixed_drafter: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The draft offers `b`, which the request's bias keeps out of the text but not the grammar out of the draft's."""
+    """The draft offers `b`, which the request's bias keeps out of the text but not the grammar out
+    of the draft's."""
     (b,) = tokenizer.convert_tokens_to_ids(["b"])
     walks = fail_behind(monkeypatch, b)
 
@@ -149,7 +167,11 @@ def test_a_grammar_that_fails_behind_drafts_that_fall_changes_nothing(
             return Proposal(tokens=tokens, lengths=inputs.num_draft, logits=None)
 
     params = SamplingParams(
-        temperature=temperature, seed=3, max_tokens=12, grammar=Grammar.regex("[ab]{12,20}"), logit_bias=((b, -100.0),)
+        temperature=temperature,
+        seed=3,
+        max_tokens=12,
+        grammar=Grammar.regex("[ab]{12,20}"),
+        logit_bias=((b, -100.0),),
     )
     plain = answers(target, None, params, k=0)
     assert not walks
@@ -158,10 +180,14 @@ def test_a_grammar_that_fails_behind_drafts_that_fall_changes_nothing(
     assert temperature > 0 or [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert all(b not in one.tokens for one in drafted)
     kept = answers(target, OffersB(), replace(params, logit_bias=((b, 100.0),)), k=3)
-    assert all(one.finish_reason is FinishReason.ERROR and set(one.tokens) == {b} for one in kept), "a text that holds it ends"
+    assert all(
+        one.finish_reason is FinishReason.ERROR and set(one.tokens) == {b} for one in kept
+    ), "a text that holds it ends"
 
 
-def test_a_model_without_an_end_token_ends_where_nothing_may_follow(tokenizer: PreTrainedTokenizerBase, target: Target) -> None:
+def test_a_model_without_an_end_token_ends_where_nothing_may_follow(
+    tokenizer: PreTrainedTokenizerBase, target: Target
+) -> None:
     compiler = GrammarCompiler(tokenizer, target.vocab_size, ())
     a, b, c, d = (tokenizer.convert_tokens_to_ids(letter) for letter in "abcd")
     matcher = compiler.compile(Grammar.regex(PATTERN))
@@ -186,12 +212,19 @@ def test_grammars_of_one_kind_are_told_apart(compiler: GrammarCompiler) -> None:
         (Grammar.json_schema({"type": "string", "format": "frobnicate"}), "frobnicate"),
         (Grammar.json_schema({"type": "nothing"}), "nothing"),
         # It asks the library to leave out what it cannot do.
-        (Grammar.json_schema({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}), "uniqueItems"),
+        (
+            Grammar.json_schema(
+                {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}
+            ),
+            "uniqueItems",
+        ),
         (Grammar.regex("(?=a)"), "look-around"),
         (Grammar.lark('start: "a'), "cannot be honoured"),
     ],
 )
-def test_what_the_library_cannot_honour_is_refused(compiler: GrammarCompiler, grammar: Grammar, told: str) -> None:
+def test_what_the_library_cannot_honour_is_refused(
+    compiler: GrammarCompiler, grammar: Grammar, told: str
+) -> None:
     with pytest.raises(UserError, match=told):
         compiler.compile(grammar)
 
@@ -221,13 +254,17 @@ def is_valid(text: str) -> bool:
 def test_every_finished_answer_is_in_the_grammar_with_drafts_that_know_nothing_of_it(
     target: Target, fixed_drafter: Callable, temperature: float
 ) -> None:
-    params = SamplingParams(temperature=temperature, seed=1, grammar=Grammar.json_schema(SCHEMA), max_tokens=100)
+    params = SamplingParams(
+        temperature=temperature, seed=1, grammar=Grammar.json_schema(SCHEMA), max_tokens=100
+    )
     done = answers(target, fixed_drafter(), params, k=4)
     texts = [one.text for one in done if one.finish_reason is FinishReason.STOP]
     assert all(is_valid(text) for text in texts)
     assert any(texts) or temperature == 0.0
     if temperature == 0.0:
-        assert [one.tokens for one in done] == [one.tokens for one in answers(target, None, params, k=0)]
+        assert [one.tokens for one in done] == [
+            one.tokens for one in answers(target, None, params, k=0)
+        ]
 
 
 def test_a_model_without_an_end_token_stops_at_the_end_of_the_grammar(
@@ -241,20 +278,24 @@ def test_a_model_without_an_end_token_stops_at_the_end_of_the_grammar(
         assert {one.finish_reason for one in done} == {FinishReason.STOP}
 
 
-def test_a_stop_token_ends_a_grammar_early(target: Target, tokenizer: PreTrainedTokenizerBase, fixed_drafter: Callable) -> None:
+def test_a_stop_token_ends_a_grammar_early(
+    target: Target, tokenizer: PreTrainedTokenizerBase, fixed_drafter: Callable
+) -> None:
     stop = tokenizer.convert_tokens_to_ids("c")
     params = SamplingParams(grammar=Grammar.regex("[ab]{2}cd"), stop_token_ids=(stop,), seed=1)
     done = answers(target, fixed_drafter(), params, k=4)
     assert all(re.fullmatch("[ab]{2}c", one.text) and one.tokens[-1] == stop for one in done)
 
 
-def test_a_law_that_leaves_nothing_ends_its_request_with_an_error(target: Target) -> None:
+def test_a_distribution_that_leaves_nothing_ends_its_request_with_an_error(target: Target) -> None:
     params = SamplingParams(grammar=Grammar.regex("[ab]+"), allowed_token_ids=(5, 6))
     assert {one.finish_reason for one in answers(target, None, params, k=0)} == {FinishReason.ERROR}
 
 
-def test_texts_follow_the_targets_law_given_the_grammar(target: Target, fixed_drafter: Callable) -> None:
-    """The first token's law, by renormalising the target's over the mask."""
+def test_texts_follow_the_targets_distribution_given_the_grammar(
+    target: Target, fixed_drafter: Callable
+) -> None:
+    """The first token's distribution, by renormalising the target's over the mask."""
     params = SamplingParams(grammar=Grammar.json_schema(SHORT), temperature=0.0)
     first = answers(target, fixed_drafter(), params, k=4)[0].tokens
     compiler = GrammarCompiler(target.tokenizer(), target.vocab_size, target.eos_token_ids)
@@ -275,8 +316,14 @@ def test_without_the_library_the_request_is_told_how_to_get_it(
         GrammarCompiler(tokenizer, 288, (0,))
 
 
-def test_an_end_token_that_is_ordinary_text_may_come_only_at_the_end(tokenizer: PreTrainedTokenizerBase, target: Target) -> None:
+def test_an_end_token_that_is_ordinary_text_may_come_only_at_the_end(
+    tokenizer: PreTrainedTokenizerBase, target: Target
+) -> None:
     letter = tokenizer.convert_tokens_to_ids("a")
-    matcher = GrammarCompiler(tokenizer, target.vocab_size, (letter, 0)).compile(Grammar.regex("a?b"))
+    matcher = GrammarCompiler(tokenizer, target.vocab_size, (letter, 0)).compile(
+        Grammar.regex("a?b")
+    )
     assert not matcher.masks([[]])[0, [letter, 0]].any()
-    assert matcher.masks([[tokenizer.convert_tokens_to_ids("b")]])[0].nonzero()[0].tolist() == sorted([letter, 0])
+    assert matcher.masks([[tokenizer.convert_tokens_to_ids("b")]])[0].nonzero()[
+        0
+    ].tolist() == sorted([letter, 0])

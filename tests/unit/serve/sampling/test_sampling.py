@@ -1,4 +1,5 @@
-"""The pipeline equals transformers' own processors, row by row, with the drafted tokens before each row."""
+"""The pipeline equals transformers' own processors, row by row, with the drafted tokens before each
+row."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors
-from draftsmith.serve.sampling.state import LawState
+from draftsmith.serve.sampling.state import SamplingState
 
 VOCAB = 12
 EOS = (0,)
@@ -29,7 +30,9 @@ texts = st.lists(tokens, max_size=7)
 @st.composite
 def params(draw: st.DrawFn) -> SamplingParams:
     biases = draw(st.dictionaries(tokens, st.sampled_from([-100.0, -1.7, 0.3, 100.0]), max_size=3))
-    words = draw(st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4, unique=True))
+    words = draw(
+        st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4, unique=True)
+    )
     return SamplingParams(
         repetition_penalty=draw(st.sampled_from([1.0, 0.7, 1.3])),
         presence_penalty=draw(st.sampled_from([0.0, -0.4, 1.1])),
@@ -43,28 +46,42 @@ def params(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-def state_of(asked: SamplingParams, num_prompt: int, device: torch.device = CPU) -> LawState:
-    return LawState(asked, num_prompt=num_prompt, vocab_size=VOCAB, eos_token_ids=EOS, device=device)
+def state_of(asked: SamplingParams, num_prompt: int, device: torch.device = CPU) -> SamplingState:
+    return SamplingState(
+        asked, num_prompt=num_prompt, vocab_size=VOCAB, eos_token_ids=EOS, device=device
+    )
 
 
 def batch(*requests: tuple[SamplingParams, list[int], list[int]]) -> Adjustments | None:
     """Each (params, prompt, output)."""
     made = [
-        SimpleNamespace(tokens=prompt + output, law_state=state_of(asked, len(prompt)) if asked.adjusts else None)
+        SimpleNamespace(
+            tokens=prompt + output,
+            sampling_state=state_of(asked, len(prompt)) if asked.adjusts else None,
+        )
         for asked, prompt, output in requests
     ]
     return Adjustments.of(made)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(params(), st.lists(tokens, min_size=1, max_size=6), texts, texts), min_size=1, max_size=3), st.data())
+@given(
+    st.lists(
+        st.tuples(params(), st.lists(tokens, min_size=1, max_size=6), texts, texts),
+        min_size=1,
+        max_size=3,
+    ),
+    st.data(),
+)
 def test_every_row_equals_transformers_processors_with_its_drafted_tokens(
     adjusted: Callable[..., torch.Tensor], rows: list, data: st.DataObject
 ) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     adjust = batch(*[(asked, prompt, output) for asked, prompt, output, _ in rows])
     owners, prefixes = chain_prefixes([chain for *_, chain in rows])
-    logits = 3 * torch.randn(len(owners), VOCAB, dtype=dtype, generator=torch.Generator().manual_seed(len(owners)))
+    logits = 3 * torch.randn(
+        len(owners), VOCAB, dtype=dtype, generator=torch.Generator().manual_seed(len(owners))
+    )
     raw = logits.clone()
     found = raw if adjust is None else adjust.apply(logits, owners, prefixes)
     assert torch.equal(raw, logits)
@@ -74,7 +91,9 @@ def test_every_row_equals_transformers_processors_with_its_drafted_tokens(
             continue
         expected = adjusted(asked, prompt + output + prefix, len(prompt), EOS, raw[row])
         # A float32 bias is what transformers adds, to whichever type.
-        torch.testing.assert_close(found[row], expected, rtol=0, atol=0 if dtype == torch.float32 else 1e-6)
+        torch.testing.assert_close(
+            found[row], expected, rtol=0, atol=0 if dtype == torch.float32 else 1e-6
+        )
 
 
 def test_prefixes_are_the_paths_to_each_row() -> None:
@@ -85,7 +104,7 @@ def test_prefixes_are_the_paths_to_each_row() -> None:
 
 def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor]) -> None:
     asked = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.5)
-    request = SimpleNamespace(tokens=[3, 4], law_state=state_of(asked, 2))
+    request = SimpleNamespace(tokens=[3, 4], sampling_state=state_of(asked, 2))
     raw = torch.linspace(-1, 1, VOCAB)
     for fresh in ([], [5, 5], [6], [5, 3]):
         request.tokens += fresh
@@ -96,7 +115,9 @@ def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor
             assert torch.equal(found, expected)
 
 
-def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_changes_no_row_of_it() -> None:
+def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_changes_no_row_of_it() -> (
+    None
+):
     assert batch((SamplingParams(), [1], [2])) is None
     adjust = batch((SamplingParams(), [1], [2]), (SamplingParams(presence_penalty=2.0), [1], [2]))
     logits = torch.randn(4, VOCAB)
@@ -121,13 +142,17 @@ def test_rows_on_a_device_are_those_on_the_cpu() -> None:
     owners, prefixes = chain_prefixes([[7, 4, 8]])
     found = []
     for device in (CPU, torch.device("cuda")):
-        adjust = Adjustments.of([SimpleNamespace(tokens=[3, 2, 7, 4], law_state=state_of(asked, 2, device))])
+        adjust = Adjustments.of(
+            [SimpleNamespace(tokens=[3, 2, 7, 4], sampling_state=state_of(asked, 2, device))]
+        )
         found.append(adjust.apply(logits.to(device), owners, prefixes).cpu())
     # A division on the device may round otherwise.
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
-def test_penalties_without_the_drafted_prefix_are_told_apart(adjusted: Callable[..., torch.Tensor]) -> None:
+def test_penalties_without_the_drafted_prefix_are_told_apart(
+    adjusted: Callable[..., torch.Tensor],
+) -> None:
     """What SGLang's relaxed penalties would give."""
     asked = SamplingParams(frequency_penalty=1.0)
     adjust = batch((asked, [1], [2]))
@@ -137,16 +162,23 @@ def test_penalties_without_the_drafted_prefix_are_told_apart(adjusted: Callable[
     assert not torch.equal(adjust.apply(logits, [0], [[]])[0], expected)
 
 
-# Re-derived after vLLM's tests/v1/sample/test_rejection_sampler.py: target logits peak at the drafted tokens (100 against 1),
-# so that greedy verification keeps them until a penalty or a ban says otherwise.
+# Re-derived after vLLM's tests/v1/sample/test_rejection_sampler.py: target logits peak at the
+# drafted tokens (100 against 1), so that greedy verification keeps them until a penalty or a ban
+# says otherwise.
 GOLDEN = [
     # Each target logit of 100 outweighs a frequency penalty of 2: all stand.
     (SamplingParams(temperature=0, frequency_penalty=2.0), [], [5, 5, 5], [5, 5, 5]),
-    # 100 / 1.5 for a token seen, against 70 for the runner-up: 5 falls where it would come a second time.
+    # 100 / 1.5 for a token seen, against 70 for the runner-up: 5 falls where it would come a second
+    # time.
     (SamplingParams(temperature=0, repetition_penalty=1.5), [], [5, 5, 5], [5, 7, 7]),
     # In the prompt it counts for repetition, not for presence.
     (SamplingParams(temperature=0, repetition_penalty=1.5), [5], [5, 6, 5], [7, 6, 7]),
-    (SamplingParams(temperature=0, presence_penalty=2.0, logit_bias=((7, 29.0),)), [5], [5, 5, 5], [5, 7, 7]),
+    (
+        SamplingParams(temperature=0, presence_penalty=2.0, logit_bias=((7, 29.0),)),
+        [5],
+        [5, 5, 5],
+        [5, 7, 7],
+    ),
     # The pair 5 6 may not come about; behind a 7 the 6 may.
     (SamplingParams(temperature=0, bad_words=((5, 6),)), [], [5, 6, 6], [5, 7, 6]),
     (SamplingParams(temperature=0, bad_words=((5,), (8, 9, 10))), [], [8, 9, 10, 5], [8, 9, 7, 7]),
@@ -156,13 +188,16 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("asked", "prompt", "draft", "expected"), GOLDEN)
-def test_golden_vectors(asked: SamplingParams, prompt: list[int], draft: list[int], expected: list[int]) -> None:
+def test_golden_vectors(
+    asked: SamplingParams, prompt: list[int], draft: list[int], expected: list[int]
+) -> None:
     """The argmax of each row behind the drafted tokens before it; the runner-up is 7."""
     adjust = batch((asked, [3, *prompt], []))
     logits = torch.ones(len(draft), VOCAB)
     logits[:, 7] = 70.0
     logits[torch.arange(len(draft)), draft] = 100.0
-    # EOS would end the answer, and behind the end nothing is adjusted: each row is taken for itself.
+    # EOS would end the answer, and behind the end nothing is adjusted: each row is taken for
+    # itself.
     prefixes = [[token if token else 7 for token in draft[:length]] for length in range(len(draft))]
     assert adjust.apply(logits, [0] * len(draft), prefixes).argmax(-1).tolist() == expected
 
@@ -235,7 +270,10 @@ def test_a_pure_processor_is_taken() -> None:
 
 
 def test_a_processor_that_fails_later_ends_its_own_request_only() -> None:
-    adjust = batch((SamplingParams(logits_processors=(failing,)), [1], [2]), (SamplingParams(min_tokens=3), [1], [2]))
+    adjust = batch(
+        (SamplingParams(logits_processors=(failing,)), [1], [2]),
+        (SamplingParams(min_tokens=3), [1], [2]),
+    )
     found = adjust.apply(torch.zeros(2, VOCAB), [0, 1], [[], []])
     assert (found[0] == -torch.inf).all()
     assert (found[1, 1:] == 0).all()
@@ -243,6 +281,9 @@ def test_a_processor_that_fails_later_ends_its_own_request_only() -> None:
 
 
 def test_a_processor_cannot_give_back_a_forbidden_token() -> None:
-    asked = SamplingParams(allowed_token_ids=(4, 5), logits_processors=(lambda input_ids, scores: torch.ones_like(scores),))
+    asked = SamplingParams(
+        allowed_token_ids=(4, 5),
+        logits_processors=(lambda input_ids, scores: torch.ones_like(scores),),
+    )
     found = batch((asked, [1], [2])).apply(torch.zeros(1, VOCAB), [0], [[]])
     assert torch.isfinite(found[0]).nonzero()[:, 0].tolist() == [4, 5]

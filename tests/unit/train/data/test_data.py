@@ -16,11 +16,18 @@ from draftsmith.train.data.pieces import Pieces
 
 
 def row(name: str, length: int = 6, **changes: object) -> dict:
-    return {"name": name, "input_ids": list(range(length)), "loss_mask": [0, 0] + [1] * (length - 2), **changes}
+    return {
+        "name": name,
+        "input_ids": list(range(length)),
+        "loss_mask": [0, 0] + [1] * (length - 2),
+        **changes,
+    }
 
 
 def read(folder, **changes):
-    return read_corpus(folder, **{"max_length": 100, "vocab_size": 50, "held_out_share": 0.25, **changes})
+    return read_corpus(
+        folder, **{"max_length": 100, "vocab_size": 50, "held_out_share": 0.25, **changes}
+    )
 
 
 def test_split_follows_the_names_whatever_the_order(write_data):
@@ -41,7 +48,9 @@ def test_split_written_by_generate_is_kept(write_data):
 
 
 def test_answers_to_one_prompt_share_a_side_without_names(write_data):
-    rows = [{"input_ids": [p, 7, a, a], "loss_mask": [0, 0, 1, 1]} for p in range(20) for a in (1, 2)]
+    rows = [
+        {"input_ids": [p, 7, a, a], "loss_mask": [0, 0, 1, 1]} for p in range(20) for a in (1, 2)
+    ]
     corpus = read(write_data(rows))
     train = {int(s.input_ids[0]) for s in corpus.train}
     held_out = {int(s.input_ids[0]) for s in corpus.held_out}
@@ -64,7 +73,11 @@ def test_long_sequences_are_cut_and_empty_ones_left_out(write_data):
 def test_long_sequences_are_split_and_every_token_counts_once(write_data):
     ids = [(7 * at) % 50 for at in range(97)]
     mask = [0] * 30 + [1] * 50 + [0] * 3 + [1] * 14
-    corpus = read(write_data([row("short"), row("long", input_ids=ids, loss_mask=mask)]), max_length=20, split_long=True)
+    corpus = read(
+        write_data([row("short"), row("long", input_ids=ids, loss_mask=mask)]),
+        max_length=20,
+        split_long=True,
+    )
     assert corpus.long == 1
     parts = [s for part in (corpus.train, corpus.held_out) for s in part if s.name == "long"]
     counted = torch.zeros(6 + 97, dtype=torch.int64)
@@ -96,7 +109,12 @@ def test_pieces_cover_a_text_whatever_the_lengths(size, max_length):
 
 def test_tokens_of_the_training_answers_are_counted(write_data):
     rows = [
-        row(f"d{number}", input_ids=[1, 1, 2, 3, 3, number], split="held-out" if number < 10 else "train") for number in range(30)
+        row(
+            f"d{number}",
+            input_ids=[1, 1, 2, 3, 3, number],
+            split="held-out" if number < 10 else "train",
+        )
+        for number in range(30)
     ]
     counts = read(write_data(rows)).token_counts(50)
     assert counts[:4].tolist() == [0, 0, 20, 40]  # the prompt's ones are not the target's
@@ -141,7 +159,9 @@ def test_another_tokenizer_is_refused_with_the_difference(tiny_target):
     target, other = Target.load(tiny_target("llama")), Target.load(tiny_target("other_vocab"))
     check_tokenizer({}, target, "data")
     check_tokenizer(tokenizer_record(target.tokenizer()), target, "data")
-    with pytest.raises(UserError, match=r"tokenizer of 'T', not .* \(272 tokens and 288\); generate it again"):
+    with pytest.raises(
+        UserError, match=r"tokenizer of 'T', not .* \(272 tokens and 288\); generate it again"
+    ):
         check_tokenizer(tokenizer_record(other.tokenizer()) | {"target": "T"}, target, "data")
 
 
@@ -161,7 +181,8 @@ def test_collate_pads_to_the_longest():
 def test_pack_puts_sequences_side_by_side():
     mask = torch.tensor([True, True, False])
     one, two = (
-        TokenSequence(name, torch.tensor(ids), mask, place) for name, ids, place in (("a", [1, 2, 3], 10), ("b", [4, 5, 6], 0))
+        TokenSequence(name, torch.tensor(ids), mask, place)
+        for name, ids, place in (("a", [1, 2, 3], 10), ("b", [4, 5, 6], 0))
     )
     batch = pack([[one, two], [two]])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6], [4, 5, 6, 0, 0, 0]]
@@ -173,7 +194,13 @@ def test_pack_puts_sequences_side_by_side():
 LENGTHS = [3 + (7 * number) % 50 for number in range(101)]
 
 
-def plan(rank: int = 0, world_size: int = 1, num_batches: int = 26, seed: int = 0, row_length: int | None = None) -> list[Batch]:
+def plan(
+    rank: int = 0,
+    world_size: int = 1,
+    num_batches: int = 26,
+    seed: int = 0,
+    row_length: int | None = None,
+) -> list[Batch]:
     share = {"rank": rank, "world_size": world_size, "num_batches": num_batches}
     return list(BatchPlan(LENGTHS, batch_size=4, seed=seed, row_length=row_length, **share))
 
@@ -211,12 +238,17 @@ def test_buckets_limit_padding():
 
 def test_packed_rows_are_full_and_hold_every_sequence_once_an_epoch():
     count = batches_per_epoch(LENGTHS, batch_size=4, seed=0, row_length=100)
-    assert count == len(BatchPlan(LENGTHS, batch_size=4, seed=0, num_batches=1, rank=0, world_size=1, row_length=100).epoch(0))
+    assert count == len(
+        BatchPlan(
+            LENGTHS, batch_size=4, seed=0, num_batches=1, rank=0, world_size=1, row_length=100
+        ).epoch(0)
+    )
     batches = plan(num_batches=count, row_length=100)
     assert sorted(flat(batches)) == list(range(101))
     rows = [sum(LENGTHS[at] for at in row) for batch in batches for row in batch]
     assert max(rows) <= 100 and sum(rows) > 0.95 * 100 * len(rows)
-    assert sorted(len(batch) for batch in batches)[1:] == [4] * (count - 1)  # the last one drawn may be smaller
+    # the last one drawn may be smaller
+    assert sorted(len(batch) for batch in batches)[1:] == [4] * (count - 1)
 
 
 def test_packed_plans_resume_and_share_like_others():

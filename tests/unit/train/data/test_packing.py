@@ -1,6 +1,8 @@
-"""Packed equals unpacked: the loss and every gradient, whatever the family and whatever the target's attention.
+"""Packed equals unpacked: the loss and every gradient, whatever the family and whatever the
+target's attention.
 
-In float64 the two differ by rounding alone: sums run in another order, and targets with a soft cap take their softmax in float32.
+In float64 the two differ by rounding alone: sums run in another order, and targets with a soft cap
+take their softmax in float32.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def texts() -> list[torch.Tensor]:
 def weights_of(texts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Every token but the first counts, each differently."""
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.rand(len(text), generator=generator, dtype=torch.float64) + 0.1 for text in texts]
+    weights = [
+        torch.rand(len(text), generator=generator, dtype=torch.float64) + 0.1 for text in texts
+    ]
     for weight in weights:
         weight[0] = 0.0
     return weights
@@ -58,18 +62,30 @@ def weights_of(texts: list[torch.Tensor]) -> list[torch.Tensor]:
 def batch(rows: list[tuple[int, ...]], *, segments: bool) -> WeightedText:
     found, weights = texts(), weights_of(texts())
     width = max(sum(len(found[at]) for at in row) for row in rows)
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
-    weight, numbers = torch.zeros(len(rows), width, dtype=torch.float64), torch.full((len(rows), width), -1)
+    ids, mask = (
+        torch.zeros(len(rows), width, dtype=torch.int64),
+        torch.zeros(len(rows), width, dtype=torch.int64),
+    )
+    weight, numbers = (
+        torch.zeros(len(rows), width, dtype=torch.float64),
+        torch.full((len(rows), width), -1),
+    )
     for index, row in enumerate(rows):
         size = sum(len(found[at]) for at in row)
         ids[index, :size] = torch.cat([found[at] for at in row])
         weight[index, :size] = torch.cat([weights[at] for at in row])
         mask[index, :size] = 1
-        numbers[index, :size] = torch.cat([torch.full((len(found[at]),), number) for number, at in enumerate(row)])
-    return WeightedText(input_ids=ids, attention_mask=mask, weights=weight, segments=numbers if segments else None)
+        numbers[index, :size] = torch.cat(
+            [torch.full((len(found[at]),), number) for number, at in enumerate(row)]
+        )
+    return WeightedText(
+        input_ids=ids, attention_mask=mask, weights=weight, segments=numbers if segments else None
+    )
 
 
-def trained(family: str, folder: str, text: WeightedText) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+def trained(
+    family: str, folder: str, text: WeightedText
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """(loss, gradients, trained weight of each step)"""
     target = Target.load(folder, dtype=torch.float64)
     drafter = FAMILIES[family].create(OPTIONS[family], target, seed=0).to(torch.float64)
@@ -77,10 +93,16 @@ def trained(family: str, folder: str, text: WeightedText) -> tuple[torch.Tensor,
     with torch.no_grad():
         # Parts that begin at zero would hide what flows through them.
         for parameter in drafter.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), text, num_steps=3, weighting=Exponential(0.8))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
+    unrolled = unrolled_loss(
+        drafter, LiveTeacher(target), text, num_steps=3, weighting=Exponential(0.8)
+    )
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(unrolled.total, parameters, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        unrolled.total, parameters, allow_unused=True, materialize_grads=True
+    )
     return unrolled.total.detach(), list(gradients), unrolled.sums.weight
 
 
@@ -92,8 +114,12 @@ CASES = [(family, "llama") for family in OPTIONS] + [
 @pytest.mark.parametrize(("family", "arch"), CASES)
 def test_packed_equals_unpacked(tiny_target, family, arch):
     folder = tiny_target(arch)
-    loss, gradients, weight = trained(family, folder, batch([(at,) for at in range(len(LENGTHS))], segments=False))
-    packed_loss, packed_gradients, packed_weight = trained(family, folder, batch(list(ROWS), segments=True))
+    loss, gradients, weight = trained(
+        family, folder, batch([(at,) for at in range(len(LENGTHS))], segments=False)
+    )
+    packed_loss, packed_gradients, packed_weight = trained(
+        family, folder, batch(list(ROWS), segments=True)
+    )
     tolerance = 1e-5 if arch == "gemma2" else 1e-9
     assert torch.allclose(packed_weight, weight, rtol=1e-12)
     assert packed_loss.item() == pytest.approx(loss.item(), rel=tolerance)

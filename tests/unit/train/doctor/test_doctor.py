@@ -1,4 +1,5 @@
-"""Every defect that doctor knows is planted, found under its name, and gone when the thing is sound."""
+"""Every defect that doctor knows is planted, found under its name, and gone when the thing is
+sound."""
 
 from __future__ import annotations
 
@@ -25,8 +26,22 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.doctor.command import run
 from draftsmith.train.doctor.config import DoctorConfig
-from draftsmith.train.doctor.data import COLOUR, HarmlessDecoder, check_ends, check_masks, check_start, marked, rendered
-from draftsmith.train.doctor.data_tokens import Row, check_after_end, check_known, check_unused, check_vocabulary
+from draftsmith.train.doctor.data import (
+    COLOUR,
+    HarmlessDecoder,
+    check_ends,
+    check_masks,
+    check_start,
+    marked,
+    rendered,
+)
+from draftsmith.train.doctor.data_tokens import (
+    Row,
+    check_after_end,
+    check_known,
+    check_unused,
+    check_vocabulary,
+)
 from draftsmith.train.doctor.memory import compare
 
 
@@ -36,7 +51,9 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 @pytest.fixture
-def diagnose(target: Target, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, dict[str, str]]]:
+def diagnose(
+    target: Target, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., dict[str, dict[str, str]]]:
     """Findings by check; the exit status must agree with them."""
 
     def examine(**options: Any) -> dict[str, dict[str, str]]:
@@ -61,12 +78,19 @@ def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
         rows = own_rows(target, temperature) if rows is None else rows
         masks = [[int(bit) for bit in row.loss_mask] for row in rows]
         columns = {"input_ids": [row.input_ids for row in rows], "loss_mask": masks}
-        types = {"input_ids": pyarrow.list_(pyarrow.int32()), "loss_mask": pyarrow.list_(pyarrow.int8())}
-        table = pyarrow.table({name: pyarrow.array(column, types[name]) for name, column in columns.items()})
+        types = {
+            "input_ids": pyarrow.list_(pyarrow.int32()),
+            "loss_mask": pyarrow.list_(pyarrow.int8()),
+        }
+        table = pyarrow.table(
+            {name: pyarrow.array(column, types[name]) for name, column in columns.items()}
+        )
         pyarrow.parquet.write_table(table, folder / "part-00000.parquet")
         record = {
-            "target": target.name, "target_revision": target.revision, "tokenizer_hash": tokenizer_hash(target.tokenizer()),
-            "template_hash": template_hash(target.tokenizer().chat_template), "temperature": temperature, "complete": True,
+            "target": target.name, "target_revision": target.revision,
+            "tokenizer_hash": tokenizer_hash(target.tokenizer()),
+            "template_hash": template_hash(target.tokenizer().chat_template),
+            "temperature": temperature, "complete": True,
         }  # fmt: skip
         write_json(folder / "provenance.json", record | provenance)
         return str(folder)
@@ -77,12 +101,17 @@ def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
 def own_rows(target: Target, temperature: float) -> list[Row]:
     prompts = [[5 + index, 9, 14] for index in range(12)]
     answers = target.answer(prompts, max_new_tokens=24, temperature=temperature)
-    return [Row(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers, strict=True)]
+    return [
+        Row(p + a, [False] * len(p) + [True] * len(a))
+        for p, a in zip(prompts, answers, strict=True)
+    ]
 
 
 def save_eagle3(folder: Path, target: Target, **options: Any) -> str:
     counts = torch.arange(target.vocab_size, 0, -1)
-    drafter = Eagle3.create(Eagle3Options(taps=(1, 2, 3), **options), target, seed=0, token_counts=counts)
+    drafter = Eagle3.create(
+        Eagle3Options(taps=(1, 2, 3), **options), target, seed=0, token_counts=counts
+    )
     checkpoint.save(drafter, folder, target)
     return str(folder)
 
@@ -93,7 +122,14 @@ def test_sound_input_has_no_complaint_but_the_missing_evaluation(
     found = diagnose(draft=save_eagle3(tmp_path / "draft", target), data=make_data())
     complaints = {check for check, finding in found.items() if finding["status"] != "ok"}
     assert complaints <= {"draft.evaluation", "draft.alpha", "data.ends"}, found
-    assert {"target.attention", "draft.taps", "memory.serving", "memory.training", "data.text", "data.law"} <= found.keys()
+    assert {
+        "target.attention",
+        "draft.taps",
+        "memory.serving",
+        "memory.training",
+        "data.text",
+        "data.distribution",
+    } <= found.keys()
     assert "raw layer ids [1, 2, 3] of 4" in found["draft.taps"]["what"]
 
 
@@ -104,7 +140,9 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "-> check the path or Hub id" in shown and shown.endswith("0 ok, 0 warn, 1 fail\n")
 
 
-def test_a_target_that_holds_nan_fails(diagnose: Callable[..., Any], target: Target, tmp_path: Path) -> None:
+def test_a_target_that_holds_nan_fails(
+    diagnose: Callable[..., Any], target: Target, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(target.name, broken)
     tensors = load_file(broken / "model.safetensors")
@@ -122,19 +160,25 @@ def test_a_draft_of_another_vocabulary_fails(
     assert found["draft.loads"]["status"] == "fail" and "288" in found["draft.loads"]["what"]
 
 
-def test_a_draft_with_nan_fails(diagnose: Callable[..., Any], target: Target, tmp_path: Path) -> None:
+def test_a_draft_with_nan_fails(
+    diagnose: Callable[..., Any], target: Target, tmp_path: Path
+) -> None:
     draft = Path(save_eagle3(tmp_path / "draft", target))
     tensors = load_file(draft / "model.safetensors")
     tensors["fc.weight"][0, 0] = float("nan")
     save_file(tensors, draft / "model.safetensors")
     found = diagnose(draft=str(draft))
-    assert found["draft.loads"]["status"] == "fail" and "'fc.weight'" in found["draft.loads"]["what"]
+    assert (
+        found["draft.loads"]["status"] == "fail" and "'fc.weight'" in found["draft.loads"]["what"]
+    )
 
 
 def test_a_draft_of_other_weights_is_warned_of(
     diagnose: Callable[..., Any], tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
-    found = diagnose(draft=save_eagle3(tmp_path / "draft", Target.load(tiny_target("llama", seed=1))))
+    found = diagnose(
+        draft=save_eagle3(tmp_path / "draft", Target.load(tiny_target("llama", seed=1)))
+    )
     assert found["draft.target"]["status"] == "warn"
     assert found["draft.evaluation"]["status"] == "warn"
 
@@ -144,17 +188,24 @@ def test_taps_out_of_order_and_too_few_positions_are_warned_of(
 ) -> None:
     draft = Path(save_eagle3(tmp_path / "draft", target))
     config = read_json(draft / "config.json")
-    write_json(draft / "config.json", config | {"eagle_aux_hidden_state_layer_ids": [3, 2, 1], "max_position_embeddings": 128})
+    write_json(
+        draft / "config.json",
+        config | {"eagle_aux_hidden_state_layer_ids": [3, 2, 1], "max_position_embeddings": 128},
+    )
     found = diagnose(draft=str(draft))
     assert found["draft.taps"]["status"] == "warn" and "[3, 2, 1]" in found["draft.taps"]["what"]
-    assert found["draft.positions"]["status"] == "warn" and "128" in found["draft.positions"]["what"]
+    assert (
+        found["draft.positions"]["status"] == "warn" and "128" in found["draft.positions"]["what"]
+    )
 
 
 def test_mass_outside_the_draft_vocabulary_bounds_alpha(
     diagnose: Callable[..., Any], target: Target, make_data: Callable[..., str], tmp_path: Path
 ) -> None:
     rows = own_rows(target, 1.0)
-    found = diagnose(draft=save_eagle3(tmp_path / "draft", target, draft_vocab_size=100), data=make_data(rows))
+    found = diagnose(
+        draft=save_eagle3(tmp_path / "draft", target, draft_vocab_size=100), data=make_data(rows)
+    )
     probs = []
     for row in rows:
         ids = torch.tensor([row.input_ids])
@@ -162,7 +213,10 @@ def test_mass_outside_the_draft_vocabulary_bounds_alpha(
         probs.append(target.head(hidden)[0, 2:-1].double().softmax(-1))
     # Counts fall with the id, so the draft has the ids below 100.
     outside = torch.cat(probs)[:, 100:].sum(-1).mean().item()
-    assert f"{outside:.1%}" in found["draft.outside"]["what"] and f"at most {1 - outside:.3f}" in found["draft.outside"]["what"]
+    assert (
+        f"{outside:.1%}" in found["draft.outside"]["what"]
+        and f"at most {1 - outside:.3f}" in found["draft.outside"]["what"]
+    )
     assert found["draft.outside"]["status"] == ("warn" if outside > 0.1 else "ok")
     alpha = float(found["draft.alpha"]["what"].split()[2])
     assert alpha <= 1 - outside + 5e-4
@@ -171,7 +225,9 @@ def test_mass_outside_the_draft_vocabulary_bounds_alpha(
 def test_alpha_of_the_target_as_its_own_draft_is_one(
     diagnose: Callable[..., Any], target: Target, make_data: Callable[..., str], tmp_path: Path
 ) -> None:
-    checkpoint.save(DraftLm.create(DraftLmOptions(init=target.name), target, seed=0), tmp_path / "draft", target)
+    checkpoint.save(
+        DraftLm.create(DraftLmOptions(init=target.name), target, seed=0), tmp_path / "draft", target
+    )
     found = diagnose(draft=str(tmp_path / "draft"), data=make_data())
     assert "alpha_1 is 1.000" in found["draft.alpha"]["what"]
 
@@ -181,13 +237,19 @@ def test_text_of_another_model_is_noticed(
 ) -> None:
     other = Target.load(tiny_target("llama", seed=1))
     for temperature in (0.0, 1.0):
-        assert diagnose(data=make_data(temperature=temperature))["data.law"]["status"] == "ok"
-        foreign = make_data(own_rows(other, temperature), temperature=temperature, target_revision=other.revision)
+        assert (
+            diagnose(data=make_data(temperature=temperature))["data.distribution"]["status"] == "ok"
+        )
+        foreign = make_data(
+            own_rows(other, temperature), temperature=temperature, target_revision=other.revision
+        )
         found = diagnose(data=foreign)
-        assert found["data.law"]["status"] == "warn", found["data.law"]
+        assert found["data.distribution"]["status"] == "warn", found["data.distribution"]
         assert found["data.target"]["status"] == "warn"
     filtered = diagnose(data=make_data(own_rows(other, 1.0), top_p=0.5))
-    assert "data.law" not in filtered, "the law of filtered text is not the target's"
+    assert "data.distribution" not in filtered, (
+        "the distribution of filtered text is not the target's"
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +261,11 @@ def test_text_of_another_model_is_noticed(
     ],
 )
 def test_provenance(
-    diagnose: Callable[..., Any], make_data: Callable[..., str], provenance: dict[str, Any], check: str, status: str
+    diagnose: Callable[..., Any],
+    make_data: Callable[..., str],
+    provenance: dict[str, Any],
+    check: str,
+    status: str,
 ) -> None:
     assert diagnose(data=make_data(**provenance))[check]["status"] == status
 
@@ -214,11 +280,15 @@ def test_provenance(
         (Row([5, 6, 7], [False, True]), "data.shapes", "fail"),
     ],
 )
-def test_rows(diagnose: Callable[..., Any], make_data: Callable[..., str], row: Row, check: str, status: str) -> None:
+def test_rows(
+    diagnose: Callable[..., Any], make_data: Callable[..., str], row: Row, check: str, status: str
+) -> None:
     assert diagnose(data=make_data([row, row]), max_length=50)[check]["status"] == status
 
 
-def test_unreadable_data_fails(diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path) -> None:
+def test_unreadable_data_fails(
+    diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
+) -> None:
     assert diagnose(data="gone")["data.reads"]["status"] == "fail"
     assert diagnose(data=make_data([]))["data.reads"]["status"] == "fail"
     folder = Path(make_data())
@@ -230,14 +300,18 @@ def test_doubled_beginnings_and_endings() -> None:
     doubled, single = Row([2, 2, 7], [False, False, True]), Row([2, 7, 2], [False, True, True])
     assert check_start([doubled, single], 2).status == "fail"
     assert check_start([single], 2).status == "ok" and check_start([doubled], None).status == "ok"
-    inside = Row([5, 2, 2, 7], [False, False, False, True])  # a template's own, behind a system prompt
+    # a template's own, behind a system prompt
+    inside = Row([5, 2, 2, 7], [False, False, False, True])
     assert check_start([inside], 2).status == "fail"
-    assert check_ends([doubled], (0,)).status == "warn" and check_ends([doubled], (7,)).status == "ok"
+    assert (
+        check_ends([doubled], (0,)).status == "warn" and check_ends([doubled], (7,)).status == "ok"
+    )
     assert check_masks([single, Row([3], [True])]).status == "warn"
 
 
 def test_masks_that_go_on_behind_the_end_of_an_answer() -> None:
-    """What a mask of whole rendered turns does: the line break behind the end of text is the template's."""
+    """What a mask of whole rendered turns does: the line break behind the end of text is the
+    template's."""
     through = Row([7, 8, 0, 9, 5], [False, True, True, True, False])
     ended = Row([7, 8, 0, 9, 5], [False, True, True, False, False])
     two_answers = Row([7, 8, 0, 9, 5, 0], [False, True, True, False, True, True])
@@ -247,7 +321,10 @@ def test_masks_that_go_on_behind_the_end_of_an_answer() -> None:
 
 def test_ids_in_the_padding_of_the_head_and_mask_tokens_in_text() -> None:
     rows = [Row([5, 6, 7], [False, True, True]), Row([5, 295, 7], [False, True, True])]
-    assert check_known(rows, 290, 300).status == "warn" and check_known(rows[:1], 290, 300).status == "ok"
+    assert (
+        check_known(rows, 290, 300).status == "warn"
+        and check_known(rows[:1], 290, 300).status == "ok"
+    )
     assert check_known(rows, 290, 292).status == "ok"  # that is for data.ids to say
     assert check_unused(rows, 6).status == "warn" and check_unused(rows, 9).status == "ok"
 
@@ -256,29 +333,46 @@ def test_the_vocabulary_that_a_draft_needs_is_measured_on_unseen_answers() -> No
     common = [Row([at % 50 for at in range(300)], [False] + [True] * 299) for _ in range(20)]
     told = check_vocabulary(common)
     assert told.status == "ok" and "the 50 most frequent" in told.what and "at most" in told.what
-    rare = [Row([at % 50 + 1000 * (row % 2) for at in range(300)], [False] + [True] * 299) for row in range(20)]
+    rare = [
+        Row([at % 50 + 1000 * (row % 2) for at in range(300)], [False] + [True] * 299)
+        for row in range(20)
+    ]
     assert check_vocabulary(rare).status == "warn"
     assert "too few" in check_vocabulary(common[:2]).what
     # Nine in ten are common, the others never seen twice.
-    mixed = [Row([at % 50 if at % 10 else 100 + 300 * row + at for at in range(300)], [True] * 300) for row in range(20)]
+    mixed = [
+        Row([at % 50 if at % 10 else 100 + 300 * row + at for at in range(300)], [True] * 300)
+        for row in range(20)
+    ]
     unseen = check_vocabulary(mixed)
     assert unseen.status == "warn" and "90.0%" in unseen.what
 
 
 def test_plain_text_for_a_chat_model_is_warned_of(
-    tiny_target: Callable[..., str], tmp_path: Path, make_data: Callable[..., str], diagnose: Callable[..., Any]
+    tiny_target: Callable[..., str],
+    tmp_path: Path,
+    make_data: Callable[..., str],
+    diagnose: Callable[..., Any],
 ) -> None:
     folder = tmp_path / "chat"
     shutil.copytree(tiny_target("llama"), folder)
     config = read_json(folder / "tokenizer_config.json", "config")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     template = "{% for m in messages %}<|mask|>{{ m.content }}{% endfor %}"
-    write_json(folder / "tokenizer_config.json", config | {"chat_template": template, "additional_special_tokens": ["<|mask|>"]})
-    plain, chat = Row([5, 6, 7], [False, True, True]), Row([2, 6, 7], [False, True, True])  # 2 is <|mask|>
+    write_json(
+        folder / "tokenizer_config.json",
+        config | {"chat_template": template, "additional_special_tokens": ["<|mask|>"]},
+    )
+    # 2 is <|mask|>
+    plain, chat = Row([5, 6, 7], [False, True, True]), Row([2, 6, 7], [False, True, True])
     assert Target.load(folder).tokenizer().convert_tokens_to_ids("<|mask|>") == 2
     found = {
         name: diagnose(target=str(folder), data=make_data(rows))["data.chat"]["status"]
-        for name, rows in (("plain", [plain, plain]), ("some", [plain, chat]), ("chats", [chat, chat]))
+        for name, rows in (
+            ("plain", [plain, plain]),
+            ("some", [plain, chat]),
+            ("chats", [chat, chat]),
+        )
     }
     assert found == {"plain": "warn", "some": "warn", "chats": "ok"}
 
@@ -291,7 +385,10 @@ def test_the_first_rows_are_shown_whole_with_their_masks(
     run(DoctorConfig(target=target.name, data=make_data(rows), show=2, max_length=len(ids) - 1))
     out = capsys.readouterr().out
     text = target.tokenizer().decode
-    line = f"--- row 1: {len(ids) - 1} tokens, cut from {len(ids)}, {len(ids) - 3} trained\n{text(ids[:2])}[[{text(ids[2:-1])}]]"
+    line = (
+        f"--- row 1: {len(ids) - 1} tokens, cut from {len(ids)}, {len(ids) - 3} "
+        f"trained\n{text(ids[:2])}[[{text(ids[2:-1])}]]"
+    )
     assert line in out and "--- row 2" in out and "--- row 3" not in out
     run(DoctorConfig(target=target.name, data=make_data(rows), show=0))
     assert "--- row" not in capsys.readouterr().out
@@ -318,8 +415,12 @@ def test_colours_replace_brackets_and_text_cannot_steer_the_terminal() -> None:
 
 def test_rendered_text_marks_what_the_target_wrote(target: Target) -> None:
     tokenizer = target.tokenizer()
-    prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("def f", "(x):\n"))
-    shown = rendered([Row(prompt + answer, [False] * len(prompt) + [True] * len(answer))], tokenizer)
+    prompt, answer = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("def f", "(x):\n")
+    )
+    shown = rendered(
+        [Row(prompt + answer, [False] * len(prompt) + [True] * len(answer))], tokenizer
+    )
     assert shown == r"def f[[(x):\n]]"
 
 
@@ -328,9 +429,13 @@ def test_memory_beyond_the_machine_is_warned_of() -> None:
     assert compare("memory.serving", "little", 2**20, torch.device("cpu"), "less").status == "ok"
 
 
-def test_a_model_that_ignores_the_attention_interface_fails(diagnose: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_model_that_ignores_the_attention_interface_fails(
+    diagnose: Callable[..., Any], tmp_path: Path
+) -> None:
     from transformers import FalconConfig
 
-    config = FalconConfig(vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    config = FalconConfig(
+        vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "falcon")
     assert diagnose(target=str(tmp_path / "falcon"))["target.loads"]["status"] == "fail"

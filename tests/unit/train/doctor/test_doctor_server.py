@@ -1,4 +1,5 @@
-"""What /metrics of a pair in trouble looks like: each trouble is found under its name, with its mend, and nothing else is."""
+"""What /metrics of a pair in trouble looks like: each trouble is found under its name, with its
+mend, and nothing else is."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from draftsmith.metrics_text import Scrape, parse
 from draftsmith.train.doctor.finding import Finding
 from draftsmith.train.doctor.server import check_metrics
 
-# A pair that does well. A key is a sample's name and labels, as in the exposition; its model_name is left out.
+# A pair that does well. A key is a sample's name and labels, as in the exposition; its model_name
+# is left out.
 SOUND: dict[str, float] = {
     "vllm:generation_tokens_total": 25000,
     "vllm:spec_decode_num_drafts_total": 9000,
@@ -74,7 +76,9 @@ def exposition(samples: dict[str, float]) -> str:
 
 def diagnose(**changes: float) -> dict[str, Finding]:
     """Findings by check; changes are given as {sample: value}."""
-    return {finding.check: finding for finding in check_metrics(parse(exposition({**SOUND, **changes})))}
+    return {
+        finding.check: finding for finding in check_metrics(parse(exposition({**SOUND, **changes})))
+    }
 
 
 def test_a_pair_that_does_well_has_nothing_to_mend() -> None:
@@ -82,10 +86,15 @@ def test_a_pair_that_does_well_has_nothing_to_mend() -> None:
     assert {finding.status for finding in findings.values()} == {"ok"}
     acceptance = findings["drafting.acceptance"].what
     # Of the version that is served now; the one before it kept nothing.
-    assert acceptance.startswith("tau 2.50, alpha by position 0.70, 0.60; the first within [0.69, 0.71]")
+    assert acceptance.startswith(
+        "tau 2.50, alpha by position 0.70, 0.60; the first within [0.69, 0.71]"
+    )
     assert "70%, 49%, 34%" in findings["drafting.depth"].what
     # 25,000 tokens in 12,500 passes, a fifth of the time spent on drafting: 2 * 0.8.
-    assert "2.00 tokens a pass" in findings["drafting.payoff"].what and "at best 1.60 times" in findings["drafting.payoff"].what
+    assert (
+        "2.00 tokens a pass" in findings["drafting.payoff"].what
+        and "at best 1.60 times" in findings["drafting.payoff"].what
+    )
 
 
 TROUBLES: dict[str, tuple[dict[str, float], str, str, str]] = {
@@ -126,19 +135,64 @@ TROUBLES: dict[str, tuple[dict[str, float], str, str, str]] = {
         "warn",
         "--draft",
     ),
-    "a drafter never asked": ({"vllm:spec_decode_num_drafts_total": 0}, "drafting.used", "warn", "drafting.fallbacks"),
-    "NaN": ({'draftsmith_fallbacks_total{cause="nan"}': 3}, "drafting.fallbacks.nan", "warn", "sound version"),
-    "a drafter that raises": ({'draftsmith_fallbacks_total{cause="raised"}': 3}, "drafting.fallbacks.raised", "warn", "log"),
-    "another cause": ({'draftsmith_fallbacks_total{cause="new"}': 3}, "drafting.fallbacks.new", "warn", "doctor"),
+    "a drafter never asked": (
+        {"vllm:spec_decode_num_drafts_total": 0},
+        "drafting.used",
+        "warn",
+        "drafting.fallbacks",
+    ),
+    "NaN": (
+        {'draftsmith_fallbacks_total{cause="nan"}': 3},
+        "drafting.fallbacks.nan",
+        "warn",
+        "sound version",
+    ),
+    "a drafter that raises": (
+        {'draftsmith_fallbacks_total{cause="raised"}': 3},
+        "drafting.fallbacks.raised",
+        "warn",
+        "log",
+    ),
+    "another cause": (
+        {'draftsmith_fallbacks_total{cause="new"}': 3},
+        "drafting.fallbacks.new",
+        "warn",
+        "doctor",
+    ),
     "lossy": ({"draftsmith_lossless": 0}, "drafting.lossless", "warn", "--verification"),
-    "versions refused": ({"draftsmith_swaps_refused_total": 2}, "drafting.swaps", "warn", "current"),
+    "versions refused": (
+        {"draftsmith_swaps_refused_total": 2},
+        "drafting.swaps",
+        "warn",
+        "current",
+    ),
     "preemptions": ({"vllm:num_preemptions_total": 90}, "load.blocks", "warn", "--num-blocks"),
-    "no blocks": ({"vllm:kv_cache_usage_perc": 0.99, "vllm:num_requests_waiting": 4}, "load.blocks", "warn", "--memory-gib"),
+    "no blocks": (
+        {"vllm:kv_cache_usage_perc": 0.99, "vllm:num_requests_waiting": 4},
+        "load.blocks",
+        "warn",
+        "--memory-gib",
+    ),
     "waiting": ({"vllm:request_queue_time_seconds_sum": 300}, "load.queue", "warn", "--max-batch"),
-    "full": ({'draftsmith_responses_total{status="429"}': 12}, "load.refusals", "warn", "--max-queue"),
-    "too slow": ({'draftsmith_responses_total{status="408"}': 1}, "load.refusals", "warn", "--request-timeout-s"),
+    "full": (
+        {'draftsmith_responses_total{status="429"}': 12},
+        "load.refusals",
+        "warn",
+        "--max-queue",
+    ),
+    "too slow": (
+        {'draftsmith_responses_total{status="408"}': 1},
+        "load.refusals",
+        "warn",
+        "--request-timeout-s",
+    ),
     "500": ({'draftsmith_responses_total{status="500"}': 1}, "load.failures", "fail", "log"),
-    "errors in streams": ({'vllm:request_success_total{finished_reason="error"}': 1}, "load.failures", "warn", "log"),
+    "errors in streams": (
+        {'vllm:request_success_total{finished_reason="error"}': 1},
+        "load.failures",
+        "warn",
+        "log",
+    ),
 }
 
 
@@ -155,20 +209,33 @@ def test_a_full_pool_that_nobody_waits_for_is_no_trouble() -> None:
 
 
 def test_trials_of_a_long_k_are_no_reason_to_shorten_it() -> None:
-    rare = {'draftsmith_offered_total{position="3"}': 900, 'draftsmith_offered_total{position="4"}': 900}
+    rare = {
+        'draftsmith_offered_total{position="3"}': 900,
+        'draftsmith_offered_total{position="4"}': 900,
+    }
     assert diagnose(**rare)["drafting.depth"].status == "ok"
 
 
 def test_a_server_without_traffic_says_so() -> None:
     findings = diagnose(**{"vllm:generation_tokens_total": 0})
-    assert findings["server.traffic"].status == "warn" and "draftsmith bench" in findings["server.traffic"].mend
+    assert (
+        findings["server.traffic"].status == "warn"
+        and "draftsmith bench" in findings["server.traffic"].mend
+    )
     assert not any(name.startswith("drafting") for name in findings)
 
 
 def test_counters_are_judged_over_the_time_watched_and_gauges_as_they_are() -> None:
     before = parse(exposition(SOUND))
-    new = {name: 2 * value if name.split("{")[0].endswith("_total") else value for name, value in SOUND.items()}
-    after = parse(exposition({**new, "vllm:kv_cache_usage_perc": 0.9, 'draftsmith_fallbacks_total{cause="nan"}': 1}))
+    new = {
+        name: 2 * value if name.split("{")[0].endswith("_total") else value
+        for name, value in SOUND.items()
+    }
+    after = parse(
+        exposition(
+            {**new, "vllm:kv_cache_usage_perc": 0.9, 'draftsmith_fallbacks_total{cause="nan"}': 1}
+        )
+    )
     between = after.since(before)
     assert between.total("vllm:generation_tokens_total") == SOUND["vllm:generation_tokens_total"]
     assert between.total("vllm:kv_cache_usage_perc") == 0.9

@@ -1,4 +1,5 @@
-"""The loss of a draft's guess of its own alpha, by hand; and the figure that says how far off its guesses are."""
+"""The loss of a draft's guess of its own alpha, by hand; and the figure that says how far off its
+guesses are."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def target(tiny_target) -> Target:
 
 @pytest.fixture
 def drafter(target) -> Dspark:
-    made = Dspark.create(DsparkOptions(block_size=4, markov_rank=6), target, seed=0).to(device=target.device, dtype=torch.float64)
+    made = Dspark.create(DsparkOptions(block_size=4, markov_rank=6), target, seed=0).to(
+        device=target.device, dtype=torch.float64
+    )
     generator = torch.Generator().manual_seed(2)
     for parameter in made.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -44,7 +47,14 @@ def text() -> WeightedText:
 
 def loss(drafter: Dspark, target: Target):
     weighting = Exponential(DECAY)
-    return unrolled_loss(drafter, LiveTeacher(target), text(), num_steps=STEPS, weighting=weighting, kind=kind_of("forward-kl"))
+    return unrolled_loss(
+        drafter,
+        LiveTeacher(target),
+        text(),
+        num_steps=STEPS,
+        weighting=weighting,
+        kind=kind_of("forward-kl"),
+    )
 
 
 def test_the_loss_is_the_cross_entropy_of_guess_and_alpha(drafter, target):
@@ -58,16 +68,22 @@ def test_the_loss_is_the_cross_entropy_of_guess_and_alpha(drafter, target):
     silent = loss(drafter, target)
     silent.total.backward()
     factors = torch.tensor([DECAY**depth for depth in range(STEPS)], dtype=torch.float64)
-    divergence, weight, alpha = (values.double() for values in (silent.sums.divergence, silent.sums.weight, silent.sums.alpha))
+    divergence, weight, alpha = (
+        values.double()
+        for values in (silent.sums.divergence, silent.sums.weight, silent.sums.alpha)
+    )
     expected = (factors * (divergence + weight * torch.log(torch.tensor(2.0)))).sum()
     torch.testing.assert_close(silent.total.detach().double(), expected, rtol=1e-5, atol=1e-5)
     expected = (factors * (0.5 * weight - alpha)).sum()
-    torch.testing.assert_close(drafter.confidence_head.proj.bias.grad[0].double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        drafter.confidence_head.proj.bias.grad[0].double(), expected, rtol=1e-4, atol=1e-4
+    )
     assert not torch.allclose(gradient, drafter.confidence_head.proj.bias.grad)
 
 
 def test_alpha_is_no_way_around_the_divergence(drafter, target):
-    """A guess is trained towards alpha, never alpha towards the guess: what does not feed the guess has the gradient it had."""
+    """A guess is trained towards alpha, never alpha towards the guess: what does not feed the guess
+    has the gradient it had."""
     drafter.confidence_head.proj.weight.data.zero_()
     grads = []
     for bias in (-3.0, 3.0):
@@ -88,10 +104,13 @@ def test_calibration_error_is_the_mean_distance_over_bins():
 
 
 def test_training_the_head_calibrates_it_and_a_shifted_head_is_seen(drafter, target):
-    """The head alone is trained, on the very text it is judged by: what is tested is that loss and figure speak of the same."""
+    """The head alone is trained, on the very text it is judged by: what is tested is that loss and
+    figure speak of the same."""
     generator = torch.Generator().manual_seed(3)
     sequences = [
-        TokenSequence(f"{number}", torch.randint(3, 288, (24,), generator=generator), torch.arange(24) >= 2)
+        TokenSequence(
+            f"{number}", torch.randint(3, 288, (24,), generator=generator), torch.arange(24) >= 2
+        )
         for number in range(8)
     ]
     ids = torch.stack([sequence.input_ids for sequence in sequences])
@@ -107,7 +126,9 @@ def test_training_the_head_calibrates_it_and_a_shifted_head_is_seen(drafter, tar
     before = error()
     for _ in range(60):
         optimizer.zero_grad()
-        unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=STEPS, weighting=Exponential(1.0)).total.backward()
+        unrolled_loss(
+            drafter, LiveTeacher(target), batch, num_steps=STEPS, weighting=Exponential(1.0)
+        ).total.backward()
         optimizer.step()
     after = error()
     assert after < 0.05 and after < 0.3 * before

@@ -29,7 +29,9 @@ def draft(target, tmp_path) -> str:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator) * parameter.abs().mean())
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=generator) * parameter.abs().mean()
+            )
     checkpoint.save(drafter, tmp_path / "draft", target)
     return str(tmp_path / "draft")
 
@@ -38,16 +40,44 @@ def draft(target, tmp_path) -> str:
 def data(target, write_data) -> str:
     answers = target.answer(PROMPTS, max_new_tokens=12, temperature=1.0, ignore_eos=True)
     rows = [
-        {"name": f"{n}", "split": "held-out", "input_ids": prompt + answer, "loss_mask": [0] * 4 + [1] * 12}
+        {
+            "name": f"{n}",
+            "split": "held-out",
+            "input_ids": prompt + answer,
+            "loss_mask": [0] * 4 + [1] * 12,
+        }
         for n, (prompt, answer) in enumerate(zip(PROMPTS, answers))
     ]
     rows.append({"name": "seen", "split": "train", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
-    return str(write_data(rows, provenance={"target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0}))
+    return str(
+        write_data(
+            rows,
+            provenance={
+                "target_revision": target.revision,
+                "temperature": 1.0,
+                "top_k": 0,
+                "top_p": 1.0,
+            },
+        )
+    )
 
 
 def evaluate(capsys, target, draft, data, *options: str) -> str:
     status = cli.main(
-        ["eval", "--target", target.name, "--draft", draft, "--data", data, "--max-tokens", "8", "--k", "3", *options]
+        [
+            "eval",
+            "--target",
+            target.name,
+            "--draft",
+            draft,
+            "--data",
+            data,
+            "--max-tokens",
+            "8",
+            "--k",
+            "3",
+            *options,
+        ]
     )
     captured = capsys.readouterr()
     assert status == 0, captured.err
@@ -59,11 +89,14 @@ def test_both_temperatures_are_measured_shown_and_stored(target, draft, data, tm
     said = evaluate(capsys, target, draft, data, "--out", str(out), "--store")
     greedy, sampled = read_json(out)["evaluation"]
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 1.0)
-    # Fresh greedy answers (an early end of text shortens them); the sampled ones are the data's own 12 tokens of 10 prompts.
+    # Fresh greedy answers (an early end of text shortens them); the sampled ones are the data's own
+    # 12 tokens of 10 prompts.
     assert greedy["tokens"] <= 80 and sampled["tokens"] == 120 and sampled["documents"] == 10
     for found in (greedy, sampled):
         assert 1.5 < found["tau"]["low"] <= found["tau"]["value"] <= found["tau"]["high"] <= 4.0
-        assert found["tau_by_k"] == sorted(found["tau_by_k"]) and found["tau_by_k"][-1] == pytest.approx(found["tau"]["value"])
+        assert found["tau_by_k"] == sorted(found["tau_by_k"]) and found["tau_by_k"][
+            -1
+        ] == pytest.approx(found["tau"]["value"])
         assert 0.3 < found["alpha"][0]["value"] < 1.0
         assert f"{found['tau']['value']:.2f} (" in said
     assert checkpoint.read_metadata(draft)["evaluation"] == [greedy, sampled]
@@ -71,12 +104,14 @@ def test_both_temperatures_are_measured_shown_and_stored(target, draft, data, tm
 
 def test_prompts_and_temperatures_are_chosen(target, draft, data, tmp_path, capsys):
     out = tmp_path / "figures.json"
-    evaluate(capsys, target, draft, data, "--temperature", "0.5", "--prompts", "3", "--out", str(out))
+    evaluate(
+        capsys, target, draft, data, "--temperature", "0.5", "--prompts", "3", "--out", str(out)
+    )
     (found,) = read_json(out)["evaluation"]
     assert found["temperature"] == 0.5 and found["documents"] == 3
 
 
-def test_filtered_samples_are_not_taken_for_the_law(target, draft, data, tmp_path, capsys):
+def test_filtered_samples_are_not_taken_for_the_distribution(target, draft, data, tmp_path, capsys):
     """Text sampled with top-p is answered again: it would flatter the draft."""
     path = tmp_path / "data" / "provenance.json"
     path.write_text(json.dumps(read_json(path) | {"top_p": 0.5}))
@@ -111,20 +146,46 @@ def test_figures_without_a_record_to_keep_them_are_not_worked_out(target, data, 
 
 
 @pytest.mark.parametrize(("kept_back", "is_told"), [(0.1, True), (0.5, False)])
-def test_text_that_the_draft_was_trained_on_is_told(kept_back, is_told, target, draft, write_data, tmp_path, capsys):
+def test_text_that_the_draft_was_trained_on_is_told(
+    kept_back, is_told, target, draft, write_data, tmp_path, capsys
+):
     """The default share of `eval` need not be that of the training."""
-    rows = [{"name": f"{n}", "input_ids": prompt, "loss_mask": [0, 1, 1, 1]} for n, prompt in enumerate(PROMPTS)]
+    rows = [
+        {"name": f"{n}", "input_ids": prompt, "loss_mask": [0, 1, 1, 1]}
+        for n, prompt in enumerate(PROMPTS)
+    ]
     record, provenance = tmp_path / "draft" / "draftsmith.json", {"prompts_hash": "abc"}
-    record.write_text(json.dumps(read_json(record) | {"training": {"config": {"held_out": kept_back}, "data": provenance}}))
+    record.write_text(
+        json.dumps(
+            read_json(record)
+            | {"training": {"config": {"held_out": kept_back}, "data": provenance}}
+        )
+    )
     folder = write_data(rows, name="same", provenance=provenance)
-    options = ["--target", target.name, "--draft", draft, "--data", str(folder), "--k", "2", "--max-tokens", "4"]
+    options = [
+        "--target",
+        target.name,
+        "--draft",
+        draft,
+        "--data",
+        str(folder),
+        "--k",
+        "2",
+        "--max-tokens",
+        "4",
+    ]
     options += ["--temperature", "0", "--held-out"]
     assert cli.main(["eval", *options, "0.4"]) == 0
-    assert ("the draft has seen the rest; give --held-out 0.1" in capsys.readouterr().err) is is_told
+    assert (
+        "the draft has seen the rest; give --held-out 0.1" in capsys.readouterr().err
+    ) is is_told
     assert cli.main(["eval", *options, "0"]) == 0
     assert "nothing of" in capsys.readouterr().err
 
 
 def test_a_draft_for_another_vocabulary_is_refused(tiny_target, draft, data, capsys):
-    assert cli.main(["eval", "--target", tiny_target("other_vocab"), "--draft", draft, "--data", data]) == 2
+    assert (
+        cli.main(["eval", "--target", tiny_target("other_vocab"), "--draft", draft, "--data", data])
+        == 2
+    )
     assert "288" in capsys.readouterr().err

@@ -10,7 +10,12 @@ import torch
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.teacher_forced import DocumentCounts, evaluate_draft, merge_documents, summarise
+from draftsmith.train.evaluate.teacher_forced import (
+    DocumentCounts,
+    evaluate_draft,
+    merge_documents,
+    summarise,
+)
 
 PROMPT = [17, 40, 200, 11]
 
@@ -25,17 +30,20 @@ def sequence(target: Target, answer: list[int], name: str = "a") -> TokenSequenc
     return TokenSequence(name, ids, torch.arange(len(ids)) >= len(PROMPT))
 
 
-def draft_law(drafter, tokens: list[int], depth: int, temperature: float) -> torch.Tensor:
-    """What `TableDrafter` would draft at `depth` after `tokens`, whose last is the anchor of the round."""
+def draft_distribution(drafter, tokens: list[int], depth: int, temperature: float) -> torch.Tensor:
+    """What `TableDrafter` would draft at `depth` after `tokens`, whose last is the anchor of the
+    round."""
     ids = torch.tensor([tokens + [0] * (depth + 2)])
-    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=None, num_steps=depth + 1)
+    batch = UnrollBatch(
+        input_ids=ids, attention_mask=torch.ones_like(ids), taps=None, num_steps=depth + 1
+    )
     step = list(drafter.unroll(batch))[depth]
     hidden = step.hidden[0, len(tokens) - 2 + depth]
     return (hidden @ drafter.head_weight().T / temperature).double().softmax(-1)
 
 
 class BigramTarget:
-    """A target whose law depends on the last token only: `logits[v]` follow token v."""
+    """A target whose distribution depends on the last token only: `logits[v]` follow token v."""
 
     device = torch.device("cpu")
 
@@ -43,7 +51,9 @@ class BigramTarget:
         self.logits = logits
         self.vocab_size = len(logits)
 
-    def states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: tuple[int, ...]) -> tuple[None, torch.Tensor]:
+    def states(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: tuple[int, ...]
+    ) -> tuple[None, torch.Tensor]:
         return None, self.logits[input_ids]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -54,19 +64,26 @@ def draw(weights: list[float], random: Random) -> int:
     return random.choices(range(len(weights)), weights)[0]
 
 
-def speculate(p: list[list[float]], q: list[list[list[float]]], random: Random, *, num_tokens: int, k: int) -> int:
-    """Rounds of rejection sampling that put `num_tokens` out after token 0. `p[v]` follows v, `q[s][v]` drafts at depth s."""
+def speculate(
+    p: list[list[float]], q: list[list[list[float]]], random: Random, *, num_tokens: int, k: int
+) -> int:
+    """Rounds of rejection sampling that put `num_tokens` out after token 0. `p[v]` follows v,
+    `q[s][v]` drafts at depth s."""
     out, rounds = [0], 0
     while len(out) < 1 + num_tokens:
         rounds += 1
         anchor = out[-1]
         for depth in range(k):
             drafted = draw(q[depth][anchor], random)
-            target_law = p[out[-1]]
-            if random.random() * q[depth][anchor][drafted] < target_law[drafted]:
+            target_distribution = p[out[-1]]
+            if random.random() * q[depth][anchor][drafted] < target_distribution[drafted]:
                 out.append(drafted)
                 continue
-            out.append(draw([max(a - b, 0.0) for a, b in zip(target_law, q[depth][anchor])], random))
+            out.append(
+                draw(
+                    [max(a - b, 0.0) for a, b in zip(target_distribution, q[depth][anchor])], random
+                )
+            )
             break
         else:
             out.append(draw(p[out[-1]], random))
@@ -75,22 +92,30 @@ def speculate(p: list[list[float]], q: list[list[list[float]]], random: Random, 
 
 @torch.no_grad()
 def test_expected_rounds_over_sampled_texts_equal_real_speculation(table_drafter):
-    """E over texts of the exact walk = mean rounds of speculation, both estimated, within five standard errors."""
+    """E over texts of the exact walk = mean rounds of speculation, both estimated, within five
+    standard errors."""
     vocab_size, temperature, k, size, runs = 8, 0.7, 3, 9, 4000
     drafter = table_drafter(vocab_size, hidden=4, seed=3)
-    target = BigramTarget(torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1)))
+    target = BigramTarget(
+        torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1))
+    )
     p = (target.logits / temperature).softmax(-1).tolist()
     q = (drafter.table[:k] @ drafter.head.T / temperature).softmax(-1).tolist()
     random = Random(0)
     real = torch.tensor([float(speculate(p, q, random, num_tokens=size, k=k)) for _ in range(runs)])
     sequences = []
     for number in range(runs):
-        # Two tokens before the anchor: a head's deeper steps need them no more than the simulation does.
+        # Two tokens before the anchor: a head's deeper steps need them no more than the simulation
+        # does.
         tokens = [1, 2, 0]
         while len(tokens) < 3 + size:
             tokens.append(draw(p[tokens[-1]], random))
-        sequences.append(TokenSequence(f"{number}", torch.tensor(tokens), torch.arange(3 + size) >= 3))
-    offline = evaluate_draft(drafter, target, sequences, temperature=temperature, k=k, batch_size=500)
+        sequences.append(
+            TokenSequence(f"{number}", torch.tensor(tokens), torch.arange(3 + size) >= 3)
+        )
+    offline = evaluate_draft(
+        drafter, target, sequences, temperature=temperature, k=k, batch_size=500
+    )
     # The walk is an expectation, so over texts it spreads less than real rounds do.
     error = 2**0.5 * real.std().item() / runs**0.5
     assert 1.2 < offline.tau.value < k, "the case must have both kept and refused drafts"
@@ -112,7 +137,7 @@ def test_greedy_alpha_is_the_share_of_agreements(target, table_drafter):
         kept = 0
         while kept < 2 and position + kept < len(tokens):
             offered[kept] += 1
-            drafted = int(draft_law(drafter, tokens[:position], kept, 1.0).argmax())
+            drafted = int(draft_distribution(drafter, tokens[:position], kept, 1.0).argmax())
             if drafted != tokens[position + kept]:
                 break
             agreed[kept] += 1
@@ -129,7 +154,9 @@ def test_greedy_alpha_is_the_share_of_agreements(target, table_drafter):
 def test_text_that_is_not_greedy_is_counted(target, table_drafter):
     answer = target.answer([PROMPT], max_new_tokens=12, ignore_eos=True)[0]
     answer[5] = (answer[5] + 1) % 288
-    evaluation = evaluate_draft(table_drafter(288), target, [sequence(target, answer)], temperature=0.0, k=2)
+    evaluation = evaluate_draft(
+        table_drafter(288), target, [sequence(target, answer)], temperature=0.0, k=2
+    )
     assert evaluation.unlikely >= 1 / 12
 
 
@@ -169,7 +196,10 @@ def test_documents_are_resampled_whole():
         return DocumentCounts(name, tokens, 0, [rounds], [rounds], [rounds / 2])
 
     merged = merge_documents([count("a", 10, 5.0), count("b", 10, 10.0), count("a", 20, 5.0)])
-    assert [(entry.name, entry.tokens, entry.rounds_by_k) for entry in merged] == [("a", 30, [10.0]), ("b", 10, [10.0])]
+    assert [(entry.name, entry.tokens, entry.rounds_by_k) for entry in merged] == [
+        ("a", 30, [10.0]),
+        ("b", 10, [10.0]),
+    ]
     summary = summarise(merged, temperature=1.0, k=1, seed=0)
     assert summary.tau.value == 2.0
     # Two documents: a resample is one, the other, or both.

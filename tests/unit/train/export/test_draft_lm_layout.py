@@ -33,14 +33,23 @@ def trained(folder: Path, target: Target, options: DraftLmOptions) -> DraftLm:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
-def test_the_folder_is_a_model_of_its_own(tmp_path: Path, tiny_target: Callable[..., str], engine: str) -> None:
+def test_the_folder_is_a_model_of_its_own(
+    tmp_path: Path, tiny_target: Callable[..., str], engine: str
+) -> None:
     target = Target.load(tiny_target("llama"))
     drafter = trained(tmp_path / "draft", target, DraftLmOptions(num_layers=1))
-    assert run(ExportConfig(draft=str(tmp_path / "draft"), to=engine, out=str(tmp_path / "out"))) == 0
+    assert (
+        run(ExportConfig(draft=str(tmp_path / "draft"), to=engine, out=str(tmp_path / "out"))) == 0
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=IDS).logits, drafter.model(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == target.tokenizer().get_vocab()
+        torch.testing.assert_close(
+            loaded(input_ids=IDS).logits, drafter.model(input_ids=IDS).logits, rtol=1e-5, atol=1e-5
+        )
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+        == target.tokenizer().get_vocab()
+    )
     assert "attn_implementation" not in json.dumps(read_json(tmp_path / "out" / "config.json")), (
         "other programs know no such name"
     )
@@ -53,7 +62,9 @@ def test_transformers_drafts_with_it(tmp_path: Path, tiny_target: Callable[..., 
     run(ExportConfig(draft=str(tmp_path / "draft"), to="hf", out=str(tmp_path / "out")))
     assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     plain = target.generate(IDS, max_new_tokens=24, do_sample=False)
-    assert torch.equal(target.generate(IDS, max_new_tokens=24, do_sample=False, assistant_model=assistant), plain)
+    assert torch.equal(
+        target.generate(IDS, max_new_tokens=24, do_sample=False, assistant_model=assistant), plain
+    )
 
 
 def test_adapters_are_merged(tmp_path: Path, tiny_target: Callable[..., str]) -> None:
@@ -67,12 +78,23 @@ def test_adapters_are_merged(tmp_path: Path, tiny_target: Callable[..., str]) ->
     with torch.no_grad():
         adapted = drafter.model(input_ids=IDS).logits
         torch.testing.assert_close(loaded(input_ids=IDS).logits, adapted, rtol=1e-4, atol=1e-4)
-        assert (base(input_ids=IDS).logits - adapted).abs().max() > 0.1, "the adapters change nothing and the test shows nothing"
+        assert (base(input_ids=IDS).logits - adapted).abs().max() > 0.1, (
+            "the adapters change nothing and the test shows nothing"
+        )
 
 
-def test_another_number_of_token_ids_is_refused(tmp_path: Path, tiny_target: Callable[..., str]) -> None:
-    AutoModelForCausalLM.from_pretrained(tiny_target("other_vocab")).save_pretrained(tmp_path / "draft")
-    record = {"schema": 1, "family": "draft-lm", "target": {"name": tiny_target("llama")}, "evaluation": {}}
+def test_another_number_of_token_ids_is_refused(
+    tmp_path: Path, tiny_target: Callable[..., str]
+) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny_target("other_vocab")).save_pretrained(
+        tmp_path / "draft"
+    )
+    record = {
+        "schema": 1,
+        "family": "draft-lm",
+        "target": {"name": tiny_target("llama")},
+        "evaluation": {},
+    }
     write_json(tmp_path / "draft" / "draftsmith.json", record)
     with pytest.raises(UserError, match=r"the draft has 272 token ids and .* has 288"):
         run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out")))

@@ -1,4 +1,5 @@
-"""EAGLE-3 exports: what is written, what is refused, and what vLLM and SGLang would read from it."""
+"""EAGLE-3 exports: what is written, what is refused, and what vLLM and SGLang would
+read from it."""
 
 from __future__ import annotations
 
@@ -22,11 +23,20 @@ from draftsmith.train.export.readers.understood import Understood
 
 VOCAB, HIDDEN = 288, 32  # of tiny_target("llama"), which has 4 layers
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 48,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0, "vocab_size": VOCAB, "draft_vocab_size": 100,
-    "tie_word_embeddings": False, "attention_bias": False, "target_hidden_size": HIDDEN, "num_aux_hidden_states": 3,
-    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False, "dtype": "float32",
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "hidden_act": (
+        "silu"
+    ),
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0,
+    "vocab_size": VOCAB, "draft_vocab_size": 100,
+    "tie_word_embeddings": False, "attention_bias": False, "target_hidden_size": HIDDEN,
+    "num_aux_hidden_states": 3,
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+    "dtype": (
+        "float32"
+    ),
     "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }  # fmt: skip
@@ -47,7 +57,9 @@ def random_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 def make_draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Path]:
     """`make_draft(change)` writes an EAGLE-3 checkpoint after `change(config, tensors)`."""
 
-    def draft(change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object] | None = None) -> Path:
+    def draft(
+        change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object] | None = None,
+    ) -> Path:
         folder = tmp_path / "draft"
         folder.mkdir(exist_ok=True)
         config = copy.deepcopy(CONFIG)
@@ -57,7 +69,10 @@ def make_draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[...,
         write_json(folder / "config.json", config)
         save_file(tensors, folder / "model.safetensors")
         target = {"name": tiny_target("llama"), "vocab_size": VOCAB}
-        write_json(folder / "draftsmith.json", {"schema": 1, "family": "eagle3", "target": target, "evaluation": {}})
+        write_json(
+            folder / "draftsmith.json",
+            {"schema": 1, "family": "eagle3", "target": target, "evaluation": {}},
+        )
         return folder
 
     return draft
@@ -80,7 +95,9 @@ def read_as(engine: str, folder: Path) -> Understood:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_both_engines_read_the_portable_layout_alike(make_draft: Callable[..., Path], engine: str) -> None:
+def test_both_engines_read_the_portable_layout_alike(
+    make_draft: Callable[..., Path], engine: str
+) -> None:
     draft = make_draft()
     out = export(draft, engine)
     original = load_file(draft / "model.safetensors")
@@ -101,15 +118,24 @@ def test_the_readers_tell_broken_folders(make_draft: Callable[..., Path]) -> Non
     read_as("sglang", out)  # passes over it
     hidden = tensors.pop("midlayer.hidden_norm.weight")
     save_file({**tensors, "midlayer.hiddennorm.weight": hidden}, out / "model.safetensors")
-    with pytest.raises(UserError, match=r"SGLang finds no weight for its parameter 'model.layers.0.hidden_norm.weight'"):
+    with pytest.raises(
+        UserError,
+        match=r"SGLang finds no weight for its parameter 'model.layers.0.hidden_norm.weight'",
+    ):
         read_as("sglang", out)
-    # As SpecForge writes it: the older runner of vLLM is off by one, the newer one falls back on other layers.
-    write_json(out / "config.json", {name: value for name, value in config.items() if not name.startswith("eagle_aux")})
+    # As SpecForge writes it: the older runner of vLLM is off by one, the newer one falls back on
+    # other layers.
+    write_json(
+        out / "config.json",
+        {name: value for name, value in config.items() if not name.startswith("eagle_aux")},
+    )
     with pytest.raises(UserError, match="vLLM's two runners would tap"):
         read_as("vllm", out)
 
 
-def test_speculators_layout(make_draft: Callable[..., Path], tiny_target: Callable[..., str]) -> None:
+def test_speculators_layout(
+    make_draft: Callable[..., Path], tiny_target: Callable[..., str]
+) -> None:
     draft = make_draft()
     out = export(draft, "speculators", speculative_tokens=5)
     config, tensors = read_config(out), load_file(out / "model.safetensors")
@@ -118,7 +144,9 @@ def test_speculators_layout(make_draft: Callable[..., Path], tiny_target: Callab
     assert config["speculators_config"]["verifier"]["name_or_path"] == tiny_target("llama")
     assert read_as("speculators", out).config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     original = load_file(draft / "model.safetensors")
-    assert torch.equal(tensors["layers.0.self_attn.q_proj.weight"], original["midlayer.self_attn.q_proj.weight"])
+    assert torch.equal(
+        tensors["layers.0.self_attn.q_proj.weight"], original["midlayer.self_attn.q_proj.weight"]
+    )
     assert not [name for name in tensors if name.startswith("midlayer")]
 
 
@@ -130,7 +158,10 @@ def test_the_other_layer_prefix_is_renamed(make_draft: Callable[..., Path]) -> N
             tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
 
     written = load_file(export(make_draft(prefixed), "sglang") / "model.safetensors")
-    assert not any(name.startswith("layers.") for name in written) and "midlayer.self_attn.q_proj.weight" in written
+    assert (
+        not any(name.startswith("layers.") for name in written)
+        and "midlayer.self_attn.q_proj.weight" in written
+    )
 
 
 def test_full_vocabulary_needs_no_map(make_draft: Callable[..., Path]) -> None:
@@ -174,26 +205,41 @@ NESTED = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 
         (
             assign(
                 eagle_aux_hidden_state_layer_ids=[3, 2, 1],
-                eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 1, 0]},
+                eagle_config={
+                    "use_aux_hidden_state": True,
+                    "eagle_aux_hidden_state_layer_ids": [2, 1, 0],
+                },
             ),
             "train with [1, 2, 3]",
         ),
         (
             assign(
                 eagle_aux_hidden_state_layer_ids=[1, 2, 4],
-                eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
+                eagle_config={
+                    "use_aux_hidden_state": True,
+                    "eagle_aux_hidden_state_layer_ids": [0, 1, 3],
+                },
             ),
             "engines can read 1 to 3",
         ),
         (assign(num_hidden_layers=2), "weight 'layers.1.self_attn.q_proj.weight' is missing"),
         (assign(tie_word_embeddings=True), "tie_word_embeddings=True"),
-        (assign(architectures=["Qwen3Eagle3Model"]), "'Qwen3Eagle3Model' is not the portable EAGLE-3 one"),
+        (
+            assign(architectures=["Qwen3Eagle3Model"]),
+            "'Qwen3Eagle3Model' is not the portable EAGLE-3 one",
+        ),
         (assign(attention_bias=True), "attention_bias=True"),
         (assign(fc_norm=True), "weight 'fc_norm.0.weight' is missing"),
-        (replace("fc_norm.0.weight", torch.ones(HIDDEN)), "'fc_norm.0.weight' of shape [32] has no place"),
+        (
+            replace("fc_norm.0.weight", torch.ones(HIDDEN)),
+            "'fc_norm.0.weight' of shape [32] has no place",
+        ),
         (assign(vocab_size=300), "vocab_size 300"),
         (assign(intermediate_size=64), "has shape [48, 32], its config.json implies [64, 32]"),
-        (replace("midlayer.q_norm.weight", torch.ones(8)), "'midlayer.q_norm.weight' of shape [8] has no place"),
+        (
+            replace("midlayer.q_norm.weight", torch.ones(8)),
+            "'midlayer.q_norm.weight' of shape [8] has no place",
+        ),
         (replace("norm.weight", torch.full((HIDDEN,), float("nan"))), "'norm.weight'"),
         (replace("d2t", torch.zeros(100, dtype=torch.int64) - 1), "d2t does not map"),
         (replace("d2t", torch.full((100,), VOCAB, dtype=torch.int64)), "d2t does not map"),
@@ -206,7 +252,9 @@ def test_what_no_engine_could_serve_is_refused_in_one_sentence(
     with pytest.raises(UserError) as caught:
         export(draft, "vllm")
     assert wanted in str(caught.value) and "\n" not in str(caught.value)
-    assert [path.name for path in draft.parent.iterdir()] == ["draft"], "a refused export leaves nothing behind"
+    assert [path.name for path in draft.parent.iterdir()] == ["draft"], (
+        "a refused export leaves nothing behind"
+    )
 
 
 def normed(key: str) -> Callable[..., None]:
@@ -220,7 +268,9 @@ def normed(key: str) -> Callable[..., None]:
     return change
 
 
-@pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
+@pytest.mark.parametrize(
+    "key", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
+)
 def test_norms_go_where_they_are_read(make_draft: Callable[..., Path], key: str) -> None:
     draft = make_draft(normed(key))
     assert read_config(export(draft, "vllm"))[key] is True
@@ -236,7 +286,12 @@ def test_targets_with_scaled_embeddings_need_embeddings_in_the_draft(
     make_draft: Callable[..., Path], tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
     target = json.loads((Path(tiny_target("llama")) / "config.json").read_text())
-    scaled = {**target, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "query_pre_attn_scalar": 16}
+    scaled = {
+        **target,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 16,
+    }
     (tmp_path / "scaled").mkdir()
     write_json(tmp_path / "scaled" / "config.json", scaled)
     with pytest.raises(UserError, match="scales its token embeddings"):

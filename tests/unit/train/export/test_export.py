@@ -1,4 +1,5 @@
-"""The export command around the layouts: where it reads and writes, its model card, its refusals."""
+"""The export command around the layouts: where it reads and writes, its model card, its
+refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from draftsmith.train.export.layouts.table import REFUSALS, WRITERS
 def draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Path:
     folder = tmp_path / "draft"
     AutoModelForCausalLM.from_pretrained(tiny_target("llama", seed=1)).save_pretrained(folder)
-    set_record(folder, family="draft-lm", target={"name": tiny_target("llama")}, training={"steps": 7}, evaluation=[])
+    set_record(
+        folder,
+        family="draft-lm",
+        target={"name": tiny_target("llama")},
+        training={"steps": 7},
+        evaluation=[],
+    )
     return folder
 
 
@@ -34,7 +41,11 @@ def set_record(folder: Path, **values: Any) -> None:
 
 def export(source: Path, out: str = "out", **options: Any) -> Path:
     folder = source.parent / out
-    run(ExportConfig(**{"draft": str(source), "to": "hf", "out": str(folder), "prove": False, **options}))
+    run(
+        ExportConfig(
+            **{"draft": str(source), "to": "hf", "out": str(folder), "prove": False, **options}
+        )
+    )
     return folder
 
 
@@ -69,12 +80,15 @@ def test_a_draft_checkpoint_is_never_overwritten(draft: Path) -> None:
     assert "is not an earlier export" in refusal(draft, out="other-draft")
 
 
-def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path, tiny_target: Callable[..., str]) -> None:
+def test_bad_input_is_one_sentence(
+    draft: Path, tmp_path: Path, tiny_target: Callable[..., str]
+) -> None:
     assert "'gone' is neither a folder nor" in refusal(draft, draft="gone")
     assert "target 'gone' is neither a folder nor" in refusal(draft, target="gone")
     assert "--speculative-tokens is 0" in refusal(draft, speculative_tokens=0)
-    assert "speculators layout has no plain draft LMs; export this draft-lm draft --to vllm or sglang or hf" in refusal(
-        draft, to="speculators"
+    assert (
+        "speculators layout has no plain draft LMs; export this draft-lm draft --to vllm or "
+        "sglang or hf" in refusal(draft, to="speculators")
     )
     set_record(draft, target={})
     assert "does not say which target it is for; give --target" in refusal(draft)
@@ -93,18 +107,24 @@ def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
 ) -> None:
     asked: list[Any] = []
 
-    def snapshot(name: str, *, ignore_patterns: list[str] | None, revision: str | None = None) -> str:
+    def snapshot(
+        name: str, *, ignore_patterns: list[str] | None, revision: str | None = None
+    ) -> str:
         asked.append((name, ignore_patterns))
         return tiny_target("llama")
 
     monkeypatch.setattr(checkpoint, "snapshot_download", snapshot)
     set_record(draft, target={"name": "ann/target"})
     card = (export(draft) / "README.md").read_text()
-    assert [(name, "*.safetensors" in patterns) for name, patterns in asked] == [("ann/target", True)]
+    assert [(name, "*.safetensors" in patterns) for name, patterns in asked] == [
+        ("ann/target", True)
+    ]
     assert "base_model: ann/target" in card
 
 
-def test_a_draft_made_elsewhere_needs_no_record(draft: Path, tiny_target: Callable[..., str]) -> None:
+def test_a_draft_made_elsewhere_needs_no_record(
+    draft: Path, tiny_target: Callable[..., str]
+) -> None:
     (draft / "draftsmith.json").unlink()
     assert "does not say which target" in refusal(draft)
     out = export(draft, target=tiny_target("llama"))
@@ -113,7 +133,9 @@ def test_a_draft_made_elsewhere_needs_no_record(draft: Path, tiny_target: Callab
     assert read_json(out / "draftsmith.json")["family"] == "draft-lm"
     shutil.copy(Path(tiny_target("other_vocab")) / "tokenizer.json", draft)
     shutil.copy(Path(tiny_target("other_vocab")) / "tokenizer_config.json", draft)
-    assert "the draft's tokenizer is not the target's" in refusal(draft, target=tiny_target("llama"))
+    assert "the draft's tokenizer is not the target's" in refusal(
+        draft, target=tiny_target("llama")
+    )
 
 
 def estimate(value: float) -> dict[str, float]:
@@ -122,8 +144,12 @@ def estimate(value: float) -> dict[str, float]:
 
 def evaluation(temperature: float, tau: float) -> dict[str, Any]:
     return {
-        "temperature": temperature, "k": 3, "documents": 5, "tokens": 1234, "rounds": 500.0, "tau": estimate(tau),
-        "alpha": [estimate(0.71), estimate(0.62), None], "tau_by_k": [1.7, 2.1, 2.2], "unlikely": 0.0, "method": "by a test",
+        "temperature": temperature, "k": 3, "documents": 5, "tokens": 1234, "rounds": 500.0,
+        "tau": estimate(tau),
+        "alpha": [estimate(0.71), estimate(0.62), None], "tau_by_k": [1.7, 2.1, 2.2],
+        "unlikely": 0.0, "method": (
+            "by a test"
+        ),
     }  # fmt: skip
 
 
@@ -142,7 +168,8 @@ def test_the_card_shows_decoded_beside_predicted(draft: Path) -> None:
     card = (export(draft) / "README.md").read_text()
     assert "| temperature | tau (95 %) | tau decoded (95 %) | alpha_1 |" in card
     assert (
-        "| 1 | 2.25 (2.24 to 2.26) | 2.31 (2.30 to 2.32) | 0.710 |" in card and "| 0 | 2.50 (2.49 to 2.51) | - | 0.710 |" in card
+        "| 1 | 2.25 (2.24 to 2.26) | 2.31 (2.30 to 2.32) | 0.710 |" in card
+        and "| 0 | 2.50 (2.49 to 2.51) | - | 0.710 |" in card
     )
     assert "counted in lossless decoding" in card
 
@@ -151,7 +178,10 @@ def test_the_card_names_data_and_method(draft: Path) -> None:
     data = {"prompts": "stdlib:code", "answers": 24, "tokens": 1130, "temperature": 1.0}
     set_record(draft, training={"steps": 300, "data": data})
     card = (export(draft) / "README.md").read_text()
-    assert "300 steps, on 24 answers (1130 tokens) that the target wrote at temperature 1 to prompts from `stdlib:code`" in card
+    assert (
+        "300 steps, on 24 answers (1130 tokens) that the target wrote at temperature 1 to prompts "
+        "from `stdlib:code`" in card
+    )
 
 
 def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
@@ -159,10 +189,14 @@ def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
     assert "Nothing was measured for this checkpoint" in card and "alpha_1" not in card
 
 
-def test_the_card_says_how_to_serve_in_each_engine(draft: Path, tiny_target: Callable[..., str]) -> None:
+def test_the_card_says_how_to_serve_in_each_engine(
+    draft: Path, tiny_target: Callable[..., str]
+) -> None:
     card = (export(draft, speculative_tokens=4) / "README.md").read_text()
     target = tiny_target("llama")
     assert f'vllm serve {target} --speculative-config \'{{"method": "draft_model"' in card
     assert '"num_speculative_tokens": 4' in card
-    assert "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
+    assert (
+        "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
+    )
     assert "assistant_model=" in card

@@ -1,4 +1,5 @@
-"""EAGLE-1, Medusa and the MLP speculator as engines load them: names, shapes, and the same drafts when read back."""
+"""EAGLE-1, Medusa and the MLP speculator as engines load them: names, shapes, and the same drafts
+when read back."""
 
 from __future__ import annotations
 
@@ -66,7 +67,11 @@ def logits(folder: Path, target: Target) -> list[torch.Tensor]:
     ids = torch.randint(3, target.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
     batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3)
-    heads = [drafter.head_at(depth) for depth in range(3)] if drafter.family in ("medusa", "mlp") else [drafter.head_weight()] * 3
+    heads = (
+        [drafter.head_at(depth) for depth in range(3)]
+        if drafter.family in ("medusa", "mlp")
+        else [drafter.head_weight()] * 3
+    )
     return [step.hidden @ head.T for step, head in zip(drafter.unroll(batch), heads, strict=True)]
 
 
@@ -80,17 +85,28 @@ def test_an_export_is_the_same_draft(family, engine, make, target):
 
 def test_eagle1_differs_between_engines_by_its_bias_alone(make):
     draft = make("eagle1")
-    vllm, sglang = (load_file(export(draft, engine) / "model.safetensors") for engine in ("vllm", "sglang"))
+    vllm, sglang = (
+        load_file(export(draft, engine) / "model.safetensors") for engine in ("vllm", "sglang")
+    )
     assert sglang.keys() - vllm.keys() == {"fc.bias"} and not sglang["fc.bias"].any()
-    assert not any("input_layernorm" in name or name.startswith(("norm", "lm_head")) for name in vllm)
-    assert read_json(draft.with_name("eagle1-vllm") / "config.json")["architectures"] == ["EagleLlamaForCausalLM"]
-    assert read_json(draft.with_name("eagle1-sglang") / "config.json")["architectures"] == ["LlamaForCausalLMEagle"]
+    assert not any(
+        "input_layernorm" in name or name.startswith(("norm", "lm_head")) for name in vllm
+    )
+    assert read_json(draft.with_name("eagle1-vllm") / "config.json")["architectures"] == [
+        "EagleLlamaForCausalLM"
+    ]
+    assert read_json(draft.with_name("eagle1-sglang") / "config.json")["architectures"] == [
+        "LlamaForCausalLMEagle"
+    ]
 
 
 def test_a_bias_that_says_something_is_not_dropped(make, target):
     draft = make("eagle1")
     tensors = load_file(draft / "model.safetensors")
-    save_file({**tensors, "fc.bias": torch.ones_like(tensors["fc.weight"][:, 0])}, draft / "model.safetensors")
+    save_file(
+        {**tensors, "fc.bias": torch.ones_like(tensors["fc.weight"][:, 0])},
+        draft / "model.safetensors",
+    )
     before = logits(draft, target)
     with pytest.raises(UserError, match="fc has a bias, which vLLM's EAGLE-1 cannot express"):
         export(draft, "vllm")
@@ -109,7 +125,10 @@ def test_a_bias_that_says_something_is_not_dropped(make, target):
 def test_eagle1_that_engines_would_misread_is_refused(change, words, make):
     draft = make("eagle1")
     tensors = {**load_file(draft / "model.safetensors"), **change}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, draft / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        draft / "model.safetensors",
+    )
     with pytest.raises(UserError, match=words):
         export(draft, "vllm")
 
@@ -128,24 +147,41 @@ def test_eagle1_of_a_target_with_scaled_embeddings_brings_its_own(make, tiny_tar
 def test_medusa_carries_the_targets_table(make, target, tiny_target):
     draft = make("medusa")
     table = output_table(target).detach()
-    assert torch.equal(load_file(export(draft, "vllm") / "model.safetensors")["lm_head.weight"], table)
+    assert torch.equal(
+        load_file(export(draft, "vllm") / "model.safetensors")["lm_head.weight"], table
+    )
     original = load_file(export(draft, "hf") / "medusa_lm_head.safetensors")
     assert torch.equal(original["3.1.weight"], table) and original["0.0.linear.bias"].shape == (32,)
     assert read_json(draft.with_name("medusa-hf") / "config.json")["medusa_num_heads"] == 4
     # Qwen3 here ties the two tables.
     tied = Target.load(tiny_target("qwen3"), dtype=torch.float32)
     again = make("medusa", tied)
-    assert torch.equal(load_file(export(again, "vllm") / "model.safetensors")["lm_head.weight"], output_table(tied).detach())
+    assert torch.equal(
+        load_file(export(again, "vllm") / "model.safetensors")["lm_head.weight"],
+        output_table(tied).detach(),
+    )
 
 
 def test_p_eagle_layers_are_named_as_vllm_names_them(make):
     draft = make("p-eagle")
     written = {engine: export(draft, engine) for engine in ("vllm", "speculators")}
-    tensors = {engine: load_file(folder / "model.safetensors") for engine, folder in written.items()}
-    assert {name.split(".")[0] for name in tensors["vllm"]} == {"midlayer", "layers", "fc", "norm", "lm_head", "mask_hidden"}
+    tensors = {
+        engine: load_file(folder / "model.safetensors") for engine, folder in written.items()
+    }
+    assert {name.split(".")[0] for name in tensors["vllm"]} == {
+        "midlayer",
+        "layers",
+        "fc",
+        "norm",
+        "lm_head",
+        "mask_hidden",
+    }
     assert not any(name.startswith("midlayer") for name in tensors["speculators"])
     config = {engine: read_json(folder / "config.json") for engine, folder in written.items()}
-    assert config["vllm"]["architectures"] == ["LlamaForCausalLMEagle3"] and config["vllm"]["num_hidden_layers"] == 4
+    assert (
+        config["vllm"]["architectures"] == ["LlamaForCausalLMEagle3"]
+        and config["vllm"]["num_hidden_layers"] == 4
+    )
     assert config["speculators"]["speculators_model_type"] == "peagle"
     assert config["speculators"]["mask_token_id"] == config["vllm"]["mask_token_id"] is not None
     with pytest.raises(UserError, match="does not read P-EAGLE's mask_hidden"):
@@ -158,7 +194,9 @@ def test_p_eagle_layers_are_named_as_vllm_names_them(make):
 
 def test_mlp_repeats_its_tied_weights_at_every_depth(make):
     draft = make("mlp")
-    own, written = (load_file(folder / "model.safetensors") for folder in (draft, export(draft, "hf")))
+    own, written = (
+        load_file(folder / "model.safetensors") for folder in (draft, export(draft, "hf"))
+    )
     assert {name.split(".")[2] for name in written if ".head." in name} == {"0", "1", "2", "3"}
     assert torch.equal(written["speculator.proj.3.weight"], own["speculator.proj.1.weight"])
     assert written["speculator.proj.0.weight"].shape == own["speculator.proj.0.weight"].shape
@@ -168,10 +206,17 @@ def test_block_drafters_count_layers_by_their_outputs(make):
     """The default taps of four layers are the inputs of layers 1 and 2, the outputs of 0 and 1."""
     for family in ("dflash", "dspark"):
         config = read_json(export(make(family), "vllm") / "config.json")
-        assert config["dflash_config"]["target_layer_ids"] == [0, 1] and config["num_target_layers"] == 4
+        assert (
+            config["dflash_config"]["target_layer_ids"] == [0, 1]
+            and config["num_target_layers"] == 4
+        )
         assert config["dflash_config"]["sample_from_anchor"] is (family == "dspark")
         assert config["dflash_config"]["mask_token_id"] < config["vocab_size"]
-    assert config["target_layer_ids"] == [0, 1] and config["sample_from_anchor"] is True and config["markov_rank"] == 64
+    assert (
+        config["target_layer_ids"] == [0, 1]
+        and config["sample_from_anchor"] is True
+        and config["markov_rank"] == 64
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,12 +230,17 @@ def test_block_drafters_count_layers_by_their_outputs(make):
 def test_dflash_that_engines_would_misread_is_refused(change, words, make):
     draft = make("dflash")
     tensors = {**load_file(draft / "model.safetensors"), **change}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, draft / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        draft / "model.safetensors",
+    )
     with pytest.raises(UserError, match=words):
         export(draft, "vllm")
 
 
-@pytest.mark.parametrize(("layers", "words"), [([1, 0], "ascending taps"), ([0, 3], "can read 0 to 2")])
+@pytest.mark.parametrize(
+    ("layers", "words"), [([1, 0], "ascending taps"), ([0, 3], "can read 0 to 2")]
+)
 def test_layers_that_engines_cannot_hand_over_are_refused(layers, words, make):
     draft = make("dflash")
     config = read_json(draft / "config.json")
@@ -201,7 +251,8 @@ def test_layers_that_engines_cannot_hand_over_are_refused(layers, words, make):
 
 
 @pytest.mark.parametrize(
-    ("family", "key"), [("eagle1", "vocab_size"), ("mlp", "vocab_size"), ("mlp", "emb_dim"), ("dflash", "vocab_size")]
+    ("family", "key"),
+    [("eagle1", "vocab_size"), ("mlp", "vocab_size"), ("mlp", "emb_dim"), ("dflash", "vocab_size")],
 )
 def test_a_draft_of_another_target_is_refused(family, key, make):
     draft = make(family)

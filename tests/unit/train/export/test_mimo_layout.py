@@ -1,4 +1,5 @@
-"""Stitched MTP: the folder is still the target, and the module read as vLLM reads it is still our module."""
+"""Stitched MTP: the folder is still the target, and the module read as vLLM reads it is still our
+module."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2DecoderLayer,
+    Qwen2RMSNorm,
+    Qwen2RotaryEmbedding,
+)
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp import Mtp
@@ -25,7 +30,8 @@ from draftsmith.train.session import older_drafter
 
 
 class MimoModule(torch.nn.Module):
-    """What vLLM builds from `model.mtp_layers.0.*` (mimo_mtp.py), over transformers' Qwen2 layer."""
+    """What vLLM builds from `model.mtp_layers.0.*` (mimo_mtp.py), over transformers'
+    Qwen2 layer."""
 
     def __init__(self, config: Qwen2Config):
         super().__init__()
@@ -38,29 +44,49 @@ class MimoModule(torch.nn.Module):
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         block = re.compile(r"^(self_attn|mlp|input_layernorm|post_attention_layernorm)\.")
-        names = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors.items() if "mtp_layers" in name}
-        self.load_state_dict({block.sub(r"mtp_block.\1.", name): tensor for name, tensor in names.items()})
+        names = {
+            name.removeprefix("model.mtp_layers.0."): tensor
+            for name, tensor in tensors.items()
+            if "mtp_layers" in name
+        }
+        self.load_state_dict(
+            {block.sub(r"mtp_block.\1.", name): tensor for name, tensor in names.items()}
+        )
 
-    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Qwen2RotaryEmbedding) -> torch.Tensor:
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Qwen2RotaryEmbedding
+    ) -> torch.Tensor:
         positions = torch.arange(embeds.shape[1])[None]
         embeds = torch.where(positions[..., None] == 0, 0, embeds)
-        mixed = self.input_proj(torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embeds)], dim=-1))
+        mixed = self.input_proj(
+            torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embeds)], dim=-1)
+        )
         mask = torch.full((embeds.shape[1],) * 2, float("-inf")).triu(1)[None, None]
-        state = self.mtp_block(mixed, attention_mask=mask, position_embeddings=rotary(mixed, positions))
+        state = self.mtp_block(
+            mixed, attention_mask=mask, position_embeddings=rotary(mixed, positions)
+        )
         return self.final_layernorm(state)
 
 
 @pytest.fixture
-def exported(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., tuple[Target, Mtp, Path]]:
+def exported(
+    tmp_path: Path, tiny_target: Callable[..., str]
+) -> Callable[..., tuple[Target, Mtp, Path]]:
     def make(arch: str = "llama", options: MtpOptions | None = None) -> tuple[Target, Mtp, Path]:
         target = Target.load(tiny_target(arch))
         drafter = Mtp.create(options or MtpOptions(), target, seed=3)
         generator = torch.Generator().manual_seed(0)
         for parameter in drafter.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data.add_(noise * (0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5))
+            parameter.data.add_(
+                noise * (0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
+            )
         checkpoint.save(drafter, tmp_path / "draft", target)
-        run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out"), prove=False))
+        run(
+            ExportConfig(
+                draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out"), prove=False
+            )
+        )
         return target, drafter, tmp_path / "out"
 
     return make
@@ -76,7 +102,9 @@ def stitched_tensors(folder: Path) -> dict[str, torch.Tensor]:
 IDS = torch.randint(2, 288, (1, 12), generator=torch.Generator().manual_seed(1))
 
 
-def test_transformers_still_loads_the_target(exported: Callable[..., tuple[Target, Mtp, Path]]) -> None:
+def test_transformers_still_loads_the_target(
+    exported: Callable[..., tuple[Target, Mtp, Path]],
+) -> None:
     target, _, folder = exported()
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(loaded).__name__ == "Qwen2ForCausalLM"
@@ -87,11 +115,21 @@ def test_transformers_still_loads_the_target(exported: Callable[..., tuple[Targe
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer().get_vocab()
 
 
-def test_vllm_reads_the_module_that_was_trained(exported: Callable[..., tuple[Target, Mtp, Path]]) -> None:
+def test_vllm_reads_the_module_that_was_trained(
+    exported: Callable[..., tuple[Target, Mtp, Path]],
+) -> None:
     target, drafter, folder = exported()
     values = json.loads((folder / "config.json").read_text())
-    assert values["architectures"] == ["MiMoForCausalLM"] and values["num_nextn_predict_layers"] == 1
-    config = Qwen2Config(**{key: value for key, value in values.items() if key not in ("architectures", "model_type")})
+    assert (
+        values["architectures"] == ["MiMoForCausalLM"] and values["num_nextn_predict_layers"] == 1
+    )
+    config = Qwen2Config(
+        **{
+            key: value
+            for key, value in values.items()
+            if key not in ("architectures", "model_type")
+        }
+    )
     config._attn_implementation = "eager"
     module = MimoModule(config).eval()
     module.load(stitched_tensors(folder))
@@ -101,7 +139,12 @@ def test_vllm_reads_the_module_that_was_trained(exported: Callable[..., tuple[Ta
         # MiMo hands its module the target's state before the last norm, raw id L.
         taps, _ = target.states(IDS, mask, (target.num_layers,))
         theirs = module(target.embed(torch.roll(IDS, -1, 1)), taps, rotary)
-        batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=target.states(IDS, mask, drafter.taps)[0], num_steps=1)
+        batch = UnrollBatch(
+            input_ids=IDS,
+            attention_mask=mask,
+            taps=target.states(IDS, mask, drafter.taps)[0],
+            num_steps=1,
+        )
         ours = next(iter(drafter.unroll(batch))).hidden
     torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
 
@@ -121,17 +164,22 @@ def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
     native = older_drafter(str(folder), "mtp", target)
     assert isinstance(native, Mtp)
     own, wanted = native.state_dict(), drafter.state_dict()
-    assert {name for name in own if name not in wanted} == {f"layer.self_attn.{kind}_proj.bias" for kind in "qkv" if biased}
+    assert {name for name in own if name not in wanted} == {
+        f"layer.self_attn.{kind}_proj.bias" for kind in "qkv" if biased
+    }
     assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
     checkpoint.save(native, tmp_path / "tuned", target)
     again = checkpoint.load(tmp_path / "tuned", target)
-    run(ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "again")))  # and proves what was written
+    # and proves what was written
+    run(ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "again")))
     assert again.state_dict().keys() == own.keys()
     old, new = stitched_tensors(folder), stitched_tensors(tmp_path / "again")
     assert all(torch.equal(old[name], new[name]) for name in old if "mtp_layers" in name)
 
 
-def test_a_target_with_other_modules_than_one_is_refused(exported: Callable[..., tuple[Target, Mtp, Path]]) -> None:
+def test_a_target_with_other_modules_than_one_is_refused(
+    exported: Callable[..., tuple[Target, Mtp, Path]],
+) -> None:
     target, _, folder = exported()
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "num_nextn_predict_layers": 3}))
@@ -140,7 +188,9 @@ def test_a_target_with_other_modules_than_one_is_refused(exported: Callable[...,
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma", "gpt_neox", "mixtral", "mistral"])
-def test_targets_that_the_layout_cannot_express_are_refused(exported: Callable[..., object], arch: str) -> None:
+def test_targets_that_the_layout_cannot_express_are_refused(
+    exported: Callable[..., object], arch: str
+) -> None:
     # mistral: its sliding window.
     with pytest.raises(UserError, match="train an eagle3 draft"):
         exported(arch)

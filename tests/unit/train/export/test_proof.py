@@ -1,4 +1,5 @@
-"""Every export is read back as its engine reads it and drafts the same rounds; one that is not the trained draft is refused."""
+"""Every export is read back as its engine reads it and drafts the same rounds; one that is not the
+trained draft is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from draftsmith.train.export.layouts.table import WRITERS
 from draftsmith.train.export.proof import prove
 from draftsmith.train.export.readers.table import READERS
 
-SHAPES = {"eagle3": Eagle3Options(draft_vocab_size=200, taps=(1, 2, 3)), "draft-lm": DraftLmOptions(target_layers=(0, 3))}
+SHAPES = {
+    "eagle3": Eagle3Options(draft_vocab_size=200, taps=(1, 2, 3)),
+    "draft-lm": DraftLmOptions(target_layers=(0, 3)),
+}
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
@@ -34,15 +38,20 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 @pytest.fixture(scope="module")
-def exported(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
-    """`exported(family, engine)` -> (draft, export), made once. Noise in all its weights makes no two alike."""
+def exported(
+    target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], tuple[Path, Path]]:
+    """`exported(family, engine)` -> (draft, export), made once. Noise in all its weights makes no
+    two alike."""
     made: dict[str, Path] = {}
 
     def draft(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family) / "draft"
             counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(5))
-            drafter = FAMILIES[family].create(SHAPES.get(family, OPTIONS[family]()), target, seed=0, token_counts=counts)
+            drafter = FAMILIES[family].create(
+                SHAPES.get(family, OPTIONS[family]()), target, seed=0, token_counts=counts
+            )
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
                 for parameter in drafter.parameters():
@@ -61,15 +70,24 @@ def exported(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 def proved(draft: Path, folder: Path, engine: str) -> Any:
-    return prove(open_source(ExportConfig(draft=str(draft), to=engine, out="unused")), folder, engine)
+    return prove(
+        open_source(ExportConfig(draft=str(draft), to=engine, out="unused")), folder, engine
+    )
 
 
 def test_every_layout_that_is_written_has_a_reader() -> None:
-    assert {(family, engine) for family, writers in WRITERS.items() for engine in writers} == READERS.keys()
+    assert {
+        (family, engine) for family, writers in WRITERS.items() for engine in writers
+    } == READERS.keys()
 
 
-# In a repository for Triton lies vLLM's layout: one draft beside its target and one within it are enough.
-PAIRS = [(family, engine) for family, engine in sorted(READERS) if engine != "triton" or family in ("eagle3", "mtp")]
+# In a repository for Triton lies vLLM's layout: one draft beside its target and one within it are
+# enough.
+PAIRS = [
+    (family, engine)
+    for family, engine in sorted(READERS)
+    if engine != "triton" or family in ("eagle3", "mtp")
+]
 
 
 @pytest.mark.parametrize(("family", "engine"), PAIRS)
@@ -91,12 +109,20 @@ def corrupted(folder: Path, to: Path, change: Change) -> Path:
     config, tensors = read_json(to / "config.json"), load_file(weights_of(to))
     change(config, tensors)
     write_json(to / "config.json", config)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights_of(to), metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        weights_of(to),
+        metadata={"format": "pt"},
+    )
     index = to / "model.safetensors.index.json"
     if index.is_file():
         known = read_json(index)
-        kept = {name: file for name, file in known["weight_map"].items() if file != weights_of(to).name}
-        write_json(index, known | {"weight_map": kept | dict.fromkeys(tensors, weights_of(to).name)})
+        kept = {
+            name: file for name, file in known["weight_map"].items() if file != weights_of(to).name
+        }
+        write_json(
+            index, known | {"weight_map": kept | dict.fromkeys(tensors, weights_of(to).name)}
+        )
     return to
 
 
@@ -117,7 +143,9 @@ def rename(old: str, new: str) -> Change:
 
 def halves(name: str) -> Change:
     """The two inputs of a projection in the other order."""
-    return lambda config, tensors: tensors.update({name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)})
+    return lambda config, tensors: tensors.update(
+        {name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)}
+    )
 
 
 def put(**values: Any) -> Change:
@@ -136,25 +164,44 @@ def reversed_map(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> No
 WRONG: list[tuple[str, str, Change]] = [
     # Names and orders.
     ("eagle3", "vllm", exchange("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight")),
-    ("eagle3", "vllm", exchange("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight")),
+    (
+        "eagle3",
+        "vllm",
+        exchange("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"),
+    ),
     ("eagle3", "vllm", rename("norm.weight", "final_norm.weight")),
     ("eagle3", "sglang", rename("norm.weight", "final_norm.weight")),
     ("eagle3", "speculators", halves("layers.0.self_attn.q_proj.weight")),
     ("eagle3", "speculators", put(norm_before_residual=True)),
     ("eagle3", "vllm", put(norm_output=True)),
     ("eagle3", "sglang", put(norm_output=True)),
-    ("p-eagle", "vllm", lambda config, tensors: tensors.update(mask_hidden=tensors["mask_hidden"].flip(1))),
+    (
+        "p-eagle",
+        "vllm",
+        lambda config, tensors: tensors.update(mask_hidden=tensors["mask_hidden"].flip(1)),
+    ),
     ("p-eagle", "vllm", lambda config, tensors: tensors.pop("mask_hidden")),
     ("p-eagle", "speculators", put(mask_token_id=7)),
     ("eagle1", "vllm", halves("fc.weight")),
     ("eagle1", "sglang", rename("fc.weight", "model.projection.weight")),
     ("mtp", "vllm", halves("model.mtp_layers.0.input_proj.weight")),
-    ("mtp", "vllm", exchange("model.mtp_layers.0.token_layernorm.weight", "model.mtp_layers.0.hidden_layernorm.weight")),
+    (
+        "mtp",
+        "vllm",
+        exchange(
+            "model.mtp_layers.0.token_layernorm.weight",
+            "model.mtp_layers.0.hidden_layernorm.weight",
+        ),
+    ),
     ("medusa", "vllm", exchange("blocks.0.layers.0.weight", "blocks.1.layers.0.weight")),
     ("mlp", "hf", exchange("speculator.proj.0.weight", "speculator.proj.1.weight")),
     ("dspark", "vllm", exchange("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")),
     ("dspark", "sglang", rename("hidden_norm.weight", "encoder_norm.weight")),
-    ("draft-lm", "hf", exchange("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")),
+    (
+        "draft-lm",
+        "hf",
+        exchange("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ),
     # Transpositions; all of these matrices are square here.
     ("eagle3", "sglang", transpose("midlayer.self_attn.o_proj.weight")),
     ("eagle1", "vllm", transpose("layers.0.self_attn.q_proj.weight")),
@@ -171,13 +218,21 @@ WRONG: list[tuple[str, str, Change]] = [
     ("eagle3", "sglang", reversed_map),
     ("eagle3", "vllm", lambda config, tensors: tensors.pop("d2t")),
     ("eagle3", "vllm", lambda config, tensors: config.pop("eagle_aux_hidden_state_layer_ids")),
-    ("dflash", "sglang", lambda config, tensors: config["dflash_config"].update(target_layer_ids=[1, 2])),
+    (
+        "dflash",
+        "sglang",
+        lambda config, tensors: config["dflash_config"].update(target_layer_ids=[1, 2]),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("family", "engine", "change"), WRONG)
 def test_an_export_that_is_another_draft_is_refused(
-    family: str, engine: str, change: Change, exported: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+    family: str,
+    engine: str,
+    change: Change,
+    exported: Callable[[str, str], tuple[Path, Path]],
+    tmp_path: Path,
 ) -> None:
     draft, out = exported(family, engine)
     wrong = corrupted(out, tmp_path / "wrong", change)
@@ -186,12 +241,17 @@ def test_an_export_that_is_another_draft_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_stitched_target_must_still_be_the_target(exported: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_a_stitched_target_must_still_be_the_target(
+    exported: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
     draft, out = exported("mtp", "vllm")
     shutil.copytree(out, tmp_path / "wrong")
     tensors = load_file(tmp_path / "wrong" / "model-target.safetensors")
     name = "model.layers.2.self_attn.o_proj.weight"
-    save_file({**tensors, name: tensors[name].T.contiguous()}, tmp_path / "wrong" / "model-target.safetensors")
+    save_file(
+        {**tensors, name: tensors[name].T.contiguous()},
+        tmp_path / "wrong" / "model-target.safetensors",
+    )
     with pytest.raises(UserError, match=r"is not the trained one|are accepted where"):
         proved(draft, tmp_path / "wrong", "vllm")
 
@@ -209,7 +269,9 @@ def test_the_command_proves_before_it_says_done(
     def shifted(source: Any, out: Path) -> None:
         WRITERS["eagle3"]["sglang"](source, out)
         config = read_json(out / "config.json")
-        (out / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
+        (out / "config.json").write_text(
+            json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+        )
 
     monkeypatch.setitem(WRITERS["eagle3"], "vllm", shifted)
     with pytest.raises(UserError, match="is not the trained one"):

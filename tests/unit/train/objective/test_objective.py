@@ -31,7 +31,8 @@ def text(seed: int = 0) -> WeightedText:
 
 
 def by_hand(drafter, target, batch: WeightedText, num_steps: int, decay: float):
-    """Loops over every (row, position, depth); the target's law of the token at j is at its state j - 1."""
+    """Loops over every (row, position, depth); the target's distribution of the token at j is at
+    its state j - 1."""
     _, hidden = target.states(batch.input_ids, batch.attention_mask, drafter.taps)
     logits = target.head(hidden)
     total = torch.zeros((), dtype=torch.float64)
@@ -39,7 +40,12 @@ def by_hand(drafter, target, batch: WeightedText, num_steps: int, decay: float):
     alphas = [[] for _ in range(num_steps)]
     steps = list(
         drafter.unroll(
-            UnrollBatch(input_ids=batch.input_ids, attention_mask=batch.attention_mask, taps=None, num_steps=num_steps)
+            UnrollBatch(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                taps=None,
+                num_steps=num_steps,
+            )
         )
     )
     for depth, step in enumerate(steps):
@@ -61,7 +67,9 @@ def by_hand(drafter, target, batch: WeightedText, num_steps: int, decay: float):
 def test_loss_metrics_and_gradients_equal_the_plain_computation(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=3, weighting=Exponential(0.7))
+    unrolled = unrolled_loss(
+        drafter, LiveTeacher(target), batch, num_steps=3, weighting=Exponential(0.7)
+    )
     expected, keep, alphas = by_hand(drafter, target, batch, 3, 0.7)
     assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-10)
     assert unrolled.scale == pytest.approx(1 + 0.7 + 0.49)
@@ -77,18 +85,37 @@ def test_another_divergence_is_weighted_alike(target, table_drafter):
     """Total variation is 1 - alpha, so its total follows from the plain alphas."""
     drafter = table_drafter(288).double()
     batch = text()
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), batch, num_steps=3, weighting=Exponential(0.7), kind=kind_of("tv"))
+    unrolled = unrolled_loss(
+        drafter,
+        LiveTeacher(target),
+        batch,
+        num_steps=3,
+        weighting=Exponential(0.7),
+        kind=kind_of("tv"),
+    )
     _, _, alphas = by_hand(drafter, target, batch, 3, 0.7)
     expected = sum(0.7**depth * (unrolled.sums.weight[depth] - alphas[depth]) for depth in range(3))
     assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-10)
-    assert unrolled.sums.divergence.tolist() == pytest.approx((unrolled.sums.weight - unrolled.sums.alpha).tolist())
+    assert unrolled.sums.divergence.tolist() == pytest.approx(
+        (unrolled.sums.weight - unrolled.sums.alpha).tolist()
+    )
 
 
 def test_the_heads_gradient_is_held_once_for_all_steps(target, table_drafter, monkeypatch):
     calls = []
     honest = objective.divergence
-    monkeypatch.setattr(objective, "divergence", lambda *args, **options: calls.append(1) or honest(*args, **options))
-    unrolled_loss(table_drafter(288).double(), LiveTeacher(target), text(), num_steps=4, weighting=Exponential(0.7))
+    monkeypatch.setattr(
+        objective,
+        "divergence",
+        lambda *args, **options: calls.append(1) or honest(*args, **options),
+    )
+    unrolled_loss(
+        table_drafter(288).double(),
+        LiveTeacher(target),
+        text(),
+        num_steps=4,
+        weighting=Exponential(0.7),
+    )
     assert calls == [1]
 
 
@@ -96,16 +123,29 @@ def test_the_targets_head_reads_a_position_once_for_all_steps(target, table_draf
     rows, head = [], target.head
     monkeypatch.setattr(target, "head", lambda hidden: rows.append(len(hidden)) or head(hidden))
     batch = text()
-    unrolled_loss(table_drafter(288).double(), LiveTeacher(target), batch, num_steps=3, weighting=Exponential(0.7))
+    unrolled_loss(
+        table_drafter(288).double(),
+        LiveTeacher(target),
+        batch,
+        num_steps=3,
+        weighting=Exponential(0.7),
+    )
     assert rows == [int((batch.weights[:, 2:] > 0).sum())]
 
 
 def test_a_shift_by_one_would_be_seen(target, table_drafter):
-    """Negative control of the alignment: the same comparison fails when laws are taken one position off."""
+    """Negative control of the alignment: the same comparison fails when distributions are taken one
+    position off."""
     drafter = table_drafter(288).double()
     batch = text()
-    shifted = WeightedText(input_ids=batch.input_ids, attention_mask=batch.attention_mask, weights=batch.weights.roll(1, dims=1))
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), shifted, num_steps=3, weighting=Exponential(0.7))
+    shifted = WeightedText(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        weights=batch.weights.roll(1, dims=1),
+    )
+    unrolled = unrolled_loss(
+        drafter, LiveTeacher(target), shifted, num_steps=3, weighting=Exponential(0.7)
+    )
     expected, _, _ = by_hand(drafter, target, batch, 3, 0.7)
     assert abs(unrolled.total.item() - expected.item()) > 1e-3
 
@@ -114,13 +154,21 @@ def test_padding_changes_nothing(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
     row = WeightedText(
-        input_ids=batch.input_ids[1:, :6], attention_mask=batch.attention_mask[1:, :6], weights=batch.weights[1:, :6]
+        input_ids=batch.input_ids[1:, :6],
+        attention_mask=batch.attention_mask[1:, :6],
+        weights=batch.weights[1:, :6],
     )
-    alone = unrolled_loss(drafter, LiveTeacher(target), row, num_steps=2, weighting=Exponential(1.0))
+    alone = unrolled_loss(
+        drafter, LiveTeacher(target), row, num_steps=2, weighting=Exponential(1.0)
+    )
     padded = unrolled_loss(
         drafter,
         LiveTeacher(target),
-        WeightedText(input_ids=batch.input_ids[1:], attention_mask=batch.attention_mask[1:], weights=batch.weights[1:]),
+        WeightedText(
+            input_ids=batch.input_ids[1:],
+            attention_mask=batch.attention_mask[1:],
+            weights=batch.weights[1:],
+        ),
         num_steps=2,
         weighting=Exponential(1.0),
     )
@@ -130,8 +178,14 @@ def test_padding_changes_nothing(target, table_drafter):
 def test_no_gradient_reaches_the_target_and_unweighted_text_gives_zero(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
-    nothing = WeightedText(input_ids=batch.input_ids, attention_mask=batch.attention_mask, weights=torch.zeros(2, 9).double())
-    unrolled = unrolled_loss(drafter, LiveTeacher(target), nothing, num_steps=2, weighting=Exponential(1.0))
+    nothing = WeightedText(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        weights=torch.zeros(2, 9).double(),
+    )
+    unrolled = unrolled_loss(
+        drafter, LiveTeacher(target), nothing, num_steps=2, weighting=Exponential(1.0)
+    )
     unrolled.total.backward()
     assert unrolled.total.item() == 0.0
     # A rank without a trained token must still take part in the reduction of gradients.

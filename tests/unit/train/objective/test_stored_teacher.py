@@ -1,4 +1,5 @@
-"""What is stored of a target teaches as the target does: bfloat16 and fp8 states, sparse laws, and what is refused."""
+"""What is stored of a target teaches as the target does: bfloat16 and fp8 states, sparse
+distributions, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,14 +22,18 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL
-from draftsmith.kernels.sampling.top_tokens import top_law
+from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.data.batches import WeightedText, pack
 from draftsmith.train.data.dataset import Corpus, read_corpus
 from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
 from draftsmith.train.objective.depth_weights import Exponential
-from draftsmith.train.objective.stored_teacher import LawTeacher, TapTeacher, stored_teacher
+from draftsmith.train.objective.stored_teacher import (
+    DistributionTeacher,
+    TapTeacher,
+    stored_teacher,
+)
 from draftsmith.train.objective.teacher import LiveTeacher, Teacher
 from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
 
@@ -45,8 +50,17 @@ def stored(target: Target, tmp_path: Path) -> Callable[..., Path]:
     """A folder of 12 answers in shards of 5, with what is asked for stored of them."""
 
     def make(**options: Any) -> Path:
-        values = {"prompts": "stdlib:prose", "count": 12, "prompt_tokens": 9, "max_tokens": 14, "batch": 4, "shard": 5}
-        generate.run(GenerateConfig(target=target.name, out=str(tmp_path / "data"), **values | options))
+        values = {
+            "prompts": "stdlib:prose",
+            "count": 12,
+            "prompt_tokens": 9,
+            "max_tokens": 14,
+            "batch": 4,
+            "shard": 5,
+        }
+        generate.run(
+            GenerateConfig(target=target.name, out=str(tmp_path / "data"), **values | options)
+        )
         return tmp_path / "data"
 
     return make
@@ -71,7 +85,9 @@ def text_of(corpus: Corpus, rows: list[list[int]]) -> WeightedText:
 ROWS = [[0, 1, 7], [11], [6, 2]]
 
 
-def loss(target: Target, teacher: Teacher, text: WeightedText, family: str = "eagle3") -> UnrolledLoss:
+def loss(
+    target: Target, teacher: Teacher, text: WeightedText, family: str = "eagle3"
+) -> UnrolledLoss:
     options = Eagle3Options(taps=TAPS) if family == "eagle3" else MedusaOptions(num_heads=3)
     drafter = FAMILIES[family].create(options, target, seed=0)
     return unrolled_loss(drafter, teacher, text, num_steps=3, weighting=Exponential(0.8))
@@ -79,13 +95,16 @@ def loss(target: Target, teacher: Teacher, text: WeightedText, family: str = "ea
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2.0**-8), ("fp8", 2.0**-4)])
 def test_stored_states_are_the_targets_to_their_precision(target, stored, precision, tolerance):
-    """bfloat16 rounds to 8 bits; e4m3 to 4 bits of numbers within 2**-6 of the largest it has, which each state is scaled to."""
+    """bfloat16 rounds to 8 bits; e4m3 to 4 bits of numbers within 2**-6 of the largest it has,
+    which each state is scaled to."""
     corpus = corpus_of(folder := stored(store_taps=precision, taps=TAPS))
     text = text_of(corpus, ROWS)
     teacher = stored_teacher(target, folder, corpus.provenance, (*TAPS, FINAL))
     assert isinstance(teacher, TapTeacher)
     wanted = (3, FINAL, 1)
-    live, kept = (one.read(text, wanted).taps.unflatten(-1, (3, -1)) for one in (LiveTeacher(target), teacher))
+    live, kept = (
+        one.read(text, wanted).taps.unflatten(-1, (3, -1)) for one in (LiveTeacher(target), teacher)
+    )
     real = text.attention_mask.bool()
     # Half of the smallest step that e4m3 has, beside its largest number.
     floor = live.abs().amax(dim=-1, keepdim=True) * 2.0**-10 / LARGEST_FP8
@@ -99,11 +118,15 @@ def test_stored_states_are_the_targets_to_their_precision(target, stored, precis
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-3), ("fp8", 2e-2)])
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])
 def test_losses_under_stored_taps_are_the_live_ones(target, stored, family, precision, tolerance):
-    """States are off by 2**-9 on average, fp8 ones by 2**-5; losses average that over some hundred positions."""
+    """States are off by 2**-9 on average, fp8 ones by 2**-5; losses average that over some hundred
+    positions."""
     corpus = corpus_of(folder := stored(store_taps=precision, taps=TAPS))
     text = text_of(corpus, ROWS)
     teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
-    expected, found = loss(target, LiveTeacher(target), text, family), loss(target, teacher, text, family)
+    expected, found = (
+        loss(target, LiveTeacher(target), text, family),
+        loss(target, teacher, text, family),
+    )
     assert found.total.item() == pytest.approx(expected.total.item(), rel=tolerance)
     assert torch.allclose(found.sums.alpha, expected.sums.alpha, rtol=tolerance)
     assert found.keep is not None
@@ -116,8 +139,12 @@ def test_states_of_the_next_token_would_be_noticed(target, stored):
     cut = {name: value if value is None else value[:, :-1] for name, value in whole.items()}
     teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
     expected = loss(target, LiveTeacher(target), WeightedText(**cut)).total.item()
-    assert loss(target, teacher, WeightedText(**cut)).total.item() == pytest.approx(expected, rel=2e-3)
-    shifted = loss(target, teacher, WeightedText(**cut | {"places": cut["places"] + 1})).total.item()
+    assert loss(target, teacher, WeightedText(**cut)).total.item() == pytest.approx(
+        expected, rel=2e-3
+    )
+    shifted = loss(
+        target, teacher, WeightedText(**cut | {"places": cut["places"] + 1})
+    ).total.item()
     assert abs(shifted - expected) > 1e-2 * expected
 
 
@@ -132,32 +159,45 @@ def test_text_of_the_moment_is_read_by_the_target(target, stored):
     assert torch.allclose(kept[1], live[1], atol=1e-6) and not torch.equal(kept[0], live[0])
 
 
-def test_sparse_laws_lose_what_the_draft_and_the_target_differ_by_within_the_tail(target, stored):
-    """Chain rule: forward KL is that of the buckets plus, in each row, the tail's mass times the KL of the two laws within it."""
+def test_sparse_distributions_lose_what_the_draft_and_the_target_differ_by_within_the_tail(
+    target, stored
+):
+    """Chain rule: forward KL is that of the buckets plus, in each row, the tail's mass times the KL
+    of the two distributions within it."""
     corpus = corpus_of(folder := stored(top_logprobs=64))
     text = text_of(corpus, ROWS)
     teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
-    assert isinstance(teacher, LawTeacher)
+    assert isinstance(teacher, DistributionTeacher)
     expected, found = loss(target, LiveTeacher(target), text), loss(target, teacher, text)
     assert found.keep is None
     within = expected.sums.divergence - found.sums.divergence
     assert (within >= 0).all() and within.sum() < 0.5 * expected.sums.divergence.sum()
 
     row, position = (text.weights > 0).nonzero(as_tuple=True)
-    logits = LiveTeacher(target).read(text, ()).laws(row, position)(slice(None))
-    law, exact = teacher.read(text, ()).laws(row, position), top_law(logits, 64)
-    assert torch.equal(law.ids[:, 0], exact.ids[:, 0])
-    assert torch.allclose(law.logprobs, exact.logprobs, atol=1e-4) and torch.allclose(law.tail, exact.tail, atol=1e-5)
+    logits = LiveTeacher(target).read(text, ()).distributions(row, position)(slice(None))
+    distribution, exact = teacher.read(text, ()).distributions(row, position), top_probs(logits, 64)
+    assert torch.equal(distribution.ids[:, 0], exact.ids[:, 0])
+    assert torch.allclose(distribution.logprobs, exact.logprobs, atol=1e-4) and torch.allclose(
+        distribution.tail, exact.tail, atol=1e-5
+    )
 
-    q_logits, head = torch.randn(len(logits), 288, generator=torch.Generator().manual_seed(0)).double(), torch.eye(288).double()
-    weights, exact = torch.ones(len(logits)), top_law(logits.double(), 64)
+    q_logits, head = (
+        torch.randn(len(logits), 288, generator=torch.Generator().manual_seed(0)).double(),
+        torch.eye(288).double(),
+    )
+    weights, exact = torch.ones(len(logits)), top_probs(logits.double(), 64)
     full = divergence(FORWARD_KL, q_logits, head, lambda rows: logits[rows].double(), weights).rows
     buckets = divergence(FORWARD_KL, q_logits, head, exact, weights).rows
     in_tail = torch.ones_like(q_logits, dtype=torch.bool).scatter(1, exact.ids, False)
-    p, q = (law.softmax(-1).where(in_tail, 0.0) for law in (logits.double(), q_logits))
+    p, q = (
+        distribution.softmax(-1).where(in_tail, 0.0) for distribution in (logits.double(), q_logits)
+    )
     p_within, q_within = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     within = torch.where(in_tail, p_within * (p_within.log() - q_within.log()), 0.0).sum(-1)
-    assert torch.allclose(full - buckets, p.sum(-1) * within, atol=1e-9) and (full - buckets).mean() > 0.01
+    assert (
+        torch.allclose(full - buckets, p.sum(-1) * within, atol=1e-9)
+        and (full - buckets).mean() > 0.01
+    )
 
 
 def test_a_flipped_byte_is_found_in_the_text_that_has_it(target, stored):
@@ -199,11 +239,15 @@ def test_storing_goes_on_where_it_was_killed_and_repeats_nothing(target, stored,
     assert not list(whole.glob(".*.tmp"))
 
 
-def test_the_cost_is_told_first_and_a_small_disk_refused(target, stored, tmp_path, monkeypatch, capsys):
+def test_the_cost_is_told_first_and_a_small_disk_refused(
+    target, stored, tmp_path, monkeypatch, capsys
+):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as small:
         small.setattr(shutil, "disk_usage", lambda path: usage)
-        with pytest.raises(UserError, match=r"take up to .* GB and the disk of .* has 0.00 GB free"):
+        with pytest.raises(
+            UserError, match=r"take up to .* GB and the disk of .* has 0.00 GB free"
+        ):
             stored(store_taps="fp8", taps=TAPS)
     assert not (tmp_path / "data").exists()
     capsys.readouterr()
@@ -214,7 +258,11 @@ def test_the_cost_is_told_first_and_a_small_disk_refused(target, stored, tmp_pat
     tokens = corpus.train.pieces.num_tokens
     assert "fp8 take at most" in told and int(told.split()[-2]) >= tokens
     # 3 taps and the final state of 32 numbers, 3 scales; headers and checksums beside them.
-    assert tokens * (3 * 32 + 2 * 32 + 3 * 4) <= written <= tokens * (3 * 32 + 2 * 32 + 3 * 4) + 3 * 2000
+    assert (
+        tokens * (3 * 32 + 2 * 32 + 3 * 4)
+        <= written
+        <= tokens * (3 * 32 + 2 * 32 + 3 * 4) + 3 * 2000
+    )
 
 
 def test_what_was_stored_of_something_else_is_refused(target, stored, tiny_target):
@@ -231,18 +279,25 @@ def test_what_was_stored_of_something_else_is_refused(target, stored, tiny_targe
         stored(store_taps="fp8", taps=TAPS)
     for path in folder.glob("taps-*"):
         path.unlink()
-    with pytest.raises(UserError, match="neither laws nor taps"):
+    with pytest.raises(UserError, match="neither distributions nor taps"):
         stored_teacher(target, folder, corpus.provenance, TAPS)
-    with pytest.raises(UserError, match="neither laws nor taps"):
+    with pytest.raises(UserError, match="neither distributions nor taps"):
         stored_teacher(other, folder, corpus.provenance, TAPS)
 
 
 @pytest.mark.parametrize("signal", [{"store_taps": "fp8", "taps": TAPS}, {"top_logprobs": 64}])
 def test_training_from_stored_signals_learns(target, stored, tmp_path, signal):
     folder = stored(**signal)
-    values = {"target": target.name, "data": str(folder), "dtype": "float32", "held_out": 0.0, "eval_prompts": 0}
+    values = {
+        "target": target.name,
+        "data": str(folder),
+        "dtype": "float32",
+        "held_out": 0.0,
+        "eval_prompts": 0,
+    }
     config = TrainConfig(
-        family="eagle3", **values, out=str(tmp_path / "draft"), teacher="stored", packing=True, max_length=64, batch_size=2,
+        family="eagle3", **values, out=str(tmp_path / "draft"), teacher="stored", packing=True,
+        max_length=64, batch_size=2,
         steps=30, log_every=5, optim=OptimConfig(lr=1e-2), eagle3=Eagle3Options(taps=TAPS),
     )  # fmt: skip
     run(config)
@@ -250,6 +305,9 @@ def test_training_from_stored_signals_learns(target, stored, tmp_path, signal):
     losses = [line.split('"loss": ')[1].split(",")[0] for line in lines if '"loss"' in line]
     assert float(losses[-1]) < 0.8 * float(losses[0])
     if "top_logprobs" in signal:
-        for wrong in ({"divergence": "ce"}, {"divergence": "forward-kl", "unroll": {"weights": "d-pace"}}):
-            with pytest.raises(UserError, match="needs whole laws"):
+        for wrong in (
+            {"divergence": "ce"},
+            {"divergence": "forward-kl", "unroll": {"weights": "d-pace"}},
+        ):
+            with pytest.raises(UserError, match="needs whole distributions"):
                 run(build(TrainConfig, to_dict(config) | wrong | {"out": str(tmp_path / "other")}))

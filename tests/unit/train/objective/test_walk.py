@@ -54,7 +54,12 @@ def test_answers_are_cut_at_the_mask_and_anchored():
     assert stretches(mask) == [(1, 3), (4, 6)]
     first, second = answers(keep, mask)
     # Entry [i, s] is the token at j0 + i + s drafted at depth s; past the end there is none.
-    assert torch.equal(first, torch.stack([torch.stack([keep[1, 0], keep[2, 1]]), torch.stack([keep[2, 0], torch.tensor(0.0)])]))
+    assert torch.equal(
+        first,
+        torch.stack(
+            [torch.stack([keep[1, 0], keep[2, 1]]), torch.stack([keep[2, 0], torch.tensor(0.0)])]
+        ),
+    )
     assert torch.equal(second[0], torch.stack([keep[4, 0], keep[5, 1]]))
 
 

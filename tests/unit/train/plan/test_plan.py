@@ -1,4 +1,5 @@
-"""`draftsmith plan`: the arithmetic against known rounds, what is expected of a draft, and the whole command on a tiny target."""
+"""`draftsmith plan`: the arithmetic against known rounds, what is expected of a draft, and the
+whole command on a tiny target."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.plan import make, timing
 from draftsmith.train.plan.candidates import Candidate, candidates, coverage_of, reduced_vocabulary
 from draftsmith.train.plan.config import PlanConfig
-from draftsmith.train.plan.costs import LAW_BYTES, cost_of, data_of
+from draftsmith.train.plan.costs import DISTRIBUTION_BYTES, cost_of, data_of
 from draftsmith.train.plan.expected import PUBLISHED, published, recorded, stated, trained_shape
 from draftsmith.train.plan.forecast import Spread, alpha_of, best, between, forecast, tau_of
 from draftsmith.train.plan.timing import round_cost, time_rounds
@@ -34,12 +35,17 @@ from draftsmith.train.plan.timing import round_cost, time_rounds
 EVALUATION = {
     "temperature": 1.0,
     "tokens": 900,
-    "alpha": [{"value": 0.8, "low": 0.7, "high": 0.9}, {"value": 0.5, "low": 0.4, "high": 0.6}, None],
+    "alpha": [
+        {"value": 0.8, "low": 0.7, "high": 0.9},
+        {"value": 0.5, "low": 0.4, "high": 0.6},
+        None,
+    ],
 }
 
 
 def test_tau_of_a_constant_alpha_is_that_of_long_texts() -> None:
-    """The same quantity as the project's own definition, n / E[rounds], at its limit: a last round may overshoot."""
+    """The same quantity as the project's own definition, n / E[rounds], at its limit: a last round
+    may overshoot."""
     keep = torch.full((4000, 3), 0.6)
     assert tau_of([0.6], 3) == pytest.approx(4000 / expected_rounds(keep), rel=1e-3)
     assert tau_of([0.9, 0.5], 3) == pytest.approx(1 + 0.9 + 0.9 * 0.5 + 0.9 * 0.5 * 0.5)
@@ -52,7 +58,9 @@ def test_alpha_and_tau_are_inverse(alpha: float, k: int) -> None:
 
 
 @given(st.floats(1.0, 8.0), st.floats(0.5, 4.0), st.floats(0.0, 0.5))
-def test_a_speed_up_is_one_exactly_where_it_breaks_even(tau: float, cost: float, doubt: float) -> None:
+def test_a_speed_up_is_one_exactly_where_it_breaks_even(
+    tau: float, cost: float, doubt: float
+) -> None:
     one = forecast(3, Spread(cost, cost * (1 - doubt), cost * (1 + doubt)), Spread(tau, tau, tau))
     assert (one.speedup.value >= 1) == (tau >= one.break_even) or math.isclose(tau, cost)
     assert one.speedup.low <= one.speedup.value <= one.speedup.high
@@ -60,7 +68,10 @@ def test_a_speed_up_is_one_exactly_where_it_breaks_even(tau: float, cost: float,
 
 def test_the_best_length_pays_most() -> None:
     costs = {1: 1.1, 2: 1.2, 3: 1.3, 4: 2.5}
-    found = [forecast(k, Spread(cost, cost, cost), Spread(*[tau_of([0.7], k)] * 3)) for k, cost in costs.items()]
+    found = [
+        forecast(k, Spread(cost, cost, cost), Spread(*[tau_of([0.7], k)] * 3))
+        for k, cost in costs.items()
+    ]
     assert best(found).k == 3
     assert between({1: 10.0, 4: 40.0}, 2) == pytest.approx(20.0)
 
@@ -86,10 +97,18 @@ def test_what_is_expected_of_a_draft() -> None:
         expectation = published(family)
         assert expectation is not None
         tau = expectation.tau(k)
-        assert (tau.low, tau.high) == pytest.approx((least, greatest), abs=1e-6) and tau.low < tau.value < tau.high
+        assert (tau.low, tau.high) == pytest.approx(
+            (least, greatest), abs=1e-6
+        ) and tau.low < tau.value < tau.high
     assert published("medusa") is None
-    record = {"family": "draft-lm", "training": {"config": {"draft_lm": {"num_layers": 3, "lora": None}}}}
-    assert trained_shape(record) == DraftLmOptions(num_layers=3) and trained_shape({"family": "mtp"}) == OPTIONS["mtp"]()
+    record = {
+        "family": "draft-lm",
+        "training": {"config": {"draft_lm": {"num_layers": 3, "lora": None}}},
+    }
+    assert (
+        trained_shape(record) == DraftLmOptions(num_layers=3)
+        and trained_shape({"family": "mtp"}) == OPTIONS["mtp"]()
+    )
 
 
 def test_a_vocabulary_is_reduced_where_the_text_allows_it() -> None:
@@ -99,13 +118,24 @@ def test_a_vocabulary_is_reduced_where_the_text_allows_it() -> None:
     assert reduced_vocabulary(counts) == 768 and coverage_of(counts, 768) == 1.0
     assert coverage_of(counts, 600) == pytest.approx(6000 / 6010)
     assert reduced_vocabulary(torch.ones(4096, dtype=torch.int64)) is None
-    names = [one.name for one in candidates(PlanConfig(target="t"), {}, num_layers=8, token_counts=counts)]
-    assert "eagle3 draft_vocab_size=768" in names and "draft-lm target_layers=[0,7]" in names and set(OPTIONS) <= set(names)
-    asked = PlanConfig(target="t", families=("eagle3",), eagle3=Eagle3Options(taps=(1, 3), fc_norm=True))
+    names = [
+        one.name
+        for one in candidates(PlanConfig(target="t"), {}, num_layers=8, token_counts=counts)
+    ]
+    assert (
+        "eagle3 draft_vocab_size=768" in names
+        and "draft-lm target_layers=[0,7]" in names
+        and set(OPTIONS) <= set(names)
+    )
+    asked = PlanConfig(
+        target="t", families=("eagle3",), eagle3=Eagle3Options(taps=(1, 3), fc_norm=True)
+    )
     (one,) = candidates(asked, {}, num_layers=8, token_counts=counts)
     assert one.overrides == ["eagle3.taps=[1,3]", "eagle3.fc_norm=True"]
     with pytest.raises(UserError, match="--families names 'eagle9'"):
-        candidates(PlanConfig(target="t", families=("eagle9",)), {}, num_layers=8, token_counts=None)
+        candidates(
+            PlanConfig(target="t", families=("eagle9",)), {}, num_layers=8, token_counts=None
+        )
 
 
 @pytest.fixture
@@ -122,13 +152,20 @@ def target(tiny_target: Callable[..., str]) -> Target:
 def test_costs_are_bytes_that_can_be_counted(target: Target, fast: None) -> None:
     drafter = FAMILIES["eagle3"].create(Eagle3Options(taps=(1, 2, 3)), target, seed=0)
     cost = cost_of(target, drafter, tokens=1000, epochs=2.0, streams=4, context=64)
-    parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    assert cost.parameters == parameters and cost.run_bytes == cost.draft_bytes + 2 * 12 * parameters
+    parameters = sum(
+        parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
+    )
+    assert (
+        cost.parameters == parameters and cost.run_bytes == cost.draft_bytes + 2 * 12 * parameters
+    )
     assert cost.taps_bytes == 1000 * 3 * 32 * 2
     assert cost.train_hours == pytest.approx(2000 / cost.train_tokens_per_s / 3600)
     assert cost.serve_memory_bytes > cost.draft_bytes and cost.train_memory_bytes > 16 * parameters
     assert not any(parameter.grad is not None for parameter in drafter.parameters())
-    assert data_of(10, 5.0).laws_bytes == 10 * LAW_BYTES and data_of(3600, 1.0).generate_hours == 1.0
+    assert (
+        data_of(10, 5.0).distributions_bytes == 10 * DISTRIBUTION_BYTES
+        and data_of(3600, 1.0).generate_hours == 1.0
+    )
 
 
 def test_drafts_end_where_the_family_does(target: Target, fast: None) -> None:
@@ -141,12 +178,28 @@ def test_drafts_end_where_the_family_does(target: Target, fast: None) -> None:
 def trained_mtp(target: Target, tmp_path: Path) -> Path:
     folder = tmp_path / "mtp"
     checkpoint.save(FAMILIES["mtp"].create(OPTIONS["mtp"](), target, seed=0), folder, target)
-    write_json(folder / "draftsmith.json", read_json(folder / "draftsmith.json") | {"evaluation": [EVALUATION]})
+    write_json(
+        folder / "draftsmith.json",
+        read_json(folder / "draftsmith.json") | {"evaluation": [EVALUATION]},
+    )
     return folder
 
 
 def command(target: Target, draft: Path) -> list[str]:
-    return ["plan", "--target", target.name, "--k", "4", "--streams", "1", "2", "--context", "32", "--draft", str(draft)]
+    return [
+        "plan",
+        "--target",
+        target.name,
+        "--k",
+        "4",
+        "--streams",
+        "1",
+        "2",
+        "--context",
+        "32",
+        "--draft",
+        str(draft),
+    ]
 
 
 def test_every_family_is_planned_for(
@@ -165,14 +218,19 @@ def test_every_family_is_planned_for(
     assert plan["data"]["tokens"] == 50000 * 512 and plan["data"]["generate_hours"] > 0
     by_family = {draft["family"]: draft for draft in plan["drafts"]}
     assert "measured on 900 tokens" in by_family["mtp"]["expected_from"]
-    assert by_family["medusa"]["expected_from"] is None and by_family["medusa"]["streams"]["1"]["forecasts"] == []
+    assert (
+        by_family["medusa"]["expected_from"] is None
+        and by_family["medusa"]["streams"]["1"]["forecasts"] == []
+    )
     sure = by_family["draft-lm"]["streams"]["2"]["forecasts"]
     assert [one["tau"]["value"] for one in sure] == [2.0, 3.0, 4.0, 5.0]
     for one in sure:
         assert one["speedup"]["value"] == pytest.approx(one["tau"]["value"] / one["break_even"])
 
 
-def test_the_plan_as_text(target: Target, trained_mtp: Path, fast: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_as_text(
+    target: Target, trained_mtp: Path, fast: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Before the flags, of which some take all words that follow.
     _, *flags = command(target, trained_mtp)
     assert main(["plan", "eagle3.taps=[1]", *flags, "--families", "mtp", "eagle3"]) == 0
@@ -181,7 +239,9 @@ def test_the_plan_as_text(target: Target, trained_mtp: Path, fast: None, capsys:
     assert "h to generate" in text and "measured on 900 tokens" in text
 
 
-def test_bad_input_is_one_sentence(tiny_target: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_sentence(
+    tiny_target: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--target", tiny_target("llama"), "--k", "0"]) == 2
     assert "option 'k' is 0" in capsys.readouterr().err
     assert main(["plan", "--target", tiny_target("llama"), "--draft", str(tmp_path)]) == 2
@@ -190,21 +250,32 @@ def test_bad_input_is_one_sentence(tiny_target: Callable[..., str], tmp_path: Pa
 
 
 @pytest.mark.long
-def test_the_tau_that_is_planned_with_is_the_tau_of_real_rounds(tiny_target: Callable[..., str]) -> None:
-    """Of the target drafting for itself with noise on its weights: planned from its record on some texts, measured on others.
-    The bounds are the plan's own. Its speed-up is not held against a clock here: it leaves out what an engine adds to a round,
-    which is most of it at this size."""
+def test_the_tau_that_is_planned_with_is_the_tau_of_real_rounds(
+    tiny_target: Callable[..., str],
+) -> None:
+    """Of the target drafting for itself with noise on its weights: planned from its record on some
+    texts, measured on others. The bounds are the plan's own. Its speed-up is not held against a
+    clock here: it leaves out what an engine adds to a round, which is most of it at this size."""
     torch.set_num_threads(1)
     target = Target.load(tiny_target("llama"), dtype="float32")
     planned, measured = [], []
     for noise in (0.01, 0.1):
         draft = noisy(target, noise)
-        texts = [spoken_by(target, prompt, number) for number, prompt in enumerate(prompts_of(32, seed=0))]
-        record = {"evaluation": [evaluate_draft(draft, target, texts, temperature=1.0, k=4).to_dict()]}
+        texts = [
+            spoken_by(target, prompt, number)
+            for number, prompt in enumerate(prompts_of(32, seed=0))
+        ]
+        record = {
+            "evaluation": [evaluate_draft(draft, target, texts, temperature=1.0, k=4).to_dict()]
+        }
         planned.append(recorded(record, 1.0, "D").tau(4))
         others = [spoken_by(target, prompt, 0, tokens=1) for prompt in prompts_of(32, seed=1)]
         rounds = measure(draft, target, others, k=4, max_new_tokens=96, batch_size=16)
-        measured.append(next(one.measured.tau for one in rounds.measurements if one.predicted.temperature == 1.0))
+        measured.append(
+            next(
+                one.measured.tau for one in rounds.measurements if one.predicted.temperature == 1.0
+            )
+        )
     for plan, real in zip(planned, measured, strict=True):
         assert plan.low <= real.high and real.low <= plan.high
     # Negative control: another draft's record is told apart.

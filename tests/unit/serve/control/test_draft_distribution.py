@@ -1,4 +1,5 @@
-"""However drafts are drawn and judged, answers have the target's law; those of typical acceptance do not, and say so."""
+"""However drafts are drawn and judged, answers have the target's distribution; those of typical
+acceptance do not, and say so."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.kernels.verify.lossy import verify_typical
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.draft_temperature import FACTORS, DraftLaw
+from draftsmith.serve.control.draft_temperature import FACTORS, DraftDistribution
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -35,37 +36,54 @@ def drafter(target: Target) -> DraftLm:
     drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     return drafter.eval()
 
 
 @pytest.fixture(scope="module")
-def law(target: Target) -> dict[tuple[int, ...], float]:
+def distribution(target: Target) -> dict[tuple[int, ...], float]:
     """Every answer with its probability under the target."""
     rows = SamplingRows.of([SAMPLED["temperature"]], top_k=[SAMPLED["top_k"]])
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
-        texts = [PROMPT + list(text) for text in law]
+        texts = [PROMPT + list(text) for text in distribution]
         _, hidden = target.states(torch.tensor(texts), torch.ones(len(texts), len(texts[0])), ())
-        probs = torch.softmax(process(target.head(hidden[:, -1]).float(), rows.repeat(torch.tensor([len(texts)]))).double(), -1)
-        law = {
+        probs = torch.softmax(
+            process(
+                target.head(hidden[:, -1]).float(), rows.repeat(torch.tensor([len(texts)]))
+            ).double(),
+            -1,
+        )
+        distribution = {
             (*text, token): mass * float(probs[index, token])
-            for index, (text, mass) in enumerate(law.items())
+            for index, (text, mass) in enumerate(distribution.items())
             for token in probs[index].nonzero()[:, 0].tolist()
         }
-    return law
+    return distribution
 
 
-def fit(engine: Engine, law: dict[tuple[int, ...], float], num_samples: int, **params: object) -> Fit:
-    index = {text: place for place, text in enumerate(law)}
-    counts = torch.zeros(len(law) + 1)
-    for completion in engine.generate([PROMPT] * num_samples, SamplingParams(**SAMPLED, **params), text=False):
-        counts[index.get(tuple(completion.tokens[:LENGTH]), len(law))] += 1
-    return g_test(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
+def fit(
+    engine: Engine, distribution: dict[tuple[int, ...], float], num_samples: int, **params: object
+) -> Fit:
+    index = {text: place for place, text in enumerate(distribution)}
+    counts = torch.zeros(len(distribution) + 1)
+    for completion in engine.generate(
+        [PROMPT] * num_samples, SamplingParams(**SAMPLED, **params), text=False
+    ):
+        counts[index.get(tuple(completion.tokens[:LENGTH]), len(distribution))] += 1
+    return g_test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
 
 
 def make_engine(target: Target, drafter: DraftLm, **config: object) -> Engine:
-    return Engine(target, drafter, EngineConfig(k=K, max_batch=64, max_round_tokens=1024, max_length=64, compile="off", **config))
+    return Engine(
+        target,
+        drafter,
+        EngineConfig(
+            k=K, max_batch=64, max_round_tokens=1024, max_length=64, compile="off", **config
+        ),
+    )
 
 
 WAYS = [
@@ -77,32 +95,42 @@ WAYS = [
 
 
 @pytest.mark.parametrize("config, params", WAYS)
-def test_the_joint_law_is_the_targets(
-    config: dict, params: dict, target: Target, drafter: DraftLm, law: dict[tuple[int, ...], float]
+def test_the_joint_distribution_is_the_targets(
+    config: dict,
+    params: dict,
+    target: Target,
+    drafter: DraftLm,
+    distribution: dict[tuple[int, ...], float],
 ) -> None:
     engine = make_engine(target, drafter, **config)
-    found = fit(engine, law, 900, **params)
+    found = fit(engine, distribution, 900, **params)
     assert found.p_value > FALSE_ALARM, found
     assert min(engine.stats.offered[depth] for depth in range(K)) > 900
-    assert min(engine.stats.accepted[depth] for depth in range(K)) > 40 and not engine.stats.fallbacks
+    assert (
+        min(engine.stats.accepted[depth] for depth in range(K)) > 40 and not engine.stats.fallbacks
+    )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("config, params", WAYS)
 def test_the_joint_distribution_of_many_samples(
-    config: dict, params: dict, target: Target, drafter: DraftLm, law: dict[tuple[int, ...], float]
+    config: dict,
+    params: dict,
+    target: Target,
+    drafter: DraftLm,
+    distribution: dict[tuple[int, ...], float],
 ) -> None:
-    found = fit(make_engine(target, drafter, **config), law, 14_000, **params)
+    found = fit(make_engine(target, drafter, **config), distribution, 14_000, **params)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(14_000, found.degrees, FALSE_ALARM) < 0.05
 
 
-def test_typical_acceptance_has_another_law_and_says_so(
-    target: Target, drafter: DraftLm, law: dict[tuple[int, ...], float]
+def test_typical_acceptance_has_another_distribution_and_says_so(
+    target: Target, drafter: DraftLm, distribution: dict[tuple[int, ...], float]
 ) -> None:
     engine = make_engine(target, drafter, verification="typical", draft_sampling="greedy")
-    assert fit(engine, law, 900).p_value < FALSE_ALARM
+    assert fit(engine, distribution, 900).p_value < FALSE_ALARM
     assert not engine.lossless and make_engine(target, drafter).lossless
     with pytest.raises(UserError, match="typical"):
         make_engine(target, drafter, verification="typical", tree="sampled")
@@ -113,7 +141,10 @@ def test_typical_acceptance_at_temperature_0_is_greedy(
 ) -> None:
     engine = make_engine(target, drafter, verification="typical")
     prompts = [PROMPT, PROMPT[1:]]
-    greedy = [engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)) for prompt in prompts]
+    greedy = [
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
+        for prompt in prompts
+    ]
     # A sampled row beside them, so that the batch does not take the greedy short cut.
     engine.submit(PROMPT, SamplingParams(max_tokens=10, ignore_eos=True))
     while engine.busy:
@@ -126,11 +157,20 @@ def test_the_rule_of_typical_acceptance() -> None:
     peaked = torch.tensor([0.9, 0.05, *[0.05 / 6] * 6]).log()  # entropy 0.5: above min(0.09, 0.18)
     p_logits = torch.stack([flat, peaked, peaked, flat, peaked])
     tokens, lengths = torch.tensor([[3, 0], [5, -1]]), torch.tensor([2, 1])
-    verdict = verify_typical(p_logits, tokens, lengths, None, torch.tensor([1, 2]), torch.tensor([4, 4]))
+    verdict = verify_typical(
+        p_logits, tokens, lengths, None, torch.tensor([1, 2]), torch.tensor([4, 4])
+    )
     assert verdict.accepted.tolist() == [2, 1]
     assert verdict.tokens[0, :2].tolist() == [3, 0] and verdict.tokens[1, 0] == 5
     assert (verdict.tokens[torch.arange(2), verdict.accepted] >= 0).all()
-    rejecting = verify_typical(p_logits[1:3], torch.tensor([[1]]), torch.tensor([1]), None, torch.tensor([1]), torch.tensor([4]))
+    rejecting = verify_typical(
+        p_logits[1:3],
+        torch.tensor([[1]]),
+        torch.tensor([1]),
+        None,
+        torch.tensor([1]),
+        torch.tensor([4]),
+    )
     assert rejecting.accepted.tolist() == [0]
 
 
@@ -147,39 +187,48 @@ def test_greedy_drafts_are_the_drafts_likeliest_tokens(target: Target, drafter: 
             return drafts
 
         engine.drafting.propose = watched
-        engine.generate([PROMPT], SamplingParams(temperature=1.0, top_k=1, max_tokens=8, seed=3, ignore_eos=True, **params))
+        engine.generate(
+            [PROMPT],
+            SamplingParams(
+                temperature=1.0, top_k=1, max_tokens=8, seed=3, ignore_eos=True, **params
+            ),
+        )
         drafted.append(seen)
     assert drafted[0] == drafted[1] and len(drafted[0]) > 1
 
 
 def test_the_temperature_with_the_best_acceptance_is_found() -> None:
-    chance, law = random.Random(0), DraftLaw(tune=True)
+    chance, distribution = random.Random(0), DraftDistribution(tune=True)
     alphas = dict(zip(FACTORS, (0.5, 0.6, 0.75, 0.4), strict=True))
     params = [SamplingParams(temperature=0.8)] * 3
     kept = []
     for _ in range(3000):
-        (temperature, *_) = law.temperatures(params)
+        (temperature, *_) = distribution.temperatures(params)
         alpha = alphas[min(FACTORS, key=lambda factor: abs(0.8 * factor - temperature))]
         accepted = [int(chance.random() < alpha) for _ in params]
-        law.observe(params, accepted)
+        distribution.observe(params, accepted)
         kept.append(alpha)
-    assert law.factor == 0.6
+    assert distribution.factor == 0.6
     assert sum(kept[1500:]) / 1500 > 0.95 * 0.75
 
 
-def test_only_rows_that_the_drafts_law_drafted_say_how_good_it_is(target: Target, drafter: DraftLm) -> None:
+def test_only_rows_that_the_drafts_distribution_drafted_say_how_good_it_is(
+    target: Target, drafter: DraftLm
+) -> None:
     """A row at k = 0 drafts nothing, and a row copied from text has no temperature."""
     engine = make_engine(target, TextFirst(drafter, Suffix()), tune_draft_temperature=True)
     seen: list[int] = []
-    observe = engine.draft_law.observe
+    observe = engine.draft_distribution.observe
 
     def watched(params: list[SamplingParams], accepted: list[int]) -> None:
         seen.append(len(params))
         observe(params, accepted)
 
-    engine.draft_law.observe = watched
+    engine.draft_distribution.observe = watched
     fresh = list(range(60, 70))
-    engine.submit([46] * 12, SamplingParams(max_tokens=3, k=1, ignore_eos=True, allowed_token_ids=(46,)))
+    engine.submit(
+        [46] * 12, SamplingParams(max_tokens=3, k=1, ignore_eos=True, allowed_token_ids=(46,))
+    )
     for k in (1, 0):
         engine.submit(fresh, SamplingParams(max_tokens=3, k=k, ignore_eos=True))
     engine.step()
@@ -188,20 +237,24 @@ def test_only_rows_that_the_drafts_law_drafted_say_how_good_it_is(target: Target
 
 
 def test_equal_temperatures_are_left_alone() -> None:
-    chance, law = random.Random(0), DraftLaw(tune=True)
+    chance, distribution = random.Random(0), DraftDistribution(tune=True)
     params, moves = [SamplingParams(temperature=0.8)], set()
     for _ in range(1500):
-        law.temperatures(params)
-        law.observe(params, [int(chance.random() < 0.5)])
-        moves.add(law.factor)
+        distribution.temperatures(params)
+        distribution.observe(params, [int(chance.random() < 0.5)])
+        moves.add(distribution.factor)
     assert len(moves) <= 3
 
 
 def test_a_requests_own_draft_temperature_wins_and_greedy_requests_draft_greedily() -> None:
-    own, greedy, plain = SamplingParams(draft_temperature=0.3), SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)
-    assert DraftLaw(greedy=True).temperatures([own, greedy, plain]) == [0.3, 0.0, 0.0]
-    assert DraftLaw().temperatures([own, greedy, plain]) == [0.3, 0.0, 0.7]
-    assert DraftLaw().plain([greedy, plain]) and not DraftLaw().plain([own])
+    own, greedy, plain = (
+        SamplingParams(draft_temperature=0.3),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7),
+    )
+    assert DraftDistribution(greedy=True).temperatures([own, greedy, plain]) == [0.3, 0.0, 0.0]
+    assert DraftDistribution().temperatures([own, greedy, plain]) == [0.3, 0.0, 0.7]
+    assert DraftDistribution().plain([greedy, plain]) and not DraftDistribution().plain([own])
 
 
 @pytest.mark.parametrize("value", [-0.1, 1e-9, float("nan"), 101.0])

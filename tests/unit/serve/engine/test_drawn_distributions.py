@@ -1,6 +1,8 @@
-"""Verification gets, for every drafted token, the very distribution that the token was drawn from, at the token's own position.
+"""Verification gets, for every drafted token, the very distribution that the token was drawn from,
+at the token's own position.
 
-Exact, family by family: a q that is a few hundredths sharper than what was drawn from would take a million samples to see.
+Exact, family by family: a q that is a few hundredths sharper than what was drawn from would take a
+million samples to see.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from draftsmith.drafters.autoregressive import drawing
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.trees import candidates as tree_laws
+from draftsmith.drafters.trees import candidates as tree_distributions
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import verify as decide_module
@@ -27,7 +29,9 @@ K = 3
 PROMPTS = [[5, 60, 7, 200, 9, 33], [11 + place % 200 for place in range(80)]]
 PARAMS = [
     SamplingParams(temperature=0.8, top_k=20, max_tokens=9, ignore_eos=True, seed=1),
-    SamplingParams(temperature=1.3, top_p=0.9, max_tokens=9, ignore_eos=True, seed=2, presence_penalty=0.5),
+    SamplingParams(
+        temperature=1.3, top_p=0.9, max_tokens=9, ignore_eos=True, seed=2, presence_penalty=0.5
+    ),
 ]
 CHAINS = [name for name in OPTIONS if name in FAMILIES and name != "suffix"]
 TREES = ["eagle3", "eagle1", "mtp"]
@@ -42,17 +46,33 @@ class Watch:
         self.depths: set[int] = set()
 
     def sampler(self, usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def watched(law: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, *more: int) -> Any:
+        def watched(
+            distribution: torch.Tensor,
+            seeds: torch.Tensor,
+            positions: torch.Tensor,
+            purpose: Purpose,
+            *more: int,
+        ) -> Any:
             assert purpose is Purpose.DRAFT
-            for position, row in zip(positions.tolist(), law.clone(), strict=True):
+            for position, row in zip(positions.tolist(), distribution.clone(), strict=True):
                 self.drawn.setdefault(position, []).append(row)
-            return usual(law, seeds, positions, purpose, *more)
+            return usual(distribution, seeds, positions, purpose, *more)
 
         return watched
 
     def chain(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(p: Any, tokens: Any, lengths: Any, q: torch.Tensor, seeds: Any, positions: Any, **more: Any) -> Any:
-            for row, (length, position) in enumerate(zip(lengths.tolist(), positions.tolist(), strict=True)):
+        def watched(
+            p: Any,
+            tokens: Any,
+            lengths: Any,
+            q: torch.Tensor,
+            seeds: Any,
+            positions: Any,
+            **more: Any,
+        ) -> Any:
+            for row, (length, position) in enumerate(
+                zip(lengths.tolist(), positions.tolist(), strict=True)
+            ):
                 for depth in range(length):
                     self.compare(position + depth, depth, q[row, depth])
             self.drawn.clear()
@@ -62,9 +82,17 @@ class Watch:
 
     def tree(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         def watched(
-            p: Any, tree: Any, q: torch.Tensor, q_rows: torch.Tensor, seeds: Any, positions: torch.Tensor, **more: Any
+            p: Any,
+            tree: Any,
+            q: torch.Tensor,
+            q_rows: torch.Tensor,
+            seeds: Any,
+            positions: torch.Tensor,
+            **more: Any,
         ) -> Any:
-            for row, (length, position) in enumerate(zip(tree.lengths.tolist(), positions.tolist(), strict=True)):
+            for row, (length, position) in enumerate(
+                zip(tree.lengths.tolist(), positions.tolist(), strict=True)
+            ):
                 depths: list[int] = []
                 for parent in tree.parents[row, :length].tolist():
                     depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -75,7 +103,9 @@ class Watch:
         return watched
 
     def compare(self, position: int, depth: int, q: torch.Tensor) -> None:
-        assert any(torch.equal(one, q) for one in self.drawn.get(position, ())), f"depth {depth} was drawn from another q"
+        assert any(torch.equal(one, q) for one in self.drawn.get(position, ())), (
+            f"depth {depth} was drawn from another q"
+        )
         self.num_compared += 1
         self.depths.add(depth)
 
@@ -91,7 +121,9 @@ def run(target: Target, family: str, watch: Watch, **config: Any) -> None:
     assert not engine.stats.fallbacks
 
 
-@pytest.mark.parametrize("family, verification", [*((family, "chain") for family in CHAINS), ("medusa", "block")])
+@pytest.mark.parametrize(
+    "family, verification", [*((family, "chain") for family in CHAINS), ("medusa", "block")]
+)
 def test_chains_are_judged_by_what_they_were_drawn_from(
     family: str, verification: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,15 +134,23 @@ def test_chains_are_judged_by_what_they_were_drawn_from(
 
 
 @pytest.mark.parametrize("family", TREES)
-def test_trees_are_judged_by_what_they_were_drawn_from(family: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_are_judged_by_what_they_were_drawn_from(
+    family: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = Watch()
-    monkeypatch.setattr(tree_laws, "sample_without_replacement", watch.sampler(tree_laws.sample_without_replacement))
+    monkeypatch.setattr(
+        tree_distributions,
+        "sample_without_replacement",
+        watch.sampler(tree_distributions.sample_without_replacement),
+    )
     monkeypatch.setattr(decide_module, "verify_tree", watch.tree(decide_module.verify_tree))
     run(target, family, watch, tree="sampled:2x1x1")
     assert watch.depths == set(range(3)) and watch.num_compared > 10
 
 
-def test_a_q_that_is_a_little_sharper_is_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_q_that_is_a_little_sharper_is_seen(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = Watch()
     monkeypatch.setattr(drawing, "sample", watch.sampler(drawing.sample))
 

@@ -1,4 +1,5 @@
-"""Sampled output over HTTP has the target's law, whichever drafter; the same test rejects a drafter that lies about q."""
+"""Sampled output over HTTP has the target's distribution, whichever drafter; the same test rejects
+a drafter that lies about q."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options, MtpOptions, SuffixOptions
+from draftsmith.drafters.options import (
+    OPTIONS,
+    DraftLmOptions,
+    Eagle3Options,
+    MtpOptions,
+    SuffixOptions,
+)
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -48,14 +55,18 @@ def make(family: str, target: Target) -> ServingDrafter:
     if family == "mtp":
         return Mtp.create(MtpOptions(), target, seed=1).eval()
     if family == "suffix and draft-lm":
-        return TextFirst(make("draft-lm", target), Suffix(SuffixOptions(max_spec_offset=1.0)), share=0.3)
+        return TextFirst(
+            make("draft-lm", target), Suffix(SuffixOptions(max_spec_offset=1.0)), share=0.3
+        )
     if family in HEADS:
         return FAMILIES[family].create(OPTIONS[family](), target, seed=1).eval()
     # Close to the target, so that many drafts are kept: its weights with some noise.
     drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     return drafter.eval()
 
 
@@ -67,7 +78,8 @@ class Sure(FixedControl):
 
 
 class Looking:
-    """Withdraws drafts from the first on that is not the likeliest of its law, as a guess made after the draw would."""
+    """Withdraws drafts from the first on that is not the likeliest of its distribution, as a guess
+    made after the draw would."""
 
     def __init__(self, drafter: ServingDrafter):
         self.drafter = drafter
@@ -79,11 +91,13 @@ class Looking:
         real = proposal.tokens.clamp(min=0)[..., None]
         chosen = proposal.logits.gather(-1, real)[..., 0]
         likely = (chosen == proposal.logits.amax(dim=-1)).long().cumprod(dim=1).sum(dim=1)
-        return replace(proposal, lengths=torch.minimum(proposal.lengths, likely.to(proposal.lengths)))
+        return replace(
+            proposal, lengths=torch.minimum(proposal.lengths, likely.to(proposal.lengths))
+        )
 
 
 class Lying:
-    """Draws its tokens from one law and hands verification another."""
+    """Draws its tokens from one distribution and hands verification another."""
 
     def __init__(self, drafter: ServingDrafter):
         self.drafter = drafter
@@ -92,7 +106,9 @@ class Lying:
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         proposal = self.drafter.propose(inputs)
-        return replace(proposal, logits=torch.where(proposal.logits > -torch.inf, -proposal.logits, -torch.inf))
+        return replace(
+            proposal, logits=torch.where(proposal.logits > -torch.inf, -proposal.logits, -torch.inf)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -109,85 +125,138 @@ def prompt(target: Target) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def law(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
+def distribution(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Every answer of LENGTH tokens with its probability, by enumeration under the target."""
     rows = SamplingRows.of([SAMPLING["temperature"]], top_k=[SAMPLING["top_k"]])
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer: dict[tuple[int, ...], float] = {}
-        for text, mass in law.items():
+        for text, mass in distribution.items():
             tokens = torch.tensor([prompt + list(text)])
             _, hidden = target.states(tokens, torch.ones_like(tokens), ())
-            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[0]
-            longer |= {(*text, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()}
-        law = longer
-    return law
+            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[
+                0
+            ]
+            longer |= {
+                (*text, token): mass * float(probs[token])
+                for token in probs.nonzero()[:, 0].tolist()
+            }
+        distribution = longer
+    return distribution
 
 
-def fit(server: Any, prompt: list[int], law: dict[tuple[int, ...], float], *, num_samples: int = NUM_SAMPLES) -> Fit:
-    texts = {text: index for index, text in enumerate(law)}
-    counts = torch.zeros(len(law) + 1)
+def fit(
+    server: Any,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    *,
+    num_samples: int = NUM_SAMPLES,
+) -> Fit:
+    texts = {text: index for index, text in enumerate(distribution)}
+    counts = torch.zeros(len(distribution) + 1)
     for start in range(0, num_samples, 128):
         body = server.complete(
-            prompt, n=128, max_tokens=ASKED, ignore_eos=True, return_token_ids=True, seed=1000 * start, **SAMPLING
+            prompt,
+            n=128,
+            max_tokens=ASKED,
+            ignore_eos=True,
+            return_token_ids=True,
+            seed=1000 * start,
+            **SAMPLING,
         ).json()
         for choice in body["choices"]:
-            counts[texts.get(tuple(choice["token_ids"][:LENGTH]), len(law))] += 1
-    return chi_square(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
+            counts[texts.get(tuple(choice["token_ids"][:LENGTH]), len(distribution))] += 1
+    return chi_square(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
 
 
 def start(live_server: Callable, target: Target, drafter: ServingDrafter, **config: Any) -> Any:
-    return live_server(target, drafter, EngineConfig(k=K, max_batch=128, max_length=64, max_round_tokens=4096, **config))
+    return live_server(
+        target,
+        drafter,
+        EngineConfig(k=K, max_batch=128, max_length=64, max_round_tokens=4096, **config),
+    )
 
 
 @pytest.mark.parametrize("family", DRAFTERS)
-def test_the_joint_law_of_served_tokens_is_the_targets(
-    family: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+def test_the_joint_distribution_of_served_tokens_is_the_targets(
+    family: str,
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
 ) -> None:
     server = start(live_server, target, make(family, target))
-    found = fit(server, prompt, law)
+    found = fit(server, prompt, distribution)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
     stats = server.engine.stats
-    assert min(stats.offered[depth] for depth in range(K)) > NUM_SAMPLES / 4 and not stats.fallbacks, stats.offered
+    assert (
+        min(stats.offered[depth] for depth in range(K)) > NUM_SAMPLES / 4 and not stats.fallbacks
+    ), stats.offered
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", DRAFTERS)
 def test_the_joint_distribution_of_many_served_tokens(
-    family: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+    family: str,
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
 ) -> None:
-    found = fit(start(live_server, target, make(family, target)), prompt, law, num_samples=MANY_SAMPLES)
+    found = fit(
+        start(live_server, target, make(family, target)),
+        prompt,
+        distribution,
+        num_samples=MANY_SAMPLES,
+    )
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(MANY_SAMPLES, found.degrees, FALSE_ALARM) < 0.05
 
 
 def test_a_wrong_q_is_rejected(
-    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
 ) -> None:
-    found = fit(start(live_server, target, Lying(make("draft-lm", target))), prompt, law)
+    found = fit(start(live_server, target, Lying(make("draft-lm", target))), prompt, distribution)
     assert found.p_value < FALSE_ALARM, found
 
 
 def test_a_q_too_sharp_from_the_second_drafted_token_on_is_rejected(
-    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
 ) -> None:
-    found = fit(start(live_server, target, make("draft-lm", target), test_misreport=f"{K}:3"), prompt, law)
+    found = fit(
+        start(live_server, target, make("draft-lm", target), test_misreport=f"{K}:3"),
+        prompt,
+        distribution,
+    )
     assert found.p_value < FALSE_ALARM, found
 
 
-def test_rounds_ended_by_the_drafters_own_guesses_keep_the_law(
-    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+def test_rounds_ended_by_the_drafters_own_guesses_keep_the_distribution(
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
 ) -> None:
     drafter = make("dspark", target)
     with torch.no_grad():
         # Guesses that depend on the state and the token before.
-        drafter.confidence_head.proj.weight.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(2))
-        drafter.markov_head.markov_w1.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(3))
+        drafter.confidence_head.proj.weight.normal_(
+            0.0, 0.1, generator=torch.Generator().manual_seed(2)
+        )
+        drafter.markov_head.markov_w1.weight.normal_(
+            0.0, 1.0, generator=torch.Generator().manual_seed(3)
+        )
     server = start(live_server, target, drafter)
     server.engine.scheduler.control = Sure()
-    found = fit(server, prompt, law)
+    found = fit(server, prompt, distribution)
     assert found.p_value > FALSE_ALARM, found
     # Some rounds ended after one draft, some did not.
     offered = server.engine.stats.offered
@@ -195,7 +264,10 @@ def test_rounds_ended_by_the_drafters_own_guesses_keep_the_law(
 
 
 def test_a_guess_made_after_the_draw_is_rejected(
-    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], live_server: Callable
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
 ) -> None:
-    found = fit(start(live_server, target, Looking(make("draft-lm", target))), prompt, law)
+    found = fit(start(live_server, target, Looking(make("draft-lm", target))), prompt, distribution)
     assert found.p_value < FALSE_ALARM, found

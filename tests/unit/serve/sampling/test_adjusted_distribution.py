@@ -1,4 +1,5 @@
-"""The joint law of whole sampled answers under penalties, bans and a grammar is the enumerated one; broken ways are caught."""
+"""The joint distribution of whole sampled answers under penalties, bans and a grammar is the
+enumerated one; broken ways are caught."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.round import Row
+from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.verify import CHAIN_RULES, Streams
 from draftsmith.serve.requests.request import Request, Update
 from draftsmith.serve.sampling.adjustments import Adjustments
@@ -52,13 +53,17 @@ BANS = SamplingParams(
     max_tokens=LENGTH + MORE,
 )
 GRAMMAR = SamplingParams(
-    temperature=1.5, top_k=8, grammar=Grammar.regex("[abd]{1,2}c"), max_tokens=LENGTH + MORE, frequency_penalty=0.5
+    temperature=1.5,
+    top_k=8,
+    grammar=Grammar.regex("[abd]{1,2}c"),
+    max_tokens=LENGTH + MORE,
+    frequency_penalty=0.5,
 )
 CASES = {"penalties": PENALTIES, "bans": BANS, "grammar": GRAMMAR}
 
 TREES = ["dynamic:nodes=8,depth=3,width=3", "sampled:3x2x1"]
 
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +71,37 @@ def drafter(target: Target) -> DraftLm:
     drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     return drafter.eval()
 
 
 def grammatical(target: Target, text: list[int]) -> torch.Tensor:
-    """[V] bool, for GRAMMAR's pattern: which tokens leave a beginning of a match, and the end behind a whole one."""
+    """[V] bool, for GRAMMAR's pattern: which tokens leave a beginning of a match, and the end
+    behind a whole one."""
     tokenizer = target.tokenizer()
     so_far = tokenizer.decode(text)
-    pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in range(target.vocab_size)]
-    mask = torch.tensor([bool(piece) and bool(re.fullmatch("[abd]{0,2}|[abd]{1,2}c", so_far + piece)) for piece in pieces])
+    pieces = [
+        tokenizer.decode([token], skip_special_tokens=True) for token in range(target.vocab_size)
+    ]
+    mask = torch.tensor(
+        [
+            bool(piece) and bool(re.fullmatch("[abd]{0,2}|[abd]{1,2}c", so_far + piece))
+            for piece in pieces
+        ]
+    )
     mask[list(target.eos_token_ids)] = bool(re.fullmatch("[abd]{1,2}c", so_far))
     return mask
 
 
-def enumerated(target: Target, params: SamplingParams, adjusted: Callable) -> Law:
+def enumerated(target: Target, params: SamplingParams, adjusted: Callable) -> Distribution:
     """Every answer with its probability, by transformers' processors over the target's logits."""
-    rows = SamplingRows.of([params.temperature], top_k=[params.top_k], top_p=[params.top_p], min_p=[params.min_p])
-    done: Law = {}
-    growing: Law = {(): 1.0}
+    rows = SamplingRows.of(
+        [params.temperature], top_k=[params.top_k], top_p=[params.top_p], min_p=[params.min_p]
+    )
+    done: Distribution = {}
+    growing: Distribution = {(): 1.0}
     while growing:
         answer, mass = growing.popitem()
         if len(answer) == LENGTH or (answer and answer[-1] in target.eos_token_ids):
@@ -92,15 +109,21 @@ def enumerated(target: Target, params: SamplingParams, adjusted: Callable) -> La
             continue
         text = [*PROMPT, *answer]
         _, hidden = target.states(torch.tensor([text]), torch.ones(1, len(text)), ())
-        scores = adjusted(params, text, len(PROMPT), target.eos_token_ids, target.head(hidden[0, -1]).float())
+        scores = adjusted(
+            params, text, len(PROMPT), target.eos_token_ids, target.head(hidden[0, -1]).float()
+        )
         if params.grammar is not None:
             scores = scores.masked_fill(~grammatical(target, list(answer)), -torch.inf)
         probs = torch.softmax(process(scores[None], rows).double(), -1)[0]
-        growing |= {(*answer, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()}
+        growing |= {
+            (*answer, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()
+        }
     return done
 
 
-CONFIG = EngineConfig(k=3, max_batch=128, max_length=32, max_round_tokens=4096, max_queue=99_999, seed=7)
+CONFIG = EngineConfig(
+    k=3, max_batch=128, max_length=32, max_round_tokens=4096, max_queue=99_999, seed=7
+)
 
 
 def drafted(way: str, target: Target, drafter: DraftLm) -> tuple[ServingDrafter, EngineConfig]:
@@ -115,11 +138,12 @@ def fit(
     drafter: ServingDrafter,
     config: EngineConfig,
     params: SamplingParams,
-    law: Law,
+    distribution: Distribution,
     *,
     num_samples: int = NUM_SAMPLES,
 ) -> Fit:
-    """Of the first LENGTH tokens of answers, which are then cancelled; some drafts of every depth are kept."""
+    """Of the first LENGTH tokens of answers, which are then cancelled; some drafts of every depth
+    are kept."""
     engine = Engine(target, drafter, config)
 
     def stop(request: Request, update: Update) -> None:
@@ -130,40 +154,48 @@ def fit(
     while engine.busy:
         engine.step()
     answers = Counter(tuple(request.output[:LENGTH]) for request in requests)
-    assert min(engine.stats.offered[at] for at in range(config.k)) > num_samples / 4, engine.stats.offered
-    assert min(engine.stats.accepted[at] for at in range(config.k)) > num_samples / 50, engine.stats.accepted
+    assert min(engine.stats.offered[at] for at in range(config.k)) > num_samples / 4, (
+        engine.stats.offered
+    )
+    assert min(engine.stats.accepted[at] for at in range(config.k)) > num_samples / 50, (
+        engine.stats.accepted
+    )
     assert not engine.stats.fallbacks
-    cells = [*law, *(answers.keys() - law.keys())]
+    cells = [*distribution, *(answers.keys() - distribution.keys())]
     counts = torch.tensor([answers[cell] for cell in cells])
-    return g_test(counts, torch.tensor([law.get(cell, 0.0) for cell in cells], dtype=torch.float64))
+    return g_test(
+        counts, torch.tensor([distribution.get(cell, 0.0) for cell in cells], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_joint_law_of_answers_is_the_enumerated_one(target: Target, drafter: DraftLm, adjusted: Callable, name: str) -> None:
-    law = enumerated(target, CASES[name], adjusted)
-    assert abs(sum(law.values()) - 1) < 1e-9 and len(law) > 5
-    found = fit(target, drafter, CONFIG, CASES[name], law)
+def test_the_joint_distribution_of_answers_is_the_enumerated_one(
+    target: Target, drafter: DraftLm, adjusted: Callable, name: str
+) -> None:
+    distribution = enumerated(target, CASES[name], adjusted)
+    assert abs(sum(distribution.values()) - 1) < 1e-9 and len(distribution) > 5
+    found = fit(target, drafter, CONFIG, CASES[name], distribution)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_the_joint_law_of_answers_drafted_as_trees_is_the_enumerated_one(
+def test_the_joint_distribution_of_answers_drafted_as_trees_is_the_enumerated_one(
     target: Target, drafter: DraftLm, adjusted: Callable, tree: str
 ) -> None:
     """Every node is adjusted with the tokens on the way to it."""
-    law = enumerated(target, PENALTIES, adjusted)
-    found = fit(target, *drafted(tree, target, drafter), PENALTIES, law)
+    distribution = enumerated(target, PENALTIES, adjusted)
+    found = fit(target, *drafted(tree, target, drafter), PENALTIES, distribution)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
 @pytest.mark.parametrize("name", ["penalties", "bans"])
-def test_the_joint_law_of_chains_judged_as_blocks_is_the_enumerated_one(
+def test_the_joint_distribution_of_chains_judged_as_blocks_is_the_enumerated_one(
     target: Target, drafter: DraftLm, adjusted: Callable, name: str
 ) -> None:
-    law = enumerated(target, CASES[name], adjusted)
-    found = fit(target, *drafted("block", target, drafter), CASES[name], law)
+    distribution = enumerated(target, CASES[name], adjusted)
+    found = fit(target, *drafted("block", target, drafter), CASES[name], distribution)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
@@ -171,7 +203,9 @@ def test_the_joint_law_of_chains_judged_as_blocks_is_the_enumerated_one(
 @pytest.mark.parametrize("rule", CHAIN_RULES)
 def test_every_round_is_drafted_with_noise_of_its_own(rule: str) -> None:
     """What was thrown away may have been looked at (tests/integration/test_fresh_noise.py)."""
-    requests = [Request("", [1] * length, 1, PENALTIES, seed=7, k=3, max_tokens=4) for length in (5, 6)]
+    requests = [
+        Request("", [1] * length, 1, PENALTIES, seed=7, k=3, max_tokens=4) for length in (5, 6)
+    ]
     rows = [Row(request, 1, 1, 3) for request in requests]
     seeds = Streams(rows, torch.device("cpu"), rule=CHAIN_RULES[rule]).draft_seeds(2)
     assert len({7, *seeds.tolist()}) == 3
@@ -179,9 +213,11 @@ def test_every_round_is_drafted_with_noise_of_its_own(rule: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_the_joint_law_of_many_answers(target: Target, drafter: DraftLm, adjusted: Callable, name: str) -> None:
-    law = enumerated(target, CASES[name], adjusted)
-    found = fit(target, drafter, CONFIG, CASES[name], law, num_samples=30_000)
+def test_the_joint_distribution_of_many_answers(
+    target: Target, drafter: DraftLm, adjusted: Callable, name: str
+) -> None:
+    distribution = enumerated(target, CASES[name], adjusted)
+    found = fit(target, drafter, CONFIG, CASES[name], distribution, num_samples=30_000)
     assert found.p_value > 1e-9, found
     assert detectable_bias(30_000, found.degrees, 1e-9) < 0.04
 
@@ -193,8 +229,8 @@ def test_the_joint_distribution_of_many_answers_by_blocks_and_trees(
     target: Target, drafter: DraftLm, adjusted: Callable, way: str
 ) -> None:
     """A total variation of 0.05 would be seen."""
-    law = enumerated(target, PENALTIES, adjusted)
-    found = fit(target, *drafted(way, target, drafter), PENALTIES, law, num_samples=20_000)
+    distribution = enumerated(target, PENALTIES, adjusted)
+    found = fit(target, *drafted(way, target, drafter), PENALTIES, distribution, num_samples=20_000)
     assert found.p_value > 1e-9, found
     assert detectable_bias(20_000, found.degrees, 1e-9) < 0.05
 
@@ -203,20 +239,24 @@ def test_the_joint_distribution_of_many_answers_by_blocks_and_trees(
 def test_leaving_the_drafted_tokens_out_is_caught(
     target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    law = enumerated(target, CASES[name], adjusted)
+    distribution = enumerated(target, CASES[name], adjusted)
     apply = Adjustments.apply
     monkeypatch.setattr(
-        Adjustments, "apply", lambda self, logits, owners, drafted: apply(self, logits, owners, [[] for _ in drafted])
+        Adjustments,
+        "apply",
+        lambda self, logits, owners, drafted: apply(self, logits, owners, [[] for _ in drafted]),
     )
-    assert fit(target, drafter, CONFIG, CASES[name], law).p_value < FALSE_ALARM
+    assert fit(target, drafter, CONFIG, CASES[name], distribution).p_value < FALSE_ALARM
 
 
 def test_a_penalty_left_out_is_caught(
     target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    law = enumerated(target, PENALTIES, adjusted)
-    monkeypatch.setattr("draftsmith.serve.sampling.adjustments.penalise", lambda logits, sites: None)
-    assert fit(target, drafter, CONFIG, PENALTIES, law).p_value < FALSE_ALARM
+    distribution = enumerated(target, PENALTIES, adjusted)
+    monkeypatch.setattr(
+        "draftsmith.serve.sampling.adjustments.penalise", lambda logits, sites: None
+    )
+    assert fit(target, drafter, CONFIG, PENALTIES, distribution).p_value < FALSE_ALARM
 
 
 @pytest.mark.parametrize("way", ["block", *TREES])
@@ -226,8 +266,12 @@ def test_counting_the_newest_drafted_token_alone_is_caught(
     """A mistake that only grandchildren and later tokens of a block can show."""
     apply = Adjustments.apply
     monkeypatch.setattr(
-        Adjustments, "apply", lambda self, logits, owners, drafted: apply(self, logits, owners, [path[-1:] for path in drafted])
+        Adjustments,
+        "apply",
+        lambda self, logits, owners, drafted: apply(
+            self, logits, owners, [path[-1:] for path in drafted]
+        ),
     )
-    law = enumerated(target, PENALTIES, adjusted)
-    found = fit(target, *drafted(way, target, drafter), PENALTIES, law, num_samples=700)
+    distribution = enumerated(target, PENALTIES, adjusted)
+    found = fit(target, *drafted(way, target, drafter), PENALTIES, distribution, num_samples=700)
     assert found.p_value < FALSE_ALARM, found

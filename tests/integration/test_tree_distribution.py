@@ -1,4 +1,5 @@
-"""The joint law of tokens sampled through trees is the target's; each way of getting it wrong is seen by the same test."""
+"""The joint distribution of tokens sampled through trees is the target's; each way of getting it
+wrong is seen by the same test."""
 
 from __future__ import annotations
 
@@ -34,9 +35,11 @@ PARAMS = SamplingParams(temperature=1.2, top_k=4, max_tokens=16, ignore_eos=True
 
 
 class Near:
-    """Drafts with the target's own laws under some noise, so that many drafts are kept and many are not; without a cache.
+    """Drafts with the target's own distributions under some noise, so that many drafts are kept and
+    many are not; without a cache.
 
-    A tree that is not `SAMPLED` gets the likeliest children everywhere; `lie` "q" tells a law that nothing was drawn from.
+    A tree that is not `SAMPLED` gets the likeliest children everywhere; `lie` "q" tells a
+    distribution that nothing was drawn from.
     """
 
     family, taps = "near", ()
@@ -59,28 +62,32 @@ class Near:
         branches = (3, 2, 1)
         size = len(inputs.num_draft)
         nodes = [[] for _ in range(size)]  # (token, parent, path)
-        laws: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
         q_rows = torch.full((size, 16), -1)
         level = [[(-1, ())] for _ in range(size)]
         for depth, count in enumerate(branches):
             slots = [(row, node, path) for row in range(size) for node, path in level[row]]
-            logits = torch.stack([self.logits((*inputs.histories[row], *path)) for row, _, path in slots])
+            logits = torch.stack(
+                [self.logits((*inputs.histories[row], *path)) for row, _, path in slots]
+            )
             rows = torch.tensor([row for row, _, _ in slots])
-            law = process(logits, inputs.sampling.select(rows))
+            distribution = process(logits, inputs.sampling.select(rows))
             positions = torch.tensor([len(inputs.histories[row]) + depth for row, _, _ in slots])
-            drawn = sample_without_replacement(law, inputs.seeds[rows], positions, Purpose.DRAFT, count)
-            children = drawn if draws else law.topk(count, dim=1).indices
+            drawn = sample_without_replacement(
+                distribution, inputs.seeds[rows], positions, Purpose.DRAFT, count
+            )
+            children = drawn if draws else distribution.topk(count, dim=1).indices
             level = [[] for _ in range(size)]
-            for (row, node, path), tokens, told in zip(slots, children.tolist(), law):
-                q_rows[row, node + 1] = len(laws)
-                laws.append(told)
+            for (row, node, path), tokens, told in zip(slots, children.tolist(), distribution):
+                q_rows[row, node + 1] = len(distributions)
+                distributions.append(told)
                 for token in tokens:
                     level[row].append((len(nodes[row]), (*path, token)))
                     nodes[row].append((token, node))
         lengths = inputs.num_draft.clamp(max=15)
         tokens = torch.tensor([[token for token, _ in row] for row in nodes])
         parents = torch.tensor([[parent for _, parent in row] for row in nodes])
-        told = torch.stack(laws)
+        told = torch.stack(distributions)
         if self.lie == "q":
             told = torch.where(told > -torch.inf, -told, -torch.inf)
         if not draws:
@@ -92,9 +99,13 @@ class Near:
             tokens = torch.tensor([text])
             _, hidden = self.target.states(tokens, torch.ones_like(tokens), ())
             logits = self.target.head(hidden[0, -1]).float()
-            noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(hash(text) % 2**31))
+            noise = torch.randn(
+                logits.shape, generator=torch.Generator().manual_seed(hash(text) % 2**31)
+            )
             # Only tokens that the target may emit, or nothing would ever be kept.
-            self.known[text] = torch.where(logits >= logits.topk(4).values[-1], logits + noise, -torch.inf)
+            self.known[text] = torch.where(
+                logits >= logits.topk(4).values[-1], logits + noise, -torch.inf
+            )
         return self.known[text]
 
 
@@ -105,96 +116,135 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 @pytest.fixture(scope="module")
 def prompt(target: Target) -> list[int]:
-    return torch.randint(3, target.vocab_size, (11,), generator=torch.Generator().manual_seed(5)).tolist()
+    return torch.randint(
+        3, target.vocab_size, (11,), generator=torch.Generator().manual_seed(5)
+    ).tolist()
 
 
 @pytest.fixture(scope="module")
-def law(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
+def distribution(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Every beginning of LENGTH tokens with its probability, by enumeration under the target."""
     rows = SamplingRows.of([PARAMS.temperature], top_k=[PARAMS.top_k])
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer: dict[tuple[int, ...], float] = {}
-        for text, mass in law.items():
+        for text, mass in distribution.items():
             tokens = torch.tensor([prompt + list(text)])
             _, hidden = target.states(tokens, torch.ones_like(tokens), ())
-            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[0]
-            longer |= {(*text, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()}
-        law = longer
-    return law
+            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[
+                0
+            ]
+            longer |= {
+                (*text, token): mass * float(probs[token])
+                for token in probs.nonzero()[:, 0].tolist()
+            }
+        distribution = longer
+    return distribution
 
 
 def served(
-    target: Target, drafter: ServingDrafter, tree: str, prompt: list[int], num_samples: int = NUM_SAMPLES
+    target: Target,
+    drafter: ServingDrafter,
+    tree: str,
+    prompt: list[int],
+    num_samples: int = NUM_SAMPLES,
 ) -> tuple[list[tuple[int, ...]], Engine]:
-    """The first LENGTH tokens of answers, which are then cancelled: long answers have large trees to their end."""
+    """The first LENGTH tokens of answers, which are then cancelled: long answers have large trees
+    to their end."""
     engine = Engine(
-        target, drafter, EngineConfig(tree=tree, max_batch=64, max_length=48, max_round_tokens=2048, max_queue=99_999)
+        target,
+        drafter,
+        EngineConfig(
+            tree=tree, max_batch=64, max_length=48, max_round_tokens=2048, max_queue=99_999
+        ),
     )
 
     def stop(request: Request, update: Update) -> None:
         if len(request.output) >= LENGTH:
             engine.cancel(request)
 
-    requests = [engine.submit(prompt, replace(PARAMS, seed=seed), stop, text=False) for seed in range(num_samples)]
+    requests = [
+        engine.submit(prompt, replace(PARAMS, seed=seed), stop, text=False)
+        for seed in range(num_samples)
+    ]
     while engine.busy:
         engine.step()
     return [tuple(request.output[:LENGTH]) for request in requests], engine
 
 
-def fit(law: dict[tuple[int, ...], float], texts: list[tuple[int, ...]]) -> Fit:
-    places = {text: index for index, text in enumerate(law)}
-    counts = torch.zeros(len(law) + 1)
+def fit(distribution: dict[tuple[int, ...], float], texts: list[tuple[int, ...]]) -> Fit:
+    places = {text: index for index, text in enumerate(distribution)}
+    counts = torch.zeros(len(distribution) + 1)
     for text in texts:
-        counts[places.get(text, len(law))] += 1
-    return g_test(counts, torch.tensor([*law.values(), 0.0], dtype=torch.float64))
+        counts[places.get(text, len(distribution))] += 1
+    return g_test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("tree", [SAMPLED, DYNAMIC])
-def test_the_joint_law_is_the_targets(tree: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float]) -> None:
+def test_the_joint_distribution_is_the_targets(
+    tree: str, target: Target, prompt: list[int], distribution: dict[tuple[int, ...], float]
+) -> None:
     texts, engine = served(target, Near(target), tree, prompt)
-    found = fit(law, texts)
+    found = fit(distribution, texts)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.3
     # All ways through a tree were taken.
-    assert min(engine.stats.accepted[depth] for depth in range(3)) > NUM_SAMPLES / 20 and not engine.stats.fallbacks
+    assert (
+        min(engine.stats.accepted[depth] for depth in range(3)) > NUM_SAMPLES / 20
+        and not engine.stats.fallbacks
+    )
 
 
 def blind(*arguments: Any) -> Laid:
     """Nodes that see their siblings and cousins."""
     laid = lay_out(*arguments)
-    return Laid(laid.positions, laid.layout._replace(ancestors=torch.full_like(laid.layout.ancestors, -1)))
+    return Laid(
+        laid.positions, laid.layout._replace(ancestors=torch.full_like(laid.layout.ancestors, -1))
+    )
 
 
 @pytest.mark.parametrize("broken", ["q", "masks"])
 def test_broken_rounds_are_seen(
-    broken: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+    broken: str,
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if broken == "masks":
         monkeypatch.setattr(runner_module, "lay_out", blind)
     texts, _ = served(target, Near(target, lie=broken), SAMPLED, prompt)
-    assert fit(law, texts).p_value < FALSE_ALARM
+    assert fit(distribution, texts).p_value < FALSE_ALARM
 
 
 @pytest.mark.long
 def test_keys_left_where_they_were_are_seen(
-    target: Target, prompt: list[int], law: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_module, "move_kept", lambda *arguments: None)
     texts, _ = served(target, Near(target), SAMPLED, prompt, 4096)
-    assert fit(law, texts).p_value < FALSE_ALARM
+    assert fit(distribution, texts).p_value < FALSE_ALARM
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tree", [SAMPLED, DYNAMIC])
 @pytest.mark.parametrize("family", ["near", "eagle3"])
-def test_the_joint_law_of_many_samples(
-    family: str, tree: str, target: Target, prompt: list[int], law: dict[tuple[int, ...], float]
+def test_the_joint_distribution_of_many_samples(
+    family: str,
+    tree: str,
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
 ) -> None:
-    drafter = Near(target) if family == "near" else Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    drafter = (
+        Near(target) if family == "near" else Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    )
     texts, engine = served(target, drafter, tree, prompt, MANY_SAMPLES)
-    found = fit(law, texts)
+    found = fit(distribution, texts)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(MANY_SAMPLES, found.degrees, FALSE_ALARM) < 0.05
     assert engine.stats.accepted[0] > 0 and not engine.stats.fallbacks
