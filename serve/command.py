@@ -42,7 +42,7 @@ from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.metrics.server import ServerMetrics
-from draftsmith.serve.parallel.target import LeadingTarget, follow, join
+from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.watch import VersionWatcher
 
 MakeSink = Callable[[ServeConfig, Target], Sink]

@@ -29,6 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from draftsmith.drafters.autoregressive.drawing import Drawing, sent
+from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.shape import BlockShape, check_block, shape_in
 from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of
 from draftsmith.drafters.init_from_target import (
@@ -43,7 +44,6 @@ from draftsmith.drafters.options import DflashOptions, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_taps
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.training.block_unroll import BlockPass
 from draftsmith.drafters.weights import (
     ReadBytes,
     load_into,

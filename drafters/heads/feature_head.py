@@ -19,6 +19,8 @@ from draftsmith.drafters.autoregressive.chain import draft_chain
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.drawing import Drawing
 from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
+from draftsmith.drafters.autoregressive.unroll import UnrollPass
+from draftsmith.drafters.autoregressive.unroll_flex import FlexUnrollPass
 from draftsmith.drafters.heads.recorded_head import RecordedHead, record_head
 from draftsmith.drafters.interface import (
     Capturable,
@@ -29,8 +31,6 @@ from draftsmith.drafters.interface import (
     UnrolledStep,
 )
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.training.unroll import UnrollPass
-from draftsmith.drafters.training.unroll_flex import FlexUnrollPass
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.drafters.trees.growth import grow
 from draftsmith.drafters.trees.level_graphs import LevelGraphs

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.autoregressive.drawing import Drawing, sent
+from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.heads.eagle3 import Eagle3, flattened
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.training.block_unroll import BlockPass
 from draftsmith.drafters.weights import ReadBytes, read_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass

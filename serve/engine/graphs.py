@@ -26,7 +26,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.cuda_graphs import CudaRecorder, Graph, Recorder, row_buckets, sizes_up_to
 from draftsmith.serve.cache.blocks import NULL_BLOCK
-from draftsmith.serve.parallel.target import LeadingTarget
+from draftsmith.serve.parallel import LeadingTarget
 
 log = logging.getLogger(__name__)
 

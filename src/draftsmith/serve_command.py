@@ -14,7 +14,7 @@ def run(config: ServeConfig) -> int:
     from draftsmith.record import Sink
     from draftsmith.serve.command import check
     from draftsmith.serve.command import run as serve
-    from draftsmith.serve.parallel.launch import launch, must_launch
+    from draftsmith.serve.launch import launch, must_launch
 
     if must_launch(config):
         check(config)

@@ -21,7 +21,7 @@ from draftsmith.drafters.options import Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.parallel.target import join
+from draftsmith.serve.parallel import join
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(20, 60)), [9]]
 REQUEST = {"prompt": PROMPTS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -177,7 +177,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.drafters.target.ranks import LEADER, Channel
-from draftsmith.serve.parallel.target import LeadingTarget, follow, join
+from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.requests.request import SamplingParams
 import threading
 

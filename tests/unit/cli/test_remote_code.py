@@ -24,13 +24,13 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_record
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
+from draftsmith.serve import launch
 from draftsmith.serve.api import Engine
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import TargetDistributions
 from draftsmith.serve.bench.command import server_arguments
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.config import ServeConfig
-from draftsmith.serve.parallel import launch
 
 FLAG = "--trust-remote-code"
 STOP = 'raise ValueError("the code of the folder ran")'

@@ -21,7 +21,7 @@ from draftsmith.serve.engine.graphs import (
     padding_lengths,
     token_buckets,
 )
-from draftsmith.serve.parallel.target import LeadingTarget
+from draftsmith.serve.parallel import LeadingTarget
 
 BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 8, 5
 

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from draftsmith.drafters.training.unroll import UnrollPass, is_hidden
+from draftsmith.drafters.autoregressive.unroll import UnrollPass, is_hidden
 
 
 class FlexUnrollPass(UnrollPass):

@@ -1,0 +1,13 @@
+"""The traffic buffer between servers and learner.
+
+Files in reading order:
+- `buffer`: writers and readers
+- `folder`: its folder on any file system
+- `marks`: progress of readers and deletions
+- `record_table`: records as an Arrow table
+- `redaction`: masking before storage
+- `forget`: `draftsmith forget`
+- `traffic`: records stitched to texts
+
+Other chapters import all of it.
+"""

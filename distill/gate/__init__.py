@@ -1,0 +1,15 @@
+"""Decisions about versions.
+
+Files in reading order:
+- `gate`: promotion of a candidate
+- `scoring`: alpha on served traffic
+- `logged`: alpha from logged probabilities
+- `sequential`: evidence that may be looked at any time
+- `regression`: roll back of a worse version
+- `canary`: a version on trial
+- `drift`: drift of traffic
+- `class_standing`: drafts of classes against the live draft
+- `quarantine`: drafts for other target weights
+
+Other chapters import all of it.
+"""

@@ -1,0 +1,12 @@
+"""`draftsmith generate`: a dataset of the target's answers.
+
+Files in reading order:
+- `command`: the command
+- `prompts`: prompts
+- `chat_mask`: masks of chats
+- `writers`: writers of answers
+- `answers`: the dataset folder
+- `stored_states`: stored hidden states
+
+Other chapters import `command`.
+"""

@@ -1,0 +1,12 @@
+"""Drafting one token at a time from the drafter's own states.
+
+Files in reading order:
+- `state`: states and protocols
+- `drawing`: draws drafted tokens and keeps their distributions
+- `chain`: a chain of drafted tokens
+- `chain_graphs`: CUDA graphs of its steps
+- `unroll`: training: all depths of a head over one text
+- `unroll_flex`: the same by flex attention
+
+Other chapters import all of it.
+"""

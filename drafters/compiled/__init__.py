@@ -1,0 +1,11 @@
+"""Forward passes captured once on a CPU and replayed with fewer operations.
+
+Files in reading order:
+- `capture`: a forward as a graph of tensor operations
+- `rewrite`: rewriting that keeps the numbers
+- `packed_linear`: linear layers of one input as one
+- `replay`: the rewritten graph as a function
+- `recorded`: the parts of a causal LM, checked against the model
+
+Other chapters import `recorded` and `replay`.
+"""

@@ -1,0 +1,20 @@
+"""The target model, unchanged: its states, its logits, and the checks that serving it is exact.
+
+Files in reading order:
+- `load`: loading a model, tokenizer or configuration through transformers
+- `causal_lm`: any causal LM as body and head
+- `probe`: checks made when a model is loaded
+- `rotary`: rotary embeddings that depend on length
+- `taps`: hidden states read by hooks
+- `attention`: the attention function given to transformers
+- `packed_pass`: several texts in one row
+- `segments`: which token belongs to which text
+- `target`: the target
+- `generate`: batched generation
+- `sharded`: weights spread over processes
+- `ranks`: processes of one launcher
+- `device`: device and dtype from options
+- `place`: device and dtype of training
+
+Other chapters import `target`, `causal_lm`, `load`, `taps`, `attention`, `segments`, `device`.
+"""

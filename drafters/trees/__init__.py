@@ -1,0 +1,11 @@
+"""Trees of drafted tokens grown by a feature head.
+
+Files in reading order:
+- `candidates`: distributions at the nodes and the children drawn from them
+- `nodes`: the table of nodes
+- `level_graphs`: CUDA graphs of a level
+- `tree_reader`: reads a level of nodes in one pass
+- `growth`: dynamic and sampled trees
+
+Other chapters import `growth`.
+"""

@@ -1,0 +1,10 @@
+"""Sampling distributions of a request and the random numbers that draw from them.
+
+Files in reading order:
+- `filters`: temperature, top-k, top-p and min-p
+- `random_streams`: counter-based random streams
+- `random_streams_triton`: the same streams inside Triton kernels
+- `top_tokens`: sparse distributions: top tokens and the mass outside
+
+Other chapters import `filters`, `random_streams` and `top_tokens`.
+"""

@@ -1,0 +1,12 @@
+"""`draftsmith bench`: speed and acceptance over HTTP.
+
+Files in reading order:
+- `command`: the command
+- `config`: its options
+- `prompts`: prompts
+- `server`: a server of its own
+- `client`: streaming requests
+- `report`: figures
+
+Other chapters import `command`, `client` and `server`.
+"""

@@ -1,0 +1,12 @@
+"""How many tokens to draft.
+
+Files in reading order:
+- `latency`: measured time of a round
+- `survival`: acceptance by position and class
+- `control`: fixed, by batch size, or measured
+- `auto`: k by measured throughput
+- `trees`: trees or none by measured throughput
+- `draft_temperature`: temperature of drafting
+
+Other chapters import `control`.
+"""

@@ -1,0 +1,19 @@
+"""The round loop: schedule, propose, run, verify, commit.
+
+Files in reading order:
+- `engine`: the loop of rounds
+- `build`: an engine from its configuration
+- `round`: values of one round
+- `scheduler`: rows of a round
+- `propose`: drafted tokens of a round
+- `proposal`: a checked proposal
+- `trees`: trees of a round
+- `runner`: the target's pass
+- `graphs`: CUDA graphs of it
+- `verify`: output tokens of a round
+- `output`: stop conditions and text
+- `recorder`: round records
+- `loop`: the engine's thread
+
+Other chapters import `loop`, `build` and `engine`.
+"""

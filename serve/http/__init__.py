@@ -1,0 +1,19 @@
+"""OpenAI's endpoints over the engine's loop.
+
+Files in reading order:
+- `server`: state of all endpoints
+- `protocol`: request bodies
+- `formats`: answer formats and grammars
+- `tokens`: texts as token ids
+- `threads`: threads beside the event loop
+- `exchange`: requests to the engine and their updates
+- `responses`: response bodies
+- `completions`: completions and chat
+- `endpoints`: health, models, tokenizer, learning
+- `speculation_report`: drafts of one request
+- `errors`: errors
+- `gate`: keys and limits
+- `schema`: `/openapi.json`
+
+Other chapters import `server`, `errors`, `schema`.
+"""

@@ -1,0 +1,14 @@
+"""Sampling parameters of a request and the logits they act on.
+
+Files in reading order:
+- `params`: parameters and their checks
+- `state`: counts that parameters depend on
+- `stages`: biases, penalties, bans and masks
+- `adjustments`: all of them in order, for many rows
+- `processors`: transformers' logits processors
+- `grammar`: grammars as values
+- `grammar_matcher`: grammars as masks over tokens
+- `request_errors`: failures that concern one request
+
+Other chapters import `params`, `state`, `adjustments`.
+"""

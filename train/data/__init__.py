@@ -1,0 +1,11 @@
+"""Training data from disk to batches.
+
+Files in reading order:
+- `dataset`: the data folder as sequences
+- `pieces`: texts cut to length
+- `batches`: padding, packing and order
+- `roles`: what rounds did at each position
+- `stored_taps`: stored hidden states
+
+Other chapters import all of it.
+"""

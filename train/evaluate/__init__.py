@@ -1,0 +1,10 @@
+"""alpha and tau of a draft.
+
+Files in reading order:
+- `command`: `draftsmith eval`
+- `teacher_forced`: exact, on the target's own text
+- `measured`: by lossless rounds while training
+- `calibration`: of drafts that predict their own alpha
+
+Other chapters import `teacher_forced` and `measured`.
+"""

@@ -1,0 +1,11 @@
+"""`draftsmith export`: a draft in another engine's layout.
+
+Files in reading order:
+- `command`: the command
+- `config`: its options
+- `proof`: the export read back and compared
+- `model_card`: README.md of an export
+- `hub`: uploads
+
+Other chapters import `command`.
+"""

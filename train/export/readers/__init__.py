@@ -1,0 +1,14 @@
+"""Exports as engines read them, to check what was written.
+
+Files in reading order:
+- `table`: which reader for which layout
+- `understood`: parameters of the engine's module
+- `plain`: layouts read as they are
+- `sglang`: SGLang
+- `vllm`: vLLM
+- `vllm_eagle3`: vLLM's EAGLE-3
+- `vllm_mtp`: vLLM's MTP
+- `vllm_taps`: layers that vLLM taps
+
+Other chapters import `table`.
+"""

@@ -1,0 +1,12 @@
+"""The training loss of a draft.
+
+Files in reading order:
+- `unrolled_loss`: divergence over every unrolled position
+- `teacher`: targets of the loss from the running target
+- `stored_teacher`: the same from stored data
+- `depth_weights`: weights of the depths
+- `rounds_of_text`: rounds expected on teacher-forced text
+- `feature_noise`: noise on taps
+
+Other chapters import `unrolled_loss`, `teacher` and `depth_weights`.
+"""
