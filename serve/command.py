@@ -1,45 +1,46 @@
-"""`draftsmith serve`: loads target and draft, binds the port, serves until told to stop, then
-drains and flushes."""
+"""`draftsmith serve`: bind the port, load target and draft, build the engine, serve until a signal,
+drain and flush."""
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import NamedTuple, cast
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from typing import cast
 
 import torch
 import uvicorn
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.drafters.checkpoint import DRAFT_DTYPES, load, load_draft
-from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.published.versions import latest, open_version
 from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
-from draftsmith.drafters.text.suffix import Suffix
-from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.record import Sink
 from draftsmith.serve.app import create_app
 from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.config_checks import check_engine, check_serve
-from draftsmith.serve.dashboard.board import Dashboard
 from draftsmith.serve.dashboard.learning import Learning
 from draftsmith.serve.dashboard.live_text import TextView
+from draftsmith.serve.dashboard.page import Dashboard
 from draftsmith.serve.dashboard.samples import History
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.engine.trees import wanted_tree
-from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.limits import Limits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
+from draftsmith.serve.load import (
+    default_threads,
+    device_of,
+    dtype_of,
+    load_drafter,
+    load_fallback,
+    load_target,
+)
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.parallel import LeadingTarget, follow, join
@@ -49,11 +50,8 @@ MakeSink = Callable[[ServeConfig, Target], Sink]
 
 
 def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
-    """`make_sink` is called when the config asks to learn; this package does not know what records
-    are stored in."""
-    logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
-    for chatty in ("httpx", "uvicorn.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    """`make_sink` is called when the config asks to learn; this package cannot store records."""
+    set_up_logging()
     check(config)
     if config.learn is not None and make_sink is None:
         raise UserError(
@@ -63,14 +61,7 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
     if config.tensor_parallel > 1:
         return run_sharded(config, make_sink)
     listener = bind(config.host, config.port)
-    device = device_of(config)
-    target = Target.load(
-        config.target,
-        dtype=dtype_of(config, device),
-        device=device,
-        trust_remote_code=config.trust_remote_code,
-    )
-    lead(config, target, listener, make_sink)
+    serve_target(config, load_target(config), listener, make_sink)
     return 0
 
 
@@ -94,15 +85,22 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
         return 0
     assert isinstance(target, LeadingTarget)
     try:
-        lead(config, target.lead(channel), listener, make_sink)
+        serve_target(config, target.lead(channel), listener, make_sink)
     finally:
         target.stop()
     return 0
 
 
-def lead(
+def set_up_logging() -> None:
+    logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
+    for chatty in ("httpx", "uvicorn.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def serve_target(
     config: ServeConfig, target: Target, listener: socket.socket, make_sink: MakeSink | None
 ) -> None:
+    """Load the draft, build the engine, and serve both until the process is stopped."""
     draft = load_drafter(config, target)
     sink = make_sink(config, target) if config.learn is not None and make_sink is not None else None
     engine = Engine(
@@ -117,84 +115,11 @@ def lead(
 
 
 def check(config: ServeConfig) -> None:
-    """Whatever can be told before anything is loaded."""
+    """Refuse what cannot be served, before anything is loaded."""
     check_serve(config)
     engine = config.engine()
     check_engine(engine)
     wanted_tree(engine)
-
-
-def device_of(config: ServeConfig) -> str:
-    if config.device is not None:
-        try:
-            kind = torch.device(config.device).type
-        except RuntimeError as error:
-            raise UserError(
-                f"device is {config.device!r}, which torch does not know; give cpu or cuda"
-            ) from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise UserError(
-                f"device is {config.device!r} but torch sees no CUDA device here; give cpu or "
-                "leave it out"
-            )
-        return config.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def dtype_of(config: ServeConfig, device: str) -> str:
-    """On a CPU float32 is faster for few rows, and greedy choices depend less on who else is in the
-    batch."""
-    return "float32" if config.dtype == "auto" and device == "cpu" else config.dtype
-
-
-def default_threads() -> int:
-    """All cores but one. HTTP and clients need it, and OpenMP threads that wait for a core they
-    share are ruinous: ten times slower was measured with 2 threads on 2 busy cores."""
-    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) - 1))
-
-
-class LoadedDraft(NamedTuple):
-    drafter: ServingDrafter | None
-    version: str  # "" without a drafter, "0" for one that no version names
-    number: int | None  # of the versions folder
-
-
-def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
-    """n-grams if they were chosen, else the trained draft if there is one, suffix decoding beside
-    it or alone, or nothing."""
-    if config.ngram:
-        return LoadedDraft(
-            Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max), "0", None
-        )
-    loaded = load_trained(config, target)
-    if not config.suffix:
-        return loaded
-    text = Suffix(config.suffix_options())
-    if loaded.drafter is None:
-        return LoadedDraft(text, "0", None)
-    return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=config.suffix_share))
-
-
-def load_fallback(config: ServeConfig) -> ServingDrafter | None:
-    if config.fallback == "ngram":
-        return Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
-    return Suffix(config.suffix_options()) if config.fallback == "suffix" else None
-
-
-def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
-    """The live version of the versions folder, else the draft."""
-    number = latest(config.versions) if config.versions is not None else None
-    if number is not None:
-        folder, dtype = open_version(config.versions, number), DRAFT_DTYPES[config.draft_dtype]
-        return LoadedDraft(load(folder, target, dtype=dtype), str(number), number)
-    draft = load_draft(config, target)
-    if draft is not None:
-        return LoadedDraft(draft, "0", None)
-    if config.versions is not None:
-        raise UserError(
-            f"versions folder {config.versions!r} has no version yet; give the draft to start with"
-        )
-    return LoadedDraft(None, "", None)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -217,15 +142,6 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def limits_of(config: ServeConfig) -> Limits:
-    return Limits(
-        api_keys=config.api_key or (),
-        max_body_bytes=config.max_body_bytes,
-        max_concurrency=config.max_concurrency,
-        timeout_s=config.request_timeout_s,
-    )
-
-
 def serve(
     config: ServeConfig,
     engine: Engine,
@@ -235,30 +151,54 @@ def serve(
     sink: Sink | None,
 ) -> None:
     """Blocks until SIGTERM or SIGINT, then lets running requests finish and flushes the sink."""
-    loop = EngineLoop(engine).start()
-    name = config.name or engine.target.name
-    metrics = ServerMetrics(engine, name)
-    history = History(engine, metrics.by_class).start()
+    with ExitStack() as services:  # ended in reverse order
+        if sink is not None:
+            services.callback(sink.close)
+        loop = EngineLoop(engine).start()
+        services.callback(loop.close, drain_s=config.drain_s)
+        server = make_server(config, loop)
+        dashboard = make_dashboard(config, server)
+        services.callback(dashboard.history.start().stop)
+        services.callback(StatsLog(engine, config.log_stats_s).start().stop)
+        if config.versions is not None:
+            services.callback(watch_versions(config, loop, serving).stop)
+        app = create_app(server, dashboard)
+        # uvicorn raises the signal again once it has shut down: it stays ignored until the sink is
+        # flushed.
+        with sigterm_ignored(), services.pop_all():
+            run_app(config, app, listener, name=server.model)
+
+
+def make_server(config: ServeConfig, loop: EngineLoop) -> Server:
+    name = config.name or loop.engine.target.name
+    limits = Limits(
+        api_keys=config.api_key or (),
+        max_body_bytes=config.max_body_bytes,
+        max_concurrency=config.max_concurrency,
+        timeout_s=config.request_timeout_s,
+    )
+    level = cast(Level, config.per_request_spec_decode_metrics)
+    return Server(loop, name, ServerMetrics(loop.engine, name), limits, level)
+
+
+def make_dashboard(config: ServeConfig, server: Server) -> Dashboard:
+    engine = server.loop.engine
     view = TextView() if config.dashboard_text else None
     if view is not None:
-        engine.onlooker = view.hear
-    server = Server(
-        loop,
-        name,
-        metrics,
-        limits_of(config),
-        cast(Level, config.per_request_spec_decode_metrics),
-        dashboard=Dashboard(history, Learning(config.versions, config.learn), view),
-    )
-    stats_log = StatsLog(engine, config.log_stats_s).start()
-    watcher = None
-    if config.versions is not None:
-        # A swap is one line of the log: no bar for every version that is read.
-        transformers_logging.disable_progress_bar()
-        watcher = VersionWatcher(
-            loop, config.versions, poll_s=config.poll_s, serving=serving
-        ).start()
-    app = create_app(server)
+        engine.onlooker = view.add_round
+    history = History(engine, server.metrics.by_class)
+    return Dashboard(history, Learning(config.versions, config.learn), view)
+
+
+def watch_versions(config: ServeConfig, loop: EngineLoop, serving: int | None) -> VersionWatcher:
+    # A swap is one line of the log: no bar for every version that is read.
+    transformers_logging.disable_progress_bar()
+    assert config.versions is not None
+    return VersionWatcher(loop, config.versions, poll_s=config.poll_s, serving=serving).start()
+
+
+def run_app(config: ServeConfig, app: FastAPI, listener: socket.socket, *, name: str) -> None:
+    """Answers requests until a signal ends it."""
     host, port = listener.getsockname()[:2]
 
     @asynccontextmanager
@@ -270,18 +210,14 @@ def serve(
     options = uvicorn.Config(
         app, log_level="warning", timeout_graceful_shutdown=max(1, round(config.drain_s))
     )
-    # uvicorn raises the signal again once it has shut down; the sink still has to be flushed then.
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(options).run(sockets=[listener])
+
+
+@contextmanager
+def sigterm_ignored() -> Iterator[None]:
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
-        uvicorn.Server(options).run(sockets=[listener])
-    except KeyboardInterrupt:
-        pass
+        yield
     finally:
-        stats_log.stop()
-        history.stop()
-        if watcher is not None:
-            watcher.stop()
-        loop.close(drain_s=config.drain_s)
-        if sink is not None:
-            sink.close()
         signal.signal(signal.SIGTERM, previous)

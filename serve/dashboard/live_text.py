@@ -1,5 +1,5 @@
-"""The live view of `serve --dashboard-text`: the latest rounds' tokens, told apart by what became
-of them."""
+"""The live view of `serve --dashboard-text`: the tokens of the latest rounds, as accepted, rejected
+and the target's own."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class ShownRound(NamedTuple):
 
 
 class TextView:
-    """`hear` runs on the engine's thread and keeps a few small tuples; they are decoded only for
-    those who look."""
+    """The latest rounds. `add_round` runs on the engine's thread and keeps a few small tuples; they
+    are decoded only when the page asks for them."""
 
     def __init__(self) -> None:
         self._rounds = deque[ShownRound](maxlen=KEPT)
         self._count = 0
 
-    def hear(
+    def add_round(
         self, request: Request, chain: Sequence[int], accepted: int, committed: Sequence[int]
     ) -> None:
-        """One request's share of a round, after it was committed. Who keeps out of learning is
-        never shown."""
+        """Add one request's share of a round, after it was committed. A request that keeps out of
+        learning is never shown."""
         if not request.learn or not committed:
             return
         begin = len(request.tokens) - len(committed)
@@ -55,7 +55,7 @@ class TextView:
         )
 
     def after(self, number: int) -> list[ShownRound]:
-        """What came after the round `number`, as far as it is still there."""
+        """Rounds after the round `number` that are still kept."""
         return [one for one in list(self._rounds) if one.number > number]
 
 
@@ -75,7 +75,7 @@ def pieces(shown: ShownRound, vocabulary: Vocabulary) -> dict[str, Any]:
 def _continuation(vocabulary: Vocabulary, before: Sequence[int], tokens: Sequence[int]) -> str:
     if not tokens:
         return ""
-    # Half a character is left to whoever completes it.
+    # Half a character is left to the round that completes it.
     head = vocabulary.decode(list(before)).rstrip(BROKEN)
     whole = vocabulary.decode([*before, *tokens]).rstrip(BROKEN)
     return whole[len(head) :]

@@ -7,23 +7,21 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from draftsmith.serve.dashboard.board import Dashboard
-from draftsmith.serve.dashboard.learning import drafts
+from draftsmith.serve.dashboard.learning import Learning, drafts
 from draftsmith.serve.dashboard.live_text import TextView, pieces
-from draftsmith.serve.dashboard.samples import NOW_S, Counts, by_class, summary
+from draftsmith.serve.dashboard.samples import NOW_S, Counts, History, by_class, summary
 from draftsmith.serve.dashboard.schema import DashboardBody
 from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.http.schema import documented
+from draftsmith.serve.http.server import Server
 from draftsmith.version import __version__
-
-if TYPE_CHECKING:
-    from draftsmith.serve.http.server import Server
 
 PAGE = Path(__file__).with_name("dashboard.html")
 TEXT_POLL_S = 0.2
@@ -35,6 +33,16 @@ POLICY = (
     "connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+
+
+@dataclass
+class Dashboard:
+    """State behind the page: history of rates, progress of learning, text where it is shown."""
+
+    history: History
+    learning: Learning = field(default_factory=Learning)
+    text: TextView | None = None
+    started_s: float = field(default_factory=time.time)
 
 
 def add_dashboard(app: FastAPI, server: Server, dashboard: Dashboard) -> None:

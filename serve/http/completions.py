@@ -1,4 +1,5 @@
-"""The HTTP face: OpenAI's endpoints over the engine's loop."""
+"""OpenAI's completion endpoints over the engine's loop: submission of a request, its answer in one
+piece or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -8,24 +9,64 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from draftsmith.errors import UserError
 from draftsmith.serve.http.errors import Refusal, as_refusal, failure, timed_out
-from draftsmith.serve.http.exchange import Exchange
-from draftsmith.serve.http.gate import tenant_of
-from draftsmith.serve.http.protocol import Generation
-from draftsmith.serve.http.responses import Extras, Responder
+from draftsmith.serve.http.limits import tenant_of
+from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
+from draftsmith.serve.http.responses import (
+    Responder,
+    ResponseOptions,
+    chat_responder,
+    completion_responder,
+)
+from draftsmith.serve.http.schema import (
+    ANSWER_STATUSES,
+    ChatBody,
+    CompletionBody,
+    documented,
+    events_of,
+)
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.tokens import Prompt, bad_word_tokens
+from draftsmith.serve.http.streams import RequestStreams
+from draftsmith.serve.http.tokens import Prompt, bad_word_tokens, completion_prompts
 
 LEARN_HEADER = "x-draftsmith-learn"  # "off" keeps a request's rounds out of the buffer
 
 
-def _extras(server: Server, body: Generation) -> Extras:
-    options = body.stream_options
-    return Extras(
+def add_completion_endpoints(app: FastAPI, server: Server) -> None:
+    @app.post(
+        "/v1/completions", responses={**events_of(CompletionBody), **documented(*ANSWER_STATUSES)}
+    )
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        server.check_model(body.model)
+        prompts = await server.tokenizer_thread.run(
+            lambda: completion_prompts(
+                body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens
+            )
+        )
+        responder = completion_responder(
+            server.model, server.vocabulary, _options(server, body), prompts, body.n or 1
+        )
+        return await _answer(server, request, body, prompts, responder)
+
+    @app.post(
+        "/v1/chat/completions", responses={**events_of(ChatBody), **documented(*ANSWER_STATUSES)}
+    )
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        server.check_model(body.model)
+        prompt = Prompt(await server.tokenizer_thread.run(lambda: server.chat_prompt(body)), None)
+        responder = chat_responder(
+            server.model, server.vocabulary, _options(server, body), prompt, body.n or 1
+        )
+        return await _answer(server, request, body, [prompt], responder)
+
+
+def _options(server: Server, body: Generation) -> ResponseOptions:
+    stream = body.stream_options
+    return ResponseOptions(
         report="detailed" if body.speculation.report else server.report,
         report_alone=body.speculation.report,
         token_ids=bool(body.return_token_ids),
@@ -34,8 +75,8 @@ def _extras(server: Server, body: Generation) -> Extras:
         prompt_only=body.most_tokens() == 0,
         # A request without drafts has the target's distribution on any server.
         lossless=server.loop.engine.lossless or body.speculation.k == 0,
-        usage=options is not None and bool(options.include_usage),
-        running_usage=options is not None and bool(options.continuous_usage_stats),
+        usage=stream is not None and bool(stream.include_usage),
+        running_usage=stream is not None and bool(stream.continuous_usage_stats),
     )
 
 
@@ -48,29 +89,31 @@ async def _answer(
 ) -> Response:
     num_choices = body.n or 1
     _check_count(server, len(prompts), num_choices)
-    exchange = Exchange(server.loop, server.aside, server.mailbox, server.limits.timeout_s)
+    streams = RequestStreams(
+        server.loop, server.tokenizer_thread, server.bridge, server.limits.timeout_s
+    )
     try:
-        await _submit(server, exchange, request, body, prompts, answer=responder.id)
+        await _submit(server, streams, request, body, prompts, answer=responder.id)
     except UserError as error:
         raise as_refusal(error, told_as=body.told_as) from error
     if body.stream:
-        events = _stream(server, exchange, responder)
+        events = _stream(server, streams, responder)
         return StreamingResponse(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
-    if not await _finished(server, request, exchange):
+    if not await _finished(server, request, streams):
         return Response(status_code=499)
-    for finished in exchange.requests:
+    for finished in streams.requests:
         server.metrics.finished(finished, num_choices=num_choices)
         if (refusal := failure(finished)) is not None:
             raise refusal
-    server.metrics.answered([finished.num_output for finished in exchange.requests], num_choices)
-    return JSONResponse(responder.body(exchange.requests))
+    server.metrics.answered([finished.num_output for finished in streams.requests], num_choices)
+    return JSONResponse(responder.body(streams.requests))
 
 
 async def _submit(
     server: Server,
-    exchange: Exchange,
+    streams: RequestStreams,
     request: Request,
     body: Generation,
     prompts: Sequence[Prompt],
@@ -78,11 +121,11 @@ async def _submit(
     answer: str,
 ) -> None:
     num_choices = body.n or 1
-    bad_words = await server.aside.run(
+    bad_words = await server.tokenizer_thread.run(
         lambda: bad_word_tokens(body.bad_words or (), server.tokenizer)
     )
     params = [body.sampling(index, bad_words) for index in range(num_choices)]
-    await exchange.submit(
+    await streams.submit(
         [prompt.tokens for prompt in prompts for _ in range(num_choices)],
         params * len(prompts),
         request_class=body.request_class,
@@ -106,9 +149,9 @@ def _check_count(server: Server, num_prompts: int, num_choices: int) -> None:
         raise Refusal(400, f"{message}; ask for fewer at a time", param=param)
 
 
-async def _finished(server: Server, request: Request, exchange: Exchange) -> bool:
+async def _finished(server: Server, request: Request, streams: RequestStreams) -> bool:
     """Waits for the answer; False when the client went away first, which cancels it."""
-    answer = asyncio.ensure_future(exchange.finished())
+    answer = asyncio.ensure_future(streams.finished())
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +161,7 @@ async def _finished(server: Server, request: Request, exchange: Exchange) -> boo
     finally:
         for task in (answer, gone):
             task.cancel()
-        exchange.cancel()
+        streams.cancel()
 
 
 async def _disconnected(request: Request) -> None:
@@ -126,9 +169,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _stream(server: Server, exchange: Exchange, responder: Responder) -> AsyncIterator[str]:
+async def _stream(
+    server: Server, streams: RequestStreams, responder: Responder
+) -> AsyncIterator[str]:
     try:
-        async for body in _chunks(server, exchange, responder):
+        async for body in _chunks(server, streams, responder):
             yield _event(body)
     except asyncio.TimeoutError:
         yield _event(timed_out(server.limits.timeout_s or 0.0).body())
@@ -136,18 +181,18 @@ async def _stream(server: Server, exchange: Exchange, responder: Responder) -> A
         # The status line is long gone, so the error comes as an event, as OpenAI and vLLM send it.
         yield _event(refusal.body())
     finally:
-        exchange.cancel()
+        streams.cancel()
     yield "data: [DONE]\n\n"
 
 
 async def _chunks(
-    server: Server, exchange: Exchange, responder: Responder
+    server: Server, streams: RequestStreams, responder: Responder
 ) -> AsyncIterator[dict[str, Any]]:
-    for index in range(len(exchange.requests)):
+    for index in range(len(streams.requests)):
         if (opening := responder.opening(index)) is not None:
             yield opening
     previous_s: dict[int, float] = {}
-    async for index, request, update in exchange.events():
+    async for index, request, update in streams.events():
         now_s = time.monotonic()
         if index in previous_s:
             server.metrics.updated(now_s - previous_s[index])
@@ -159,9 +204,9 @@ async def _chunks(
         # Also without text (half a character, say): a client measures the arrival of tokens by it.
         yield responder.update(index, request, update)
     server.metrics.answered(
-        [request.num_output for request in exchange.requests], responder.num_choices
+        [request.num_output for request in streams.requests], responder.num_choices
     )
-    if (closing := responder.closing(exchange.requests)) is not None:
+    if (closing := responder.closing(streams.requests)) is not None:
         yield closing
 
 

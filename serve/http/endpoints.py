@@ -1,8 +1,9 @@
-"""Endpoints about the server itself: health, version, models, load, metrics."""
+"""Endpoints beside completions: the service (health, version, models, load, metrics), its
+tokenizer, and the deletion of records that learning would use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Response
 from pydantic import Discriminator, Tag
@@ -20,11 +21,9 @@ from draftsmith.serve.http.schema import (
     VersionBody,
     documented,
 )
+from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.tokens import encode
 from draftsmith.version import __version__
-
-if TYPE_CHECKING:
-    from draftsmith.serve.http.server import Server
 
 # of /health, where answers need not have the target's distribution
 LOSSLESS_HEADER = "x-draftsmith-lossless"
@@ -86,7 +85,7 @@ def _model(server: Server) -> dict[str, Any]:
     return entry if engine.lossless else entry | {"lossless": False}
 
 
-STATUSES = (400, 401, 404, 413)
+TOKEN_STATUSES = (400, 401, 404, 413)
 
 
 class TokenizeText(Wire):
@@ -118,11 +117,12 @@ class DetokenizeRequest(Wire):
 
 def add_token_endpoints(app: FastAPI, server: Server) -> None:
     @app.post(
-        "/tokenize", responses={**documented(200, model=TokenizeBody), **documented(*STATUSES)}
+        "/tokenize",
+        responses={**documented(200, model=TokenizeBody), **documented(*TOKEN_STATUSES)},
     )
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
-        tokens = await server.aside.run(lambda: _tokens(server, body))
+        tokens = await server.tokenizer_thread.run(lambda: _tokens(server, body))
         strings = (
             server.vocabulary.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         )
@@ -134,7 +134,8 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
         }
 
     @app.post(
-        "/detokenize", responses={**documented(200, model=DetokenizeBody), **documented(*STATUSES)}
+        "/detokenize",
+        responses={**documented(200, model=DetokenizeBody), **documented(*TOKEN_STATUSES)},
     )
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         server.check_model(body.model)
@@ -170,12 +171,12 @@ def _tokens(server: Server, body: TokenizeText | TokenizeChat) -> list[int]:
     return encode(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
 
 
-DOCUMENT: dict[int | str, dict[str, Any]] = {
+FORGET_DOCUMENT: dict[int | str, dict[str, Any]] = {
     **documented(401, 404, 503),
     204: {"description": "Its records are deleted; nothing more of it will be learned from."},
 }
-DOCUMENT[404]["description"] = "No record of this answer is kept, or nothing is recorded here."
-DOCUMENT[503]["description"] = "The buffer cannot be reached; ask again."
+FORGET_DOCUMENT[404]["description"] = "This answer has no record, or nothing is recorded here."
+FORGET_DOCUMENT[503]["description"] = "The buffer cannot be reached; ask again."
 
 
 def add_learning_endpoints(app: FastAPI, server: Server) -> None:
@@ -184,7 +185,7 @@ def add_learning_endpoints(app: FastAPI, server: Server) -> None:
         "/v1/learn/{answer}",
         status_code=204,
         response_class=Response,
-        responses=DOCUMENT,
+        responses=FORGET_DOCUMENT,
         operation_id="forget",
     )
     def forget(answer: str) -> Response:

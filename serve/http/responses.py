@@ -22,7 +22,7 @@ class Vocabulary(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
-class Extras(NamedTuple):
+class ResponseOptions(NamedTuple):
     """What a request asked for beyond the answer."""
 
     report: Level = "none"  # what became of the drafts
@@ -44,7 +44,7 @@ class Responder(ABC):
 
     model: str
     vocabulary: Vocabulary
-    extras: Extras
+    options: ResponseOptions
     prompts: Sequence[Prompt]
     num_choices: int = 1  # of each prompt
     prefix: str = "cmpl"
@@ -60,7 +60,7 @@ class Responder(ABC):
 
     def head(self, kind: str) -> Body:
         # Whoever gets an answer that need not have the target's distribution is told so.
-        label = {} if self.extras.lossless else {"lossless": False}
+        label = {} if self.options.lossless else {"lossless": False}
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model} | label
 
     def body(self, requests: Sequence[Request]) -> Body:
@@ -80,7 +80,7 @@ class Responder(ABC):
     def _usage(self, prompts: Sequence[Request], completion: int) -> Body:
         """`prompts` has one request of each prompt."""
         prompt = sum(request.num_prompt for request in prompts)
-        completion = 0 if self.extras.prompt_only else completion
+        completion = 0 if self.options.prompt_only else completion
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -91,10 +91,10 @@ class Responder(ABC):
         }
 
     def metrics(self, requests: Sequence[Request]) -> Body:
-        if self.extras.report == "none":
+        if self.options.report == "none":
             return {}
         reports = [
-            speculation_report(each.speculation, each.k, level=self.extras.report)
+            speculation_report(each.speculation, each.k, level=self.options.report)
             for each in requests
         ]
         if len(reports) == 1:
@@ -103,26 +103,26 @@ class Responder(ABC):
         # own field gets all.
         return {
             "metrics": {"speculative_decoding": None}
-            | ({"choices": reports} if self.extras.report_alone else {})
+            | ({"choices": reports} if self.options.report_alone else {})
         }
 
     def tokens(self, tokens: list[int]) -> Body:
-        if not self.extras.token_ids:
+        if not self.options.token_ids:
             return {}
-        return {"token_ids": [] if self.extras.prompt_only else tokens}
+        return {"token_ids": [] if self.options.prompt_only else tokens}
 
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.num_choices]
 
     def chunk(self, choices: list[Body]) -> Body:
         return {**self.head(self.piece), "choices": choices} | (
-            {"usage": None} if self.extras.usage else {}
+            {"usage": None} if self.options.usage else {}
         )
 
     def update(self, index: int, request: Request, update: Update) -> Body:
         """The chunk of one round."""
         body = self.chunk([self.delta(index, request, update) | self.tokens(update.tokens)])
-        if self.extras.running_usage:
+        if self.options.running_usage:
             # Of what was sent: the engine may be some rounds ahead.
             self.counts[index] = self.counts.get(index, 0) + len(update.tokens)
             body["usage"] = self._usage([request], self.counts[index])
@@ -130,13 +130,13 @@ class Responder(ABC):
 
     def closing(self, requests: Sequence[Request]) -> Body | None:
         """The chunk without choices that ends a stream, if the client asked for what it holds."""
-        if not self.extras.usage and not self.extras.report_alone:
+        if not self.options.usage and not self.options.report_alone:
             return None
-        usage = {"usage": self.usage(requests)} if self.extras.usage else {}
+        usage = {"usage": self.usage(requests)} if self.options.usage else {}
         return self.chunk([]) | usage | self.metrics(requests)
 
     def token(self, token: int) -> str:
-        return f"token_id:{token}" if self.extras.name_by_id else self.vocabulary.decode([token])
+        return f"token_id:{token}" if self.options.name_by_id else self.vocabulary.decode([token])
 
     @abstractmethod
     def choice(self, index: int, request: Request) -> Body:
@@ -174,8 +174,8 @@ class CompletionResponder(Responder):
         first: bool,
     ) -> Body:
         prompt = self.prompt_of(index)
-        echoing = first and self.extras.echo
-        if self.extras.prompt_only:
+        echoing = first and self.options.echo
+        if self.options.prompt_only:
             text, entries = "", []
         if echoing:
             text = (
@@ -194,7 +194,7 @@ class CompletionResponder(Responder):
             "finish_reason": finish_name(reason),
         }
         return body | (
-            {"prompt_token_ids": prompt.tokens} if first and self.extras.token_ids else {}
+            {"prompt_token_ids": prompt.tokens} if first and self.options.token_ids else {}
         )
 
     def _logprobs(self, first: int, entries: Sequence[TokenLogprob | None], offset: int) -> Body:
@@ -250,7 +250,7 @@ class ChatResponder(Responder):
         }
 
     def _prompt_tokens(self) -> Body:
-        return {"prompt_token_ids": self.prompts[0].tokens} if self.extras.token_ids else {}
+        return {"prompt_token_ids": self.prompts[0].tokens} if self.options.token_ids else {}
 
     def _logprobs(self, request: Request, entries: list[TokenLogprob]) -> Body | None:
         if request.params.logprobs is None:
@@ -279,18 +279,22 @@ def finite(logprob: float) -> float:
 
 
 def completion_responder(
-    model: str, vocabulary: Vocabulary, extras: Extras, prompts: Sequence[Prompt], num_choices: int
+    model: str,
+    vocabulary: Vocabulary,
+    options: ResponseOptions,
+    prompts: Sequence[Prompt],
+    num_choices: int,
 ) -> Responder:
-    return CompletionResponder(model, vocabulary, extras, prompts, num_choices)
+    return CompletionResponder(model, vocabulary, options, prompts, num_choices)
 
 
 def chat_responder(
-    model: str, vocabulary: Vocabulary, extras: Extras, prompt: Prompt, num_choices: int
+    model: str, vocabulary: Vocabulary, options: ResponseOptions, prompt: Prompt, num_choices: int
 ) -> Responder:
     return ChatResponder(
         model,
         vocabulary,
-        extras,
+        options,
         [prompt],
         num_choices,
         prefix="chatcmpl",

@@ -8,21 +8,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from draftsmith.serve.dashboard.board import Dashboard
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.errors import Refusal
-from draftsmith.serve.http.exchange import Event
-from draftsmith.serve.http.gate import Limits, Load
+from draftsmith.serve.http.limits import Limits, Load
 from draftsmith.serve.http.protocol import Conversation
 from draftsmith.serve.http.speculation_report import Level
-from draftsmith.serve.http.threads import Aside, Mailbox
+from draftsmith.serve.http.streams import Event
+from draftsmith.serve.http.threads import ThreadBridge, TokenizerThread
 from draftsmith.serve.http.tokens import chat_prompt
 from draftsmith.serve.metrics.server import ServerMetrics
 
 
 @dataclass
 class Server:
-    """What the endpoints share."""
+    """State that the endpoints share."""
 
     loop: EngineLoop
     model: str
@@ -30,19 +29,18 @@ class Server:
     limits: Limits = field(default_factory=Limits)
     report: Level = "none"  # of every response's drafts; a request may ask for more
     load: Load = field(default_factory=Load)
-    aside: Aside = field(default_factory=Aside)
-    dashboard: Dashboard | None = None
+    tokenizer_thread: TokenizerThread = field(default_factory=TokenizerThread)
     vocabulary: Any = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def mailbox(self) -> Mailbox[Event]:
+    def bridge(self) -> ThreadBridge[Event]:
         # Made by the first request, on the event loop that serves.
-        return Mailbox()
+        return ThreadBridge()
 
     @property
     def tokenizer(self) -> Any:
-        """For use `aside` alone."""
+        """For use on `tokenizer_thread` alone."""
         return self.loop.engine.target.tokenizer()
 
     def __post_init__(self) -> None:

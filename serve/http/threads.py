@@ -1,4 +1,5 @@
-"""From the engine's thread to the event loop's: one wake-up for all that comes before it looks."""
+"""Threads around the event loop: updates of the engine's thread reach it in one wake-up, and text is
+encoded on a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,37 +12,38 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Mailbox(Generic[T]):
-    """Of one event loop, for all its readers. A wake-up of another thread costs more than what it
-    brings: system calls, and the two threads take Python's lock from each other in the middle of a
-    round."""
+class ThreadBridge(Generic[T]):
+    """Items from any thread to queues of one event loop, many items per wake-up. A wake-up costs
+    more than its item: system calls, and the two threads take Python's lock from each other in the
+    middle of a round."""
 
     def __init__(self) -> None:
-        self._here = asyncio.get_running_loop()
-        self._mail: deque[tuple[asyncio.Queue[T], T]] = deque()
-        self._called = False
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[tuple[asyncio.Queue[T], T]] = deque()
+        self._woken = False
 
     def put(self, reader: asyncio.Queue[T], item: T) -> None:
-        """From any thread."""
+        """Callable from any thread."""
         # The client's event loop may be gone while the engine still finishes a round.
-        if self._here.is_closed():
+        if self._loop.is_closed():
             return
-        self._mail.append((reader, item))
-        if not self._called:
-            self._called = True
-            self._here.call_soon_threadsafe(self._deliver)
+        self._items.append((reader, item))
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        # Before anything is taken out: what comes in from here on calls again.
-        self._called = False
-        while self._mail:
-            reader, item = self._mail.popleft()
+        # Before anything is taken out: an item that comes in from here on wakes the loop again.
+        self._woken = False
+        while self._items:
+            reader, item = self._items.popleft()
             reader.put_nowait(item)
 
 
-class Aside:
-    """One thread, in order: encoding sets options of the tokenizer, so nobody else may use that one
-    meanwhile."""
+class TokenizerThread:
+    """One thread that tokenizes prompts and compiles grammars in order, so that a large request does
+    not block the event loop. Encoding sets options of the tokenizer, so no other thread may use that
+    one meanwhile."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draftsmith-intake")

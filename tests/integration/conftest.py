@@ -30,11 +30,11 @@ from draftsmith.record import Sink
 from draftsmith.serve.app import create_app
 from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.dashboard.board import Dashboard
+from draftsmith.serve.dashboard.page import Dashboard
 from draftsmith.serve.dashboard.samples import History
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.limits import Limits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.metrics.server import ServerMetrics
@@ -57,9 +57,7 @@ class LiveServer:
         metrics = ServerMetrics(engine, MODEL)
         # Not started: its tests look when they want to.
         self.dashboard = Dashboard(History(engine, metrics.by_class))
-        app = create_app(
-            Server(self.loop, MODEL, metrics, limits, report, dashboard=self.dashboard)
-        )
+        app = create_app(Server(self.loop, MODEL, metrics, limits, report), self.dashboard)
         self._server = uvicorn.Server(
             uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5)
         )

@@ -27,7 +27,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.record import hashed_answer
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.limits import Limits
 from draftsmith.serve.sampling.params import SamplingParams
 
 BODY = {"model": "tiny", "max_tokens": 8, "ignore_eos": True, "temperature": 1.0}

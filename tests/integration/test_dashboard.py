@@ -28,7 +28,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.dashboard.learning import Learning
 from draftsmith.serve.dashboard.live_text import TextView
 from draftsmith.serve.dashboard.schema import DashboardBody
-from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.limits import Limits
 
 REPEATS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 KEYS = Limits(api_keys=("secret",))
@@ -60,7 +60,7 @@ def server(target: Target, live_server: Callable, tmp_path_factory: pytest.TempP
     server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
     server.dashboard.learning = Learning(str(root))
     server.dashboard.text = TextView()
-    server.engine.onlooker = server.dashboard.text.hear
+    server.engine.onlooker = server.dashboard.text.add_round
     return server
 
 

@@ -16,7 +16,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.limits import Limits
 from draftsmith.train.doctor.command import run
 from draftsmith.train.doctor.config import DoctorConfig
 

@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.gate import Limits
+from draftsmith.serve.http.limits import Limits
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
 

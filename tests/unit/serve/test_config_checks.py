@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.serve.command import check, device_of
+from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.config_checks import check_engine
+from draftsmith.serve.load import device_of
 
 NAN = float("nan")
 

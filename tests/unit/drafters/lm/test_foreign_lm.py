@@ -19,9 +19,10 @@ from draftsmith.drafters.vocabulary import shared_tokens
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.api import Engine as PythonEngine
-from draftsmith.serve.command import check, load_drafter
+from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.load import load_drafter
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.doctor.config import DoctorConfig
 from draftsmith.train.doctor.offline import check_pair

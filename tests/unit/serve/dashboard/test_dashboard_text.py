@@ -34,7 +34,7 @@ def served(engine: Engine, **options: object) -> Request:
 
 def test_what_is_shown_joins_to_the_answer_and_counts_agree(engine: Engine, target: Target) -> None:
     view = TextView()
-    engine.onlooker = view.hear
+    engine.onlooker = view.add_round
     request = served(engine, request_class="code")
     shown = view.after(0)
     assert [token for one in shown for token in (*one.accepted, *one.own)] == request.output
@@ -57,7 +57,7 @@ def test_what_is_shown_joins_to_the_answer_and_counts_agree(engine: Engine, targ
 
 def test_a_request_that_keeps_out_of_learning_is_never_shown(engine: Engine) -> None:
     view = TextView()
-    engine.onlooker = view.hear
+    engine.onlooker = view.add_round
     served(engine, learn=False)
     assert view.after(0) == []
     served(engine)
@@ -68,7 +68,7 @@ def test_only_new_rounds_are_told_and_old_ones_are_forgotten(engine: Engine) -> 
     view = TextView()
     request = served(engine)
     for _ in range(KEPT + 10):
-        view.hear(request, [1, 2], 1, request.output[-2:])
+        view.add_round(request, [1, 2], 1, request.output[-2:])
     shown = view.after(0)
     assert len(shown) == KEPT and shown[-1].number == KEPT + 10
     assert [one.number for one in view.after(KEPT + 8)] == [KEPT + 9, KEPT + 10]
@@ -88,9 +88,9 @@ def test_a_character_of_several_tokens_is_whole_inside_its_text(target: Target) 
         k=2,
         max_tokens=4,
     )
-    view.hear(request, list(tokens[1:]), 2, list(tokens[1:]))
+    view.add_round(request, list(tokens[1:]), 2, list(tokens[1:]))
     assert pieces(view.after(0)[0], tokenizer)["accepted"] == "\u00e9"
     # Drafted by half and completed by the target.
-    view.hear(request, list(tokens[1:2]), 1, list(tokens[1:]))
+    view.add_round(request, list(tokens[1:2]), 1, list(tokens[1:]))
     shown = pieces(view.after(1)[0], tokenizer)
     assert (shown["accepted"], shown["target"]) == ("", "\u00e9")

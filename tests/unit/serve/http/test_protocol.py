@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from draftsmith.errors import UserError
-from draftsmith.serve.http.gate import digests, opens
+from draftsmith.serve.http.limits import digests, opens
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest
 from draftsmith.serve.http.speculation_report import speculation_report
 from draftsmith.serve.http.tokens import bad_word_tokens

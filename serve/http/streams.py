@@ -1,4 +1,4 @@
-"""One HTTP request's engine requests: submitted together, their updates in one asyncio queue,
+"""The engine requests of one HTTP request: submitted together, their updates in one asyncio queue,
 cancelled together."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.threads import Aside, Mailbox
+from draftsmith.serve.http.threads import ThreadBridge, TokenizerThread
 from draftsmith.serve.requests.request import OnUpdate, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -20,18 +20,18 @@ class Event(NamedTuple):
     update: Update
 
 
-class Exchange:
-    """`timeout_s` bounds the time from here to the last update; `asyncio.TimeoutError` tells that
-    it is over."""
+class RequestStreams:
+    """`timeout_s` bounds the time from construction to the last update; `asyncio.TimeoutError` is
+    raised when it is over."""
 
     def __init__(
         self,
         loop: EngineLoop,
-        aside: Aside,
-        mailbox: Mailbox[Event],
+        tokenizer_thread: TokenizerThread,
+        bridge: ThreadBridge[Event],
         timeout_s: float | None = None,
     ):
-        self.loop, self._aside, self._mailbox = loop, aside, mailbox
+        self.loop, self._tokenizer_thread, self._bridge = loop, tokenizer_thread, bridge
         self.requests: list[Request] = []
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -46,7 +46,7 @@ class Exchange:
         learn: bool,
         answer: str,
     ) -> None:
-        """One engine request a (prompt, params) pair; when one is refused none is taken."""
+        """Submit one engine request per (prompt, params) pair; when one is refused none is taken."""
         intake = self.loop.engine.intake
 
         def request(index: int, prompt: Sequence[int], choice: SamplingParams) -> Request:
@@ -67,15 +67,15 @@ class Exchange:
                 for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))
             ]
 
-        requests = await self._aside.run(make)
-        # Back on the event loop's thread: whoever is cancelled while it waits has nothing in the
+        requests = await self._tokenizer_thread.run(make)
+        # Back on the event loop's thread: a task that is cancelled while it waits has nothing in the
         # engine yet.
         self.loop.enqueue(requests)
         self.requests = requests
 
     def _forwarder(self, index: int) -> OnUpdate:
         def forward(request: Request, update: Update) -> None:
-            self._mailbox.put(self._events, Event(index, request, update))
+            self._bridge.put(self._events, Event(index, request, update))
 
         return forward
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from draftsmith.serve.http.threads import Mailbox
+from draftsmith.serve.http.threads import ThreadBridge
 
 
 def test_what_comes_before_the_loop_looks_is_one_call_and_in_order(monkeypatch):
@@ -13,11 +13,11 @@ def test_what_comes_before_the_loop_looks_is_one_call_and_in_order(monkeypatch):
         monkeypatch.setattr(
             loop, "call_soon_threadsafe", lambda *given: (calls.append(given), call(*given))
         )
-        mailbox: Mailbox[int] = Mailbox()
+        bridge: ThreadBridge[int] = ThreadBridge()
         first, second = asyncio.Queue(), asyncio.Queue()
         # The loop stands still meanwhile, so it looks once all is there.
         thread = threading.Thread(
-            target=lambda: [mailbox.put((first, second)[item % 2], item) for item in range(10)]
+            target=lambda: [bridge.put((first, second)[item % 2], item) for item in range(10)]
         )
         thread.start()
         thread.join()
@@ -29,10 +29,10 @@ def test_what_comes_before_the_loop_looks_is_one_call_and_in_order(monkeypatch):
 
 def test_nothing_is_lost_while_both_threads_run():
     async def scenario() -> list[int]:
-        mailbox: Mailbox[int] = Mailbox()
+        bridge: ThreadBridge[int] = ThreadBridge()
         reader: asyncio.Queue[int] = asyncio.Queue()
         thread = threading.Thread(
-            target=lambda: [mailbox.put(reader, item) for item in range(20_000)]
+            target=lambda: [bridge.put(reader, item) for item in range(20_000)]
         )
         thread.start()
         got = [await asyncio.wait_for(reader.get(), 20) for _ in range(20_000)]
@@ -43,7 +43,7 @@ def test_nothing_is_lost_while_both_threads_run():
 
 
 def test_a_loop_that_is_gone_is_no_failure():
-    async def scenario() -> Mailbox[int]:
-        return Mailbox()
+    async def scenario() -> ThreadBridge[int]:
+        return ThreadBridge()
 
     asyncio.run(scenario()).put(asyncio.Queue(), 1)

@@ -1,5 +1,5 @@
-"""What stands before the endpoints: API keys, the size of bodies, how many answers are being made.
-Plain ASGI, so that a client that leaves is still seen to leave."""
+"""Limits of requests before any endpoint: API keys, the size of bodies, the number of answers being
+made. Plain ASGI, so that a client's disconnect still reaches the endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Who may ask, and how much."""
+    """Keys that open the server, and the most that requests may take."""
 
     api_keys: tuple[str, ...] = ()  # any of them opens; empty: no key is asked for
     max_body_bytes: int = 16 * 2**20
@@ -33,9 +33,9 @@ class Load:
     num_answering: int = 0
 
 
-class Gate:
-    """`responded` hears the status of every answer of the generating endpoints, refusals here
-    included."""
+class RequestLimits:
+    """Middleware that holds requests to `limits`. `responded` is called with the status of every
+    answer of the generating endpoints, refusals here included."""
 
     def __init__(self, app: ASGIApp, limits: Limits, load: Load, responded: Callable[[int], None]):
         self.app, self.limits, self.load, self.responded = app, limits, load, responded
@@ -47,7 +47,7 @@ class Gate:
             return
         answering = scope["path"] in ANSWERING_PATHS
         if answering:
-            send = _overheard(send, self.responded)
+            send = _observed(send, self.responded)
         try:
             self._check(scope, Headers(scope=scope))
         except Refusal as refusal:
@@ -72,8 +72,8 @@ class Gate:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        told = headers.get("content-length", "")
-        if told.isdecimal() and int(told) > self.limits.max_body_bytes:
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self.limits.max_body_bytes:
             raise Refusal(413, too_large(self.limits.max_body_bytes), code="body_too_large")
         most = self.limits.max_concurrency
         if (
@@ -92,7 +92,7 @@ def digests(keys: Sequence[str]) -> list[bytes]:
 
 
 def opens(accepted: Sequence[bytes], authorization: str) -> bool:
-    """In a time that tells neither which key is near nor how near."""
+    """Compare in a time that depends neither on which key is near nor on how near it is."""
     scheme, _, key = authorization.partition(" ")
     given = hashlib.sha256(key.strip().encode()).digest()
     matches = [hmac.compare_digest(given, digest) for digest in accepted]
@@ -100,7 +100,7 @@ def opens(accepted: Sequence[bytes], authorization: str) -> bool:
 
 
 def tenant_of(authorization: str) -> str:
-    """Whoever holds a key is one client to the queue; the key itself goes no further."""
+    """Name of the client to the queue, one per key; the key itself goes no further."""
     return hashlib.sha256(authorization.encode()).hexdigest()[:16]
 
 
@@ -111,17 +111,17 @@ def too_large(limit: int) -> str:
     )
 
 
-def _overheard(send: Send, responded: Callable[[int], None]) -> Send:
-    async def overheard(message: Message) -> None:
+def _observed(send: Send, responded: Callable[[int], None]) -> Send:
+    async def observed(message: Message) -> None:
         if message["type"] == "http.response.start":
             responded(message["status"])
         await send(message)
 
-    return overheard
+    return observed
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
-    """Bodies sent in chunks do not tell their size, so it is counted."""
+    """Count the bytes of bodies, as those sent in chunks do not declare their size."""
     count = 0
 
     async def bounded() -> Message:
