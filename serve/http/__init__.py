@@ -6,14 +6,15 @@ Files in reading order:
 - `formats`: answer formats and grammars
 - `tokens`: texts as token ids
 - `threads`: threads beside the event loop
-- `exchange`: requests to the engine and their updates
+- `streams`: requests to the engine and their updates
 - `responses`: response bodies
 - `completions`: completions and chat
 - `endpoints`: health, models, tokenizer, learning
 - `speculation_report`: drafts of one request
 - `errors`: errors
-- `gate`: keys and limits
+- `limits`: keys and limits
 - `schema`: `/openapi.json`
 
-Other chapters import `server`, `errors`, `schema`.
+Other chapters import what the server is put together of: `server`, `limits`, the endpoints; and
+`errors`, `schema`, `responses`, `tokens`.
 """

@@ -46,7 +46,8 @@ class RequestStreams:
         learn: bool,
         answer: str,
     ) -> None:
-        """Submit one engine request per (prompt, params) pair; when one is refused none is taken."""
+        """Submit one engine request per (prompt, params) pair; when one is refused none
+        is taken."""
         intake = self.loop.engine.intake
 
         def request(index: int, prompt: Sequence[int], choice: SamplingParams) -> Request:
@@ -68,8 +69,8 @@ class RequestStreams:
             ]
 
         requests = await self._tokenizer_thread.run(make)
-        # Back on the event loop's thread: a task that is cancelled while it waits has nothing in the
-        # engine yet.
+        # Back on the event loop's thread: a task that is cancelled while it waits has nothing in
+        # the engine yet.
         self.loop.enqueue(requests)
         self.requests = requests
 

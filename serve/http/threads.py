@@ -1,5 +1,5 @@
-"""Threads around the event loop: updates of the engine's thread reach it in one wake-up, and text is
-encoded on a thread of its own."""
+"""Threads around the event loop: updates of the engine's thread reach it in one wake-up, and text
+is encoded on a thread of its own."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ThreadBridge(Generic[T]):
 
 
 class TokenizerThread:
-    """One thread that tokenizes prompts and compiles grammars in order, so that a large request does
-    not block the event loop. Encoding sets options of the tokenizer, so no other thread may use that
-    one meanwhile."""
+    """One thread that tokenizes prompts and compiles grammars in order, so that a large request
+    does not block the event loop. Encoding sets options of the tokenizer, so no other thread may
+    use that one meanwhile."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draftsmith-intake")
