@@ -192,7 +192,7 @@ def test_versions_are_counted_apart_and_the_oldest_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["docs/operations.md", "train/doctor/drafting.py", "train/doctor/load.py"]
+    "source", ["docs/guides/metrics.md", "train/doctor/drafting.py", "train/doctor/load.py"]
 )
 def test_every_metric_that_is_written_about_or_judged_is_exported(source: str, server: Any) -> None:
     """What `draftsmith doctor --url` sums up is 0 for a name that nobody exports, so a renamed

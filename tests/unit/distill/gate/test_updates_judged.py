@@ -252,7 +252,7 @@ def judged(
 
 
 def told(name: str, share: float, ended: list[Ended]) -> list[Ended]:
-    """`pytest -s` shows what docs/online.md says."""
+    """`pytest -s` shows what docs/statistics.md says."""
     used = [one.requests for one in ended if one.requests]
     after = f", after {int(np.median(used))} requests, {max(used)} at most" if used else ""
     print(f"{name}, canary {share:g}: {dict(Counter(one.how for one in ended))}{after}")
