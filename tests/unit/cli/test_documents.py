@@ -186,6 +186,14 @@ def test_documents_stay_short() -> None:
         assert len(read(f"docs/architecture/{folder}.md").split()) <= 600
 
 
+@pytest.mark.parametrize("folder", ["kernels", "drafters", "train", "serve", "distill"])
+def test_the_page_of_a_folder_lists_its_chapters(folder: str) -> None:
+    page = read(f"docs/architecture/{folder}.md")
+    chapters = {f"{path.parent.name}/" for path in (ROOT / folder).glob("*/*.py")}
+    rows = re.findall(r"^\| ((?:`\w+/`(?:, )?)+) \|", page, re.MULTILINE)
+    assert set(re.findall(r"`(\w+/)`", " ".join(rows))) == chapters
+
+
 def test_operators_meet_no_statistics_of_the_gate() -> None:
     for page in OPERATORS:
         assert not re.search(r"tanh|martingale|\bbets?\b|\bstake|Shiryaev|Ville", read(page)), page
