@@ -26,7 +26,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
     (tmp_path / "scripts" / "environment.sh").write_text(ENVIRONMENT)
-    for name in ("python", "ruff"):
+    for name in ("python", "ruff", "mkdocs"):
         (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(PROGRAM)
         (tmp_path / "bin" / name).chmod(0o755)
@@ -36,6 +36,7 @@ def checkout(tmp_path: Path) -> Path:
 def calls(checkout: Path, *arguments: str) -> list[str]:
     names = ("DRAFTSMITH_VLLM_PYTHON", "DRAFTSMITH_SPECULATORS_PYTHON", "DRAFTSMITH_CLIENTS")
     environment = os.environ | dict.fromkeys(names, "there") | {
+        "DRAFTSMITH_MKDOCS": str(checkout / "bin" / "mkdocs"),
         "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "CALLS": str(checkout / "calls"),
     }  # fmt: skip
     done = subprocess.run(
@@ -79,4 +80,7 @@ def test_the_arguments_choose_the_steps(
         for line, lane in zip(pytests, lanes, strict=True)
     )
     assert [line for line in called if line.startswith(MUTANTS)] == mutants
+    builds = [line for line in called if line.startswith("mkdocs")]
+    is_whole = "--all" in arguments and "tests/unit" not in arguments
+    assert builds == (["mkdocs build --strict --quiet"] if is_whole else [])
     assert all(("tests/unit" in line) == ("tests/unit" in arguments) for line in pytests)
