@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.drafters.config import TRUST_HELP
+from draftsmith.drafters.config import DTYPES, TRUST_HELP
 from draftsmith.drafters.options import LoraOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.train.config import WEIGHTS
 
 POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)

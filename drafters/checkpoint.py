@@ -16,6 +16,7 @@ from draftsmith.drafters.config import Pair
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
+from draftsmith.drafters.target.device import DTYPES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference, tokenizer_record
 from draftsmith.drafters.weights import read_config
@@ -23,13 +24,6 @@ from draftsmith.errors import UserError
 
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"
-# None: the target's.
-DRAFT_DTYPES = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 log = logging.getLogger(__name__)
@@ -95,7 +89,7 @@ def load_draft(pair: Pair, target: Target) -> TrainedDrafter | None:
         return None
     read = load_foreign if pair.heterogeneous_vocab else load
     return read(
-        pair.draft, target, dtype=DRAFT_DTYPES[pair.draft_dtype], revision=pair.draft_revision
+        pair.draft, target, dtype=DTYPES.get(pair.draft_dtype), revision=pair.draft_revision
     )
 
 

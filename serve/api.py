@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from draftsmith.drafters.checkpoint import load_draft
 from draftsmith.drafters.config import Pair, check_draft_options
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.target.device import device_of, weight_dtype
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
@@ -71,11 +70,12 @@ class Engine:
             heterogeneous_vocab=heterogeneous_vocab,
         )
         check_draft_options(pair)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if dtype == "auto" and device == "cpu":
-            dtype = "float32"
+        place = device_of(device)
         loaded = Target.load(
-            target, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            target,
+            dtype=weight_dtype(dtype, place),
+            device=place,
+            trust_remote_code=trust_remote_code,
         )
         drafter = load_draft(pair, loaded) if isinstance(draft, (str, Path)) else draft
         self._tokenizer = loaded.tokenizer()

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
+from draftsmith.drafters.target.device import default_threads, device_of, weight_dtype
 from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -34,9 +35,6 @@ from draftsmith.serve.http.limits import Limits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.load import (
-    default_threads,
-    device_of,
-    dtype_of,
     load_drafter,
     load_fallback,
     load_target,
@@ -68,13 +66,13 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
 def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
     """One of the processes that share the target: rank 0 serves, the others run its
     passes with it."""
-    device = device_of(config)
-    place = join(config.tensor_parallel, device)
+    device = device_of(config.device)
+    place = join(config.tensor_parallel, str(device))
     kind = LeadingTarget if place.rank == LEADER else Target
     listener = bind(config.host, config.port) if place.rank == LEADER else None
     target = kind.load(
         config.target,
-        dtype=dtype_of(config, device),
+        dtype=weight_dtype(config.dtype, device),
         device=place.device,
         shards=place.size,
         trust_remote_code=config.trust_remote_code,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.drafters.config import Pair
+from draftsmith.drafters.config import DTYPES, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.serve.control.control import MAX_AUTO_K, parse_schedule
@@ -212,7 +212,7 @@ class ServeConfig(ServedPair):
     dtype: str = option(
         "auto",
         "weights' type; auto: the checkpoint's own, float32 on a CPU",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")

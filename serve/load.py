@@ -1,16 +1,14 @@
-"""Loading of the served pair: its device, dtype and threads, the target, the draft that the options
+"""Loading of the served pair: the target, the draft that the options
 name, and the fallback of a failed draft."""
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
-import torch
-
-from draftsmith.drafters.checkpoint import DRAFT_DTYPES, load, load_draft
+from draftsmith.drafters.checkpoint import load, load_draft
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.published.versions import latest, open_version
+from draftsmith.drafters.target.device import DTYPES, device_of, weight_dtype
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
@@ -19,40 +17,11 @@ from draftsmith.errors import UserError
 from draftsmith.serve.config import ServeConfig
 
 
-def device_of(config: ServeConfig) -> str:
-    if config.device is not None:
-        try:
-            kind = torch.device(config.device).type
-        except RuntimeError as error:
-            raise UserError(
-                f"device is {config.device!r}, which torch does not know; give cpu or cuda"
-            ) from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise UserError(
-                f"device is {config.device!r} but torch sees no CUDA device here; give cpu or "
-                "leave it out"
-            )
-        return config.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def dtype_of(config: ServeConfig, device: str) -> str:
-    """On a CPU float32 is faster for few rows, and greedy choices depend less on the other rows of
-    the batch."""
-    return "float32" if config.dtype == "auto" and device == "cpu" else config.dtype
-
-
-def default_threads() -> int:
-    """All cores but one. HTTP and clients need it, and OpenMP threads that wait for a core they
-    share are ruinous: ten times slower was measured with 2 threads on 2 busy cores."""
-    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) - 1))
-
-
 def load_target(config: ServeConfig) -> Target:
-    device = device_of(config)
+    device = device_of(config.device)
     return Target.load(
         config.target,
-        dtype=dtype_of(config, device),
+        dtype=weight_dtype(config.dtype, device),
         device=device,
         trust_remote_code=config.trust_remote_code,
     )
@@ -90,7 +59,7 @@ def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
     """Load the live version of the versions folder, else the draft."""
     number = latest(config.versions) if config.versions is not None else None
     if number is not None:
-        folder, dtype = open_version(config.versions, number), DRAFT_DTYPES[config.draft_dtype]
+        folder, dtype = open_version(config.versions, number), DTYPES.get(config.draft_dtype)
         return LoadedDraft(load(folder, target, dtype=dtype), str(number), number)
     draft = load_draft(config, target)
     if draft is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from draftsmith.drafters.target.place import Place
+from draftsmith.drafters.target.device import Placement
 from draftsmith.errors import UserError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.resolve import deepspeed_config, save_interval
@@ -50,11 +50,11 @@ def reads_joined(deepspeed: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_arguments(
-    config: TrainConfig, place: Place, *, folder: Path, max_steps: int, moved: bool = False
+    config: TrainConfig, placement: Placement, *, folder: Path, max_steps: int, moved: bool = False
 ) -> TrainingArguments:
     """`moved`: the run goes on from a checkpoint of another number of processes."""
     check_trackers(config.report_to)
-    on_cpu = place.device.type == "cpu"
+    on_cpu = placement.device.type == "cpu"
     deepspeed = deepspeed_config(config.deepspeed)
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -75,9 +75,9 @@ def training_arguments(
         save_total_limit=2,
         eval_strategy="steps" if config.eval_every and config.eval_prompts else "no",
         eval_steps=config.eval_every or None,
-        bf16=place.bf16,
+        bf16=placement.bf16,
         use_cpu=on_cpu,
-        ddp_backend="gloo" if on_cpu and place.world_size > 1 else None,
+        ddp_backend="gloo" if on_cpu and placement.world_size > 1 else None,
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=not on_cpu,
         deepspeed=reads_joined(deepspeed) if deepspeed is not None and moved else deepspeed,

@@ -21,7 +21,6 @@ from draftsmith.drafters.options import (
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 
 WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
-DTYPES = ("auto", "float32", "bfloat16")
 FAMILIES = ("eagle3", "p-eagle", "mtp", "draft-lm", "eagle1", "medusa", "mlp", "dflash", "dspark")
 
 
@@ -159,7 +158,7 @@ class TrainConfig(FamilyShapes):
     dtype: str = option(
         "auto",
         "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it",
-        choices=DTYPES,
+        choices=("auto", "float32", "bfloat16"),
     )
     deepspeed: str | None = option(
         None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun"

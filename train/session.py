@@ -13,7 +13,7 @@ from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target.place import Place, find_place
+from draftsmith.drafters.target.device import Placement, placement_of
 from draftsmith.drafters.target.sharded import load_spread
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -48,20 +48,20 @@ def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
 
 
 def train(config: TrainConfig) -> None:
-    place = find_place(config.dtype)
+    placement = placement_of(config.dtype)
     # Before DeepSpeed's config exists: under ZeRO-3 loading would partition the target's weights.
-    target = load_target(config, place)
+    target = load_target(config, placement)
     corpus = load_corpus(config, target)
-    if place.rank == 0:
+    if placement.rank == 0:
         tell_what_is_missing(config, corpus)
-    if config.unroll.flex and place.device.type != "cuda":
+    if config.unroll.flex and placement.device.type != "cuda":
         raise UserError(
             "option 'unroll.flex' needs CUDA: on a CPU torch's flex attention has no backward "
             "pass; remove it"
         )
-    drafter = new_drafter(config, place, target, corpus)
+    drafter = new_drafter(config, placement, target, corpus)
     spare = (
-        new_drafter(config, place, target, corpus)
+        new_drafter(config, placement, target, corpus)
         if resolve.zero_stage(config.deepspeed) == 3
         else None
     )
@@ -72,21 +72,24 @@ def train(config: TrainConfig) -> None:
     trainee = Trainee(
         drafter, teacher, config.unroll, kind=kind, mean=config.mean, seed=config.seed
     )
-    trainer = make_trainer(config, place, trainee, target, corpus, spare)
-    trainer.train(resume_from_checkpoint=open_folder(config, place, trainer))
+    trainer = make_trainer(config, placement, trainee, target, corpus, spare)
+    trainer.train(resume_from_checkpoint=open_folder(config, placement, trainer))
     finish(config, trainer, corpus, target)
 
 
-def load_target(config: TrainConfig, place: Place) -> Target:
+def load_target(config: TrainConfig, placement: Placement) -> Target:
     trust = config.trust_remote_code
     if config.target_shares == 1:
         return Target.load(
-            config.target, dtype=place.target_dtype, device=place.device, trust_remote_code=trust
+            config.target,
+            dtype=placement.target_dtype,
+            device=placement.device,
+            trust_remote_code=trust,
         )
     model = load_spread(
         config.target,
-        dtype=place.target_dtype,
-        device=place.device,
+        dtype=placement.target_dtype,
+        device=placement.device,
         shares=config.target_shares,
         trust_remote_code=trust,
     )
@@ -105,7 +108,7 @@ def new_teacher(
 
 
 def new_drafter(
-    config: TrainConfig, place: Place, target: Target, corpus: Corpus
+    config: TrainConfig, placement: Placement, target: Target, corpus: Corpus
 ) -> torch.nn.Module:
     # Adam needs more digits than bfloat16 has, whatever the target is kept in.
     if config.init is not None:
@@ -114,7 +117,7 @@ def new_drafter(
     drafter = FAMILIES[config.family].create(
         resolve.drafter_options(config), target, seed=config.seed, token_counts=counts
     )
-    return drafter.to(device=place.device, dtype=torch.float32)
+    return drafter.to(device=placement.device, dtype=torch.float32)
 
 
 def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
@@ -156,7 +159,7 @@ def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
 
 def make_trainer(
     config: TrainConfig,
-    place: Place,
+    placement: Placement,
     trainee: Trainee,
     target: Target,
     corpus: Corpus,
@@ -168,19 +171,23 @@ def make_trainer(
     per_epoch = batches_per_epoch(
         corpus.train.lengths, batch_size=config.batch_size, seed=config.seed, row_length=row_length
     )
-    steps = resolve.total_steps(config, per_epoch, place.world_size)
+    steps = resolve.total_steps(config, per_epoch, placement.world_size)
     clock = Clock(total_steps=steps, budget_s=config.minutes and config.minutes * 60)
-    on_policy = new_on_policy(config, place, target, corpus) if config.on_policy.share else None
+    on_policy = new_on_policy(config, placement, target, corpus) if config.on_policy.share else None
     trainer = DraftTrainer(
         trainee,
         arguments.training_arguments(
-            config, place, folder=folder.training, max_steps=steps, moved=is_moved(config, place)
+            config,
+            placement,
+            folder=folder.training,
+            max_steps=steps,
+            moved=is_moved(config, placement),
         ),
         sequences=corpus.train,
         row_length=row_length,
         optim=config.optim,
         clock=clock,
-        evaluate_held_out=partial(evaluate_held_out, config, target, corpus, rank=place.rank),
+        evaluate_held_out=partial(evaluate_held_out, config, target, corpus, rank=placement.rank),
         spare=spare,
         on_policy=on_policy,
     )
@@ -190,14 +197,16 @@ def make_trainer(
         Reporter(
             folder,
             clock,
-            steps_per_epoch=per_epoch / (config.accumulate * place.world_size),
+            steps_per_epoch=per_epoch / (config.accumulate * placement.world_size),
             label=f"train {config.family}",
         )
     )
     return trainer
 
 
-def new_on_policy(config: TrainConfig, place: Place, target: Target, corpus: Corpus) -> OnPolicy:
+def new_on_policy(
+    config: TrainConfig, placement: Placement, target: Target, corpus: Corpus
+) -> OnPolicy:
     return OnPolicy(
         config.on_policy,
         target,
@@ -205,36 +214,36 @@ def new_on_policy(config: TrainConfig, place: Place, target: Target, corpus: Cor
         batch_size=config.batch_size,
         passes=config.accumulate,
         seed=config.seed,
-        rank=place.rank,
+        rank=placement.rank,
         max_length=config.max_length,
     )
 
 
-def open_folder(config: TrainConfig, place: Place, trainer: DraftTrainer) -> str | None:
+def open_folder(config: TrainConfig, placement: Placement, trainer: DraftTrainer) -> str | None:
     """The checkpoint to go on from. Rank 0 prepares the folder before the others look."""
     folder = RunFolder(config.out)
-    if place.rank == 0:
+    if placement.rank == 0:
         folder.open(config)
     trainer.accelerator.wait_for_everyone()
     newest = folder.newest()
     if newest is None:
         return None
-    if is_moved(config, place):
-        if place.rank == 0:
+    if is_moved(config, placement):
+        if placement.rank == 0:
             join_parts(newest.path)
         trainer.accelerator.wait_for_everyone()
     trainer.clock.elapsed_s = newest.elapsed_s
     if trainer.on_policy is not None:
-        load_texts(trainer.on_policy, newest.path, world_size=place.world_size)
+        load_texts(trainer.on_policy, newest.path, world_size=placement.world_size)
     return str(newest.path)
 
 
-def is_moved(config: TrainConfig, place: Place) -> bool:
+def is_moved(config: TrainConfig, placement: Placement) -> bool:
     """DeepSpeed's parts are of another number of processes."""
     newest = (
         RunFolder(config.out).newest() if config.resume and config.deepspeed is not None else None
     )
-    return newest is not None and newest.processes != place.world_size
+    return newest is not None and newest.processes != placement.world_size
 
 
 def evaluate_held_out(

@@ -6,7 +6,7 @@ from typing import Any
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.target.place import find_place
+from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.doctor.config import DoctorConfig
@@ -24,7 +24,7 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
     try:
         target = Target.load(
             config.target,
-            device=find_place("auto").device,
+            device=device_of(),
             trust_remote_code=config.trust_remote_code,
         )
     except UserError as error:

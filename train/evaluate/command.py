@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
@@ -30,12 +31,8 @@ UNLIKELY_LIMIT = 0.02
 def run(config: EvalConfig) -> int:
     check(config)
     quiet()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # Exact figures want the arithmetic the target is served with; on a CPU that is float32.
-    dtype = "auto" if device.type == "cuda" else torch.float32
-    target = Target.load(
-        config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
-    )
+    # In the precision that the target is served with, for exact figures.
+    target = load_target(config.target, trust_remote_code=config.trust_remote_code)
     target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
     corpus = read_corpus(

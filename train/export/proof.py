@@ -13,6 +13,7 @@ import torch
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.speculate import speculate
+from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
@@ -59,11 +60,7 @@ class Proof(NamedTuple):
 def prove(source: Source, folder: Path, engine: str) -> Proof:
     """Raises a `UserError` for an export that its engine would not load, or load as another draft
     than the checkpoint's."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = "auto" if device.type == "cuda" else torch.float32
-    target = Target.load(
-        source.target, dtype=dtype, device=device, trust_remote_code=source.trust_remote_code
-    )
+    target = load_target(source.target, trust_remote_code=source.trust_remote_code)
     prompts = prompts_for(target)
     trained = ready(source, source.draft, target)
     k = source.num_speculative_tokens
@@ -74,9 +71,7 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     if isinstance(read, Understood) and read.target is not None:
         # The trained pair is let go first, lest two targets be held.
         del trained
-        target = Target.load(
-            read.target, dtype=dtype, device=device, trust_remote_code=source.trust_remote_code
-        )
+        target = load_target(read.target, trust_remote_code=source.trust_remote_code)
     exported = as_read(source, read, target)
     found = [
         play(exported, target, prompts, k=k, temperature=temperature)

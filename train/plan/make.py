@@ -12,6 +12,7 @@ from draftsmith.drafters.checkpoint import locate, read_metadata
 from draftsmith.drafters.compiled.recorded import record_forwards
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
@@ -28,11 +29,7 @@ GENERATE_ROWS = 16  # answers written at once while data is generated
 
 def make_plan(config: PlanConfig) -> Plan:
     load = os.getloadavg()[0]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = "auto" if device.type == "cuda" else torch.float32
-    target = Target.load(
-        config.target, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code
-    )
+    target = load_target(config.target, trust_remote_code=config.trust_remote_code)
     corpus = None if config.data is None else corpus_of(config, target)
     counts = None if corpus is None else corpus.token_counts(target.vocab_size)
     records = {name: read_metadata(locate(name, weights=False)) for name in config.draft}

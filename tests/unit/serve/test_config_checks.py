@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from draftsmith.drafters.target.device import device_of
 from draftsmith.errors import UserError
 from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.config_checks import check_engine
-from draftsmith.serve.load import device_of
 
 NAN = float("nan")
 
@@ -95,10 +96,6 @@ def test_a_server_is_not_started_with(options, words):
 )
 def test_a_device_that_is_not_there(device, words, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert (
-        device_of(ServeConfig(target="t"))
-        == device_of(ServeConfig(target="t", device="cpu"))
-        == "cpu"
-    )
+    assert device_of() == device_of("auto") == device_of("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match=words):
-        device_of(ServeConfig(target="t", device=device))
+        device_of(device)

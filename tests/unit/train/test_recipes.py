@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.config import build, merge, read_yaml
-from draftsmith.drafters.target.place import find_place
+from draftsmith.drafters.target.device import placement_of
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train import resolve
@@ -39,7 +39,7 @@ def test_recipe_is_read_and_resolved(recipe, tmp_path):
     assert config != TrainConfig(family=config.family, target="t", data="d", out="o"), (
         "it changes nothing"
     )
-    arguments = training_arguments(config, find_place("float32"), folder=tmp_path, max_steps=10)
+    arguments = training_arguments(config, placement_of("float32"), folder=tmp_path, max_steps=10)
     assert arguments.learning_rate == config.optim.lr
 
 

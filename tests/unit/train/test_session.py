@@ -334,7 +334,7 @@ def test_weights_of_the_target_are_not_trained(configure):
     config = configure(steps=1)
     target = Target.load(config.target)
     corpus = session.load_corpus(config, target)
-    place = session.find_place("float32")
+    place = session.placement_of("float32")
     trainee = trainer.Trainee(
         session.new_drafter(config, place, target, corpus), LiveTeacher(target), config.unroll
     )
