@@ -121,18 +121,14 @@ class GrowsTrees(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnrollBatch:
-    """Teacher-forced training inputs: L tokens a row, right padded."""
+class TokenBatch:
+    """Rows of text, right padded: B rows of L tokens."""
 
     input_ids: torch.Tensor  # [B, L] int64
     attention_mask: torch.Tensor  # [B, L] 1 for real tokens
-    taps: torch.Tensor | None  # [B, L, taps * hidden]
-    num_steps: int  # unrolled draft positions wanted
-    # [B, L] int64: several texts a row, none of which may see another; see segments.py
+    # [B, L] int64: several texts per row, none of which may see another; see segments.py. None:
+    # every row is one text
     segments: torch.Tensor | None = None
-    flex: bool = False  # heads with attention: see unroll_flex.py
-    # no token before this position counts, so what is drafted for them may be anything
-    first: int = 0
 
     @property
     def positions(self) -> torch.Tensor:
@@ -148,6 +144,50 @@ class UnrollBatch:
         if self.segments is not None:
             following = following & (self.segments[:, 1:] == self.segments[:, :-1])
         return torch.nn.functional.pad(following, (0, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextBatch(TokenBatch):
+    """Text to train or to evaluate on, the same value from the collator to the loss."""
+
+    # [B, L] float32, weight in the loss of predicting the token at j; 0 is not trained
+    weights: torch.Tensor
+    # [B, L] int64, number of each token among all tokens of a data folder; -1 for a token of none.
+    # None: no token is of one
+    token_index: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> TextBatch:
+        return TextBatch(
+            **{
+                name: None if values is None else values.to(device)
+                for name, values in vars(self).items()
+            }
+        )
+
+    def unrolled(
+        self, taps: torch.Tensor | None, num_steps: int, *, flex: bool = False
+    ) -> UnrollBatch:
+        """Inputs of a drafter that unrolls over this text."""
+        return UnrollBatch(
+            input_ids=self.input_ids,
+            attention_mask=self.attention_mask,
+            segments=self.segments,
+            taps=taps,
+            num_steps=num_steps,
+            flex=flex,
+            first=int((self.weights > 0).any(dim=0).int().argmax()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrollBatch(TokenBatch):
+    """Teacher-forced inputs of a drafter's unroll."""
+
+    taps: torch.Tensor | None  # [B, L, taps * hidden]
+    num_steps: int  # unrolled draft positions wanted
+    flex: bool = False  # heads with attention: see unroll_flex.py
+    # no token before this position counts, so what is drafted for them may be anything
+    first: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

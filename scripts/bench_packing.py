@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from draftsmith.corpus import stdlib_code
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.data.batches import BatchPlan, WeightedText, pack
+from draftsmith.train.data.batches import BatchPlan, pack
 from draftsmith.train.data.dataset import TokenSequence, read_corpus
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveTeacher
@@ -39,9 +40,7 @@ def texts_of_source(target: Target, max_length: int, count: int) -> list[TokenSe
     return texts
 
 
-def batches(
-    texts: list[TokenSequence], rows: int, row_length: int | None
-) -> Iterator[WeightedText]:
+def batches(texts: list[TokenSequence], rows: int, row_length: int | None) -> Iterator[TextBatch]:
     lengths = [len(text.input_ids) for text in texts]
     plan = BatchPlan(
         lengths,
@@ -53,17 +52,11 @@ def batches(
         row_length=row_length,
     )
     for batch in plan:
-        packed = pack([[texts[at] for at in row] for row in batch])
-        yield WeightedText(
-            input_ids=packed.input_ids,
-            attention_mask=packed.attention_mask,
-            weights=packed.loss_mask.float(),
-            segments=packed.segments,
-        )
+        yield pack([[texts[at] for at in row] for row in batch])
 
 
 def rate(
-    drafter: torch.nn.Module, target: Target, source: Iterator[WeightedText], tokens: int
+    drafter: torch.nn.Module, target: Target, source: Iterator[TextBatch], tokens: int
 ) -> tuple[float, float]:
     """(real tokens a second, share of the places that hold one) over at least so many tokens."""
     real = places = 0

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.speculate import Round, SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import OnPolicyConfig
+from draftsmith.train.data.batches import joined
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.roles import (
     Role,
@@ -38,17 +40,6 @@ from draftsmith.train.data.roles import (
 
 # Texts decoded at once.
 DECODED = 32
-# What stands behind the end of a row, by the name of the input.
-PADDING = {
-    "input_ids": 0,
-    "attention_mask": 0,
-    "labels": -100,
-    "weights": 0.0,
-    "segments": -1,
-    "places": -1,
-}
-
-Inputs = dict[str, torch.Tensor]
 
 
 class OnPolicy:
@@ -80,8 +71,8 @@ class OnPolicy:
         self.waiting: list[SpeculatedText] | None = None  # None until the first are written
 
     def mix(
-        self, passes: list[Inputs], *, step: int, drafter: Callable[[], torch.nn.Module]
-    ) -> list[Inputs]:
+        self, passes: list[TextBatch], *, step: int, drafter: Callable[[], torch.nn.Module]
+    ) -> list[TextBatch]:
         """The passes of an optimizer step with their share of on-policy rows. New texts are due by
         the step alone, so that all ranks write theirs together; `drafter` gives the whole draft in
         evaluation mode."""
@@ -90,7 +81,7 @@ class OnPolicy:
                 drafter(), random.Random(f"{self.seed} texts {step} {self.rank}")
             )
         chance = random.Random(f"{self.seed} rows {step} {self.rank}")
-        return [self._mixed(inputs, chance) for inputs in passes]
+        return [self._mixed(text, chance) for text in passes]
 
     def _share(self, num_rows: int) -> int:
         return min(num_rows, max(1, round(self.config.share * num_rows)))
@@ -116,32 +107,22 @@ class OnPolicy:
             texts += rounds.texts
         return texts
 
-    def _mixed(self, inputs: Inputs, chance: random.Random) -> Inputs:
-        """Some rows give way to on-policy texts; branches come in addition."""
-        num_rows = len(inputs["input_ids"])
+    def _mixed(self, text: TextBatch, chance: random.Random) -> TextBatch:
+        """Batch in which some rows give way to on-policy texts; branches come in addition."""
+        num_rows = len(text.input_ids)
         count = self._share(num_rows)
         texts, self.waiting = self.waiting[:count], self.waiting[count:]
         kept = sorted(chance.sample(range(num_rows), num_rows - count))
         rows = [
             row.cut(self.max_length)
-            for text in texts
-            for row in rows_of(text, self.weights, self.config.branches, chance)
+            for written in texts
+            for row in rows_of(written, self.weights, self.config.branches, chance)
         ]
-        ours = padded_rows(rows, inputs["input_ids"].device)
-        added = {
-            "input_ids": ours.input_ids,
-            "attention_mask": ours.attention_mask,
-            # The metrics of text do not count them.
-            "labels": torch.full_like(ours.input_ids, -100),
-            "weights": ours.weights,
-            "segments": ours.attention_mask - 1,
-            "places": torch.full_like(ours.input_ids, -1),
-        }
-        theirs = inputs | {"weights": (inputs["labels"] != -100).float()}
-        return {
-            name: stacked(values[kept], added[name], PADDING[name])
-            for name, values in theirs.items()
-        }
+        own = padded_rows(rows, text.input_ids.device)
+        own = replace(
+            own, segments=own.attention_mask - 1, token_index=torch.full_like(own.input_ids, -1)
+        )
+        return joined(rows_at(text, kept), own)
 
 
 def prefix(sequence: TokenSequence, num_new: int, chance: random.Random) -> list[int]:
@@ -173,11 +154,9 @@ def rows_of(
     return rows
 
 
-def stacked(above: torch.Tensor, below: torch.Tensor, padding: float) -> torch.Tensor:
-    """[a, L] and [b, M] -> [a + b, max(L, M)], padded on the right."""
-    width = max(above.shape[1], below.shape[1])
-    return torch.cat(
-        [pad(part, (0, width - part.shape[1]), value=padding) for part in (above, below)]
+def rows_at(text: TextBatch, rows: list[int]) -> TextBatch:
+    return TextBatch(
+        **{name: None if values is None else values[rows] for name, values in vars(text).items()}
     )
 
 

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from safetensors import SafetensorError
@@ -15,10 +16,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
 from draftsmith.train.config import OptimConfig, UnrollConfig
-from draftsmith.train.data.batches import BatchPlan, WeightedText, pack
+from draftsmith.train.data.batches import BatchPlan, pack
 from draftsmith.train.data.dataset import Sequences, TokenSequence
 from draftsmith.train.evaluate.measured import Figures
 from draftsmith.train.objective.depth_weights import step_weighting
@@ -59,6 +61,8 @@ def text_sums(weights: torch.Tensor, segments: torch.Tensor | None = None) -> to
 
 LEAST_ITEMS = 1e-6
 
+Inputs = dict[str, TextBatch]  # of one pass, as the Trainer hands it on: the key is "text"
+
 
 class Trainee(torch.nn.Module):
     """The trained parameters, with a forward that returns the summed loss of a batch."""
@@ -91,27 +95,13 @@ class Trainee(torch.nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        labels: torch.Tensor,
+        text: TextBatch,
         num_items_in_batch: torch.Tensor,
-        places: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
         step: int = 0,
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
-        """`labels` [B, L] are the tokens where the target wrote them and -100 elsewhere; they count
-        alike where no `weights` [B, L] are given. `step` is the number of optimizer steps done."""
-        weights = weights_of(labels) if weights is None else weights
+        """`step` is the number of optimizer steps done."""
         if self.mean == "sample":
-            weights = per_sample(weights, segments)
-        text = WeightedText(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            weights=weights,
-            segments=segments,
-            places=places,
-        )
+            text = replace(text, weights=per_sample(text.weights, text.segments))
         drafter: Unrollable = self.drafter
         unrolled = unrolled_loss(
             drafter,
@@ -186,18 +176,23 @@ class DraftTrainer(Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+    ) -> tuple[list[Inputs], torch.Tensor]:
         """The passes of an optimizer step, and what its loss is divided by: its trained tokens, or
         its texts that have any."""
         passes, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        texts = [inputs["text"] for inputs in passes]
         if self.on_policy is not None:
-            passes = self.on_policy.mix(
-                passes, step=self.state.global_step, drafter=self.whole_drafter
+            texts = self.on_policy.mix(
+                texts, step=self.state.global_step, drafter=self.whole_drafter
             )
             self.model.train()
-        num_items = torch.stack([num_items_of(inputs, self.mean) for inputs in passes]).sum()
+        num_items = torch.stack([num_items_of(text, self.mean) for text in texts]).sum()
         # On-policy rows may all be of positions that do not count: such a step trains nothing.
-        return passes, self.accelerator.gather(num_items.to(device)).sum().clamp(min=LEAST_ITEMS)
+        num_items = self.accelerator.gather(num_items.to(device)).sum().clamp(min=LEAST_ITEMS)
+        return [{"text": text} for text in texts], num_items
+
+    def _prepare_inputs(self, inputs: Inputs) -> Inputs:
+        return {"text": inputs["text"].to(self.args.device)}
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         optim = self.optim_config
@@ -225,14 +220,14 @@ class DraftTrainer(Trainer):
     def compute_loss(
         self,
         model: torch.nn.Module,
-        inputs: dict[str, torch.Tensor],
+        inputs: Inputs,
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor | UnrolledLoss]]:
         outputs = model(
             **inputs, num_items_in_batch=num_items_in_batch, step=self.state.global_step
         )
-        self.window.add(outputs["unrolled"], inputs["labels"] != -100)
+        self.window.add(outputs["unrolled"], is_of_data(inputs["text"]))
         # Data-parallel ranks average their gradients, and `num_items_in_batch` already counts the
         # tokens of all.
         loss = outputs["loss"] * self.accelerator.num_processes
@@ -302,19 +297,19 @@ class DraftTrainer(Trainer):
         return next((entry for entry in reversed(self.state.log_history) if "loss" in entry), {})
 
 
-def weights_of(labels: torch.Tensor) -> torch.Tensor:
-    return (labels != -100).float()
+def is_of_data(text: TextBatch) -> torch.Tensor:
+    """[B, L] bool: trained tokens of the data folder. On-policy rows are of none, and the metrics
+    of text do not count them."""
+    is_trained = text.weights > 0
+    return is_trained if text.token_index is None else is_trained & (text.token_index >= 0)
 
 
-def num_items_of(inputs: dict[str, torch.Tensor], mean: str) -> torch.Tensor:
-    """What a pass adds to the divisor of the loss: the weights of its tokens, or how many of its
-    texts have any."""
-    weights = inputs["weights"] if "weights" in inputs else weights_of(inputs["labels"])
-    return (
-        weights.sum()
-        if mean == "token"
-        else (text_sums(weights, inputs.get("segments")) > 0).float().sum()
-    )
+def num_items_of(text: TextBatch, mean: str) -> torch.Tensor:
+    """Share of a pass in the divisor of the loss: the weights of its tokens, or the number of its
+    texts that have any."""
+    if mean == "token":
+        return text.weights.sum()
+    return (text_sums(text.weights, text.segments) > 0).float().sum()
 
 
 def once_each(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -341,13 +336,5 @@ def gather_into(spare: torch.nn.Module, partitioned: torch.nn.Module) -> None:
             own.copy_(whole)
 
 
-def as_inputs(rows: list[list[TokenSequence]]) -> dict[str, torch.Tensor]:
-    batch = pack(rows)
-    labels = torch.where(batch.loss_mask, batch.input_ids, -100)
-    inputs = {
-        "input_ids": batch.input_ids,
-        "attention_mask": batch.attention_mask,
-        "labels": labels,
-        "places": batch.places,
-    }
-    return inputs if batch.segments is None else inputs | {"segments": batch.segments}
+def as_inputs(rows: list[list[TokenSequence]]) -> Inputs:
+    return {"text": pack(rows)}

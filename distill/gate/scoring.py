@@ -24,6 +24,7 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.sampling.filters import process
+from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
 # Rows of full-vocabulary logits held at once.
@@ -116,7 +117,8 @@ def _score_batch(
     max_depth: int,
     max_length: int,
 ) -> list[Scored]:
-    ids, mask = padded([text.tokens[:max_length] for text in texts], target.device)
+    rows = [torch.tensor(text.tokens[:max_length], device=target.device) for text in texts]
+    ids, mask = padded(rows), mask_of(rows)
     taps, target_hidden = target.states(ids, mask, drafter.taps)
     steps = list(
         drafter.unroll(
@@ -134,16 +136,6 @@ def _score_batch(
     nothing = Rows(torch.zeros(0), torch.zeros(0), torch.zeros(0, 2))
     alphas = Rows(*(torch.cat(values) for values in zip(nothing, *parts, strict=True)))
     return [_gather(row, positions, alphas) for row in range(len(texts))]
-
-
-def padded(
-    rows: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask [B, L], padded on the right."""
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    return ids, mask
 
 
 def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int) -> list[Position]:

@@ -39,13 +39,13 @@ from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective.teacher import LiveTeacher, Taught
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -71,7 +71,7 @@ def wrong_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token's distribution is told as its neighbour's."""
     read = LiveTeacher.read
 
-    def shuffled(self: LiveTeacher, text: WeightedText, taps: tuple[int, ...]) -> Taught:
+    def shuffled(self: LiveTeacher, text: TextBatch, taps: tuple[int, ...]) -> Taught:
         taught = read(self, text, taps)
         return Taught(
             taught.taps, lambda row, position: shifted(taught.distributions(row, position))

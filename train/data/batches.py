@@ -4,59 +4,84 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.utils.data
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.train.data.dataset import TokenSequence
 
 Batch = list[list[int]]  # the sequences of each row
 
 
-class TokenBatch(NamedTuple):
-    """Right padded to the longest row."""
-
-    input_ids: torch.Tensor  # [B, L] int64
-    attention_mask: torch.Tensor  # [B, L] int64, 1 for real tokens
-    loss_mask: torch.Tensor  # [B, L] bool
-    # [B, L] int64, see drafters/target/segments.py; None when every row is one text
-    segments: torch.Tensor | None
-    # [B, L] int64, number of the token among all of the folder's; -1 where it is in none
-    places: torch.Tensor
+def padded(rows: Sequence[torch.Tensor], value: float = 0) -> torch.Tensor:
+    """[B, L] of rows of any lengths, filled up on the right with `value`."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
-def collate(sequences: Sequence[TokenSequence]) -> TokenBatch:
+def mask_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[B, L] int64, 1 where `padded` has tokens of the rows."""
+    return padded([torch.ones_like(row, dtype=torch.int64) for row in rows])
+
+
+def collate(sequences: Sequence[TokenSequence]) -> TextBatch:
+    """Batch with a sequence per row."""
     return pack([[sequence] for sequence in sequences])
 
 
-def pack(rows: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
-    """The sequences of each row one after another."""
-    shape = len(rows), max(sum(len(sequence.input_ids) for sequence in row) for row in rows)
-    input_ids, attention_mask = (
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.int64),
-    )
-    loss_mask = torch.zeros(shape, dtype=torch.bool)
-    segments, places = torch.full(shape, -1), torch.full(shape, -1)
-    for index, row in enumerate(rows):
-        begin = 0
-        for number, sequence in enumerate(row):
-            end = begin + len(sequence.input_ids)
-            input_ids[index, begin:end] = sequence.input_ids
-            attention_mask[index, begin:end] = 1
-            # The first token of a text has no state to be predicted from.
-            loss_mask[index, begin + 1 : end] = sequence.loss_mask[1:]
-            segments[index, begin:end] = number
-            if sequence.place >= 0:
-                places[index, begin:end] = torch.arange(
-                    sequence.place, sequence.place + end - begin
-                )
-            begin = end
+def pack(rows: Sequence[Sequence[TokenSequence]]) -> TextBatch:
+    """Batch with the sequences of each row one after another."""
+    ids = [torch.cat([one.input_ids for one in row]) for row in rows]
+    weights = [torch.cat([weights_of(one) for one in row]) for row in rows]
+    index = [torch.cat([index_of(one) for one in row]) for row in rows]
+    segments = [
+        torch.cat([torch.full_like(one.input_ids, number) for number, one in enumerate(row)])
+        for row in rows
+    ]
     is_packed = any(len(row) > 1 for row in rows)
-    return TokenBatch(input_ids, attention_mask, loss_mask, segments if is_packed else None, places)
+    return TextBatch(
+        input_ids=padded(ids),
+        attention_mask=mask_of(ids),
+        weights=padded(weights),
+        segments=padded(segments, -1) if is_packed else None,
+        token_index=padded(index, -1),
+    )
+
+
+def weights_of(sequence: TokenSequence) -> torch.Tensor:
+    """[L] float32, 1 where a token is trained. The first token of a text has no state to be
+    predicted from."""
+    weights = sequence.loss_mask.float()
+    weights[:1] = 0
+    return weights
+
+
+def index_of(sequence: TokenSequence) -> torch.Tensor:
+    """[L] int64, number of each token among all of the folder's; -1 for a text that is in none."""
+    first, length = sequence.token_index, len(sequence.input_ids)
+    return torch.full((length,), -1) if first < 0 else torch.arange(first, first + length)
+
+
+def joined(above: TextBatch, below: TextBatch) -> TextBatch:
+    """Rows of both batches, padded on the right to the longer."""
+    width = max(above.input_ids.shape[1], below.input_ids.shape[1])
+
+    def stacked(name: str, value: float) -> torch.Tensor | None:
+        parts = [getattr(batch, name) for batch in (above, below)]
+        if any(part is None for part in parts):
+            return None
+        return torch.cat([pad(part, (0, width - part.shape[1]), value=value) for part in parts])
+
+    return TextBatch(
+        input_ids=stacked("input_ids", 0),
+        attention_mask=stacked("attention_mask", 0),
+        weights=stacked("weights", 0.0),
+        segments=stacked("segments", -1),
+        token_index=stacked("token_index", -1),
+    )
 
 
 class BatchPlan(torch.utils.data.Sampler[Batch]):
@@ -168,19 +193,3 @@ def batches_per_epoch(
         row_length=row_length,
     )
     return len(plan.epoch(0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedText:
-    """Teacher-forced text, right padded. B rows of L tokens."""
-
-    input_ids: torch.Tensor  # [B, L] int64
-    attention_mask: torch.Tensor  # [B, L] 1 for real tokens
-    # [B, L] float32, how much the draft of the token at j counts; 0 is not trained
-    weights: torch.Tensor
-    # [B, L] int64, several texts a row: see drafters/target/segments.py
-    segments: torch.Tensor | None = None
-    places: torch.Tensor | None = (
-        # [B, L] int64, number of each token among all of a data folder; -1, or None: it is in none
-        None
-    )

@@ -30,7 +30,7 @@ class TokenSequence(NamedTuple):
     input_ids: torch.Tensor  # [L] int64
     loss_mask: torch.Tensor  # [L] bool, True where the target wrote the token and it counts here
     # number of its first token among all of the folder's; -1 for a text that is in none
-    place: int = -1
+    token_index: int = -1
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -55,7 +55,9 @@ class Sequences(torch.utils.data.Dataset):
         loss_mask = torch.from_numpy(row["loss_mask"][part].astype(bool))
         loss_mask[: pieces.fresh[piece]] = False
         input_ids = torch.from_numpy(row["input_ids"][part].astype(np.int64))
-        return TokenSequence(pieces.names[piece], input_ids, loss_mask, int(pieces.place[piece]))
+        return TokenSequence(
+            pieces.names[piece], input_ids, loss_mask, int(pieces.token_index[piece])
+        )
 
     def __getitems__(self, batch: list[list[int]]) -> list[list[TokenSequence]]:
         """What a `DataLoader` asks for: the sequences of each row of a batch."""

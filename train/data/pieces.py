@@ -43,12 +43,11 @@ class Pieces:
         for table in rows.with_format("arrow").iter(batch_size=1000):
             found.append(self._of(table, first_row))
             first_row += len(table)
-        self.row, self.begin, self.length, self.fresh, self.trained, self.place = np.concatenate(
-            found
-        ).T
-        # row: of the folder. begin: its first token's place in the text. fresh: tokens of it that
-        # only give context. trained: tokens that count. place: of its first token among all tokens
-        # of the folder.
+        # row: of the folder. begin: position of its first token in the text. fresh: tokens of it
+        # that only give context. trained: tokens that count. token_index: number of its first token
+        # among all tokens of the folder.
+        columns = np.concatenate(found).T
+        self.row, self.begin, self.length, self.fresh, self.trained, self.token_index = columns
 
     def _of(self, table: pa.Table, first_row: int) -> np.ndarray:
         ids, mask = Lists(table["input_ids"]), Lists(table["loss_mask"])

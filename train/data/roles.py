@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith.train.data.batches import WeightedText
+from draftsmith.drafters.interface import TextBatch
+from draftsmith.train.data.batches import mask_of, padded
 
 
 class Role(enum.IntEnum):
@@ -90,16 +91,11 @@ def branch_row(branch: Branch, weights: RoleWeights) -> Row:
     return Row(branch.tokens, np.where(behind, weights.later_rejected, 0.0).astype(np.float32))
 
 
-def padded_rows(rows: Sequence[Row], device: torch.device) -> WeightedText:
+def padded_rows(rows: Sequence[Row], device: torch.device) -> TextBatch:
     """Rows of any lengths as one batch."""
-    width = max(len(row.tokens) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask, weights = torch.zeros_like(ids), torch.zeros(len(rows), width)
-    for index, row in enumerate(rows):
-        size = len(row.tokens)
-        ids[index, :size] = torch.tensor(row.tokens)
-        mask[index, :size] = 1
-        weights[index, :size] = torch.from_numpy(row.weights)
-    return WeightedText(
-        input_ids=ids.to(device), attention_mask=mask.to(device), weights=weights.to(device)
-    )
+    ids = [torch.tensor(row.tokens, dtype=torch.int64) for row in rows]
+    return TextBatch(
+        input_ids=padded(ids),
+        attention_mask=mask_of(ids),
+        weights=padded([torch.from_numpy(row.weights) for row in rows]),
+    ).to(device)

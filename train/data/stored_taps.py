@@ -82,24 +82,24 @@ class TapWriter:
     ):
         self.layout = layout
         self.ends = np.cumsum(lengths, dtype=np.int64)
-        places: dict[str, dict] = {}
+        entries: dict[str, dict] = {}
         offset = 0
         for name, (dtype, shape) in layout.tensors(int(self.ends[-1]), len(lengths)).items():
             end = offset + math.prod(shape) * dtype.itemsize
-            places[name] = {
+            entries[name] = {
                 "dtype": NAMES[dtype],
                 "shape": list(shape),
                 "data_offsets": [offset, end],
             }
             offset = end
-        header = json.dumps({"__metadata__": metadata, **places}).encode()
+        header = json.dumps({"__metadata__": metadata, **entries}).encode()
         header += b" " * (-len(header) % 8)
         with open(path, "wb") as handle:
             handle.write(struct.pack("<Q", len(header)) + header)
             handle.truncate(8 + len(header) + offset)
         memory = np.memmap(path, np.uint8, "r+", offset=8 + len(header))
         self._parts = {
-            name: memory[slice(*place["data_offsets"])] for name, place in places.items()
+            name: memory[slice(*entry["data_offsets"])] for name, entry in entries.items()
         }
         self._store("ends", 0, torch.from_numpy(self.ends))
 
@@ -212,7 +212,7 @@ class StatesOf:
 
 
 class StoredTaps:
-    """Of a whole data folder. A token is found by its place, its number among all tokens of the
+    """Of a whole data folder. A token is found by its index among all tokens of the
     folder."""
 
     def __init__(self, folder: Path, *, revision: str):
@@ -238,9 +238,9 @@ class StoredTaps:
         self._text_ends = np.concatenate(sizes).cumsum()
         self._first_texts = np.cumsum([0, *map(len, sizes)])
 
-    def read(self, place: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, token_index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `StatesOf.read`, of tokens of one text."""
-        text = int(np.searchsorted(self._text_ends, place, side="right"))
-        begin = place - (int(self._text_ends[text - 1]) if text else 0)
+        text = int(np.searchsorted(self._text_ends, token_index, side="right"))
+        begin = token_index - (int(self._text_ends[text - 1]) if text else 0)
         at = int(np.searchsorted(self._first_texts, text, side="right")) - 1
         return self.files[at].read(text - int(self._first_texts[at]), begin, length)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.interface import TextBatch, UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import (
     bootstrap_ratio,
@@ -23,7 +23,7 @@ from draftsmith.kernels.acceptance import (
     overlap,
 )
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.train.data.batches import WeightedText, collate
+from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.calibration import Reliability
 from draftsmith.train.objective.rounds_of_text import answers, deepen
@@ -156,23 +156,19 @@ def _count(
     temperature: float,
     k: int,
 ) -> list[DocumentCounts]:
-    batch = collate(sequences)
-    batch.loss_mask[:, 0] = False  # the first token has no state to be predicted from
-    text = WeightedText(
-        input_ids=batch.input_ids.to(target.device),
-        attention_mask=batch.attention_mask.to(target.device),
-        weights=batch.loss_mask.float().to(target.device),
-    )
+    text = collate(sequences)
+    is_counted = text.weights > 0
+    text = text.to(target.device)
     kept = kept_text(drafter, target, text, temperature=temperature, k=k)
     kept = KeptText(*(None if part is None else part.cpu() for part in kept))
     return [
-        _document(sequence.name, kept, row, batch.loss_mask[row], k)
+        _document(sequence.name, kept, row, is_counted[row], k)
         for row, sequence in enumerate(sequences)
     ]
 
 
 def kept_text(
-    drafter: Unrollable, target: Target, text: WeightedText, *, temperature: float, k: int
+    drafter: Unrollable, target: Target, text: TextBatch, *, temperature: float, k: int
 ) -> KeptText:
     """The chance that each token of the text is kept at each depth of a round, under the
     distributions at `temperature`."""

@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.segments import stretches_of
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import TargetLogits
 from draftsmith.kernels.sampling.top_tokens import TopProbs
-from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.data.dataset import load_rows
 from draftsmith.train.data.pieces import Lists
 from draftsmith.train.data.stored_taps import StoredTaps
@@ -25,7 +25,7 @@ COLUMNS = ("loss_mask", "top_ids", "top_logprobs", "tail")
 
 
 class StoredDistributions:
-    """A token is found by its place, its number among all tokens of the folder."""
+    """A token is found by its index among all tokens of the folder."""
 
     def __init__(self, folder: Path, *, provenance: dict[str, Any], revision: str):
         rows = load_rows(folder)
@@ -44,16 +44,16 @@ class StoredDistributions:
         sizes = [Lists(table["loss_mask"]).lengths for table in self.rows.iter(batch_size=1000)]
         self.ends = np.concatenate(sizes).cumsum()
 
-    def read(self, places: torch.Tensor) -> TopProbs:
-        """Of the tokens at `places` [R], which must all be trained ones."""
-        wanted = places.cpu().numpy()
+    def read(self, token_index: torch.Tensor) -> TopProbs:
+        """Distributions of the tokens `token_index` [R], which must all be trained ones."""
+        wanted = token_index.cpu().numpy()
         texts = np.searchsorted(self.ends, wanted, side="right")
         parts: dict[int, tuple[np.ndarray, TopProbs]] = {
             text: self._of(int(text)) for text in np.unique(texts)
         }
         entries = [
-            parts[text][0][place - self._begin(text)]
-            for text, place in zip(texts, wanted, strict=True)
+            parts[text][0][index - self._begin(text)]
+            for text, index in zip(texts, wanted, strict=True)
         ]
         first = np.cumsum([0, *(len(distribution.tail) for _, distribution in parts.values())])
         offset = dict(zip(parts, first, strict=False))
@@ -65,7 +65,7 @@ class StoredDistributions:
             torch.cat(column)
             for column in zip(*(distribution for _, distribution in parts.values()), strict=True)
         )
-        return TopProbs(*(column[chosen].to(places.device) for column in joined))
+        return TopProbs(*(column[chosen].to(token_index.device) for column in joined))
 
     def _begin(self, text: int) -> int:
         return int(self.ends[text - 1]) if text else 0
@@ -113,12 +113,12 @@ class TapTeacher:
                 f"{' '.join(str(tap) for tap in taps if tap != FINAL)}"
             )
 
-    def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
-        if text.places is None:
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> Taught:
+        if text.token_index is None:
             return self.live.read(text, taps)
         target = self.live.target
         tapped, final = self._stored_states(text, taps)
-        unknown = (text.attention_mask.bool() & (text.places < 0)).any(dim=1)
+        unknown = (text.attention_mask.bool() & (text.token_index < 0)).any(dim=1)
         if unknown.any():
             # Text of the moment among that of the folder: nothing is stored of it.
             rows = (part[unknown] for part in (text.input_ids, text.attention_mask))
@@ -129,20 +129,22 @@ class TapTeacher:
         return Taught(tapped if taps else None, logits_at(target, final))
 
     def _stored_states(
-        self, text: WeightedText, taps: tuple[int, ...]
+        self, text: TextBatch, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(taps [B, L, n * H], final [B, L, H]) where the folder has the text; zeros elsewhere."""
-        target, shape = self.live.target, text.places.shape
+        target, shape = self.live.target, text.token_index.shape
         tapped = torch.zeros(*shape, len(taps), target.hidden_size, dtype=target.dtype)
         final = torch.zeros(*shape, target.hidden_size, dtype=target.dtype)
         chosen = [self.stored.taps.index(tap) for tap in taps if tap != FINAL]
         is_final = torch.tensor([tap == FINAL for tap in taps], dtype=torch.bool)
-        places = text.places.cpu()
-        segments = torch.where(places >= 0, 0 if text.segments is None else text.segments.cpu(), -1)
+        token_index = text.token_index.cpu()
+        segments = torch.where(
+            token_index >= 0, 0 if text.segments is None else text.segments.cpu(), -1
+        )
         for row, stretches in enumerate(stretches_of(segments)):
             for begin, end, is_text in stretches:
                 if is_text:
-                    states, last = self.stored.read(int(places[row, begin]), end - begin)
+                    states, last = self.stored.read(int(token_index[row, begin]), end - begin)
                     final[row, begin:end] = last.to(final)
                     tapped[row, begin:end, ~is_final] = states[:, chosen].to(tapped)
                     tapped[row, begin:end, is_final] = last[:, None].to(tapped)
@@ -153,12 +155,12 @@ class DistributionTeacher:
     def __init__(self, target: Target, stored: StoredDistributions):
         self.live, self.stored = LiveTeacher(target), stored
 
-    def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
-        if text.places is None:
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> Taught:
+        if text.token_index is None:
             return self.live.read(text, taps)
-        places = text.places
+        token_index = text.token_index
 
         def distributions(row: torch.Tensor, position: torch.Tensor) -> TargetLogits | TopProbs:
-            return self.stored.read(places[row, position])
+            return self.stored.read(token_index[row, position])
 
         return Taught(self.live.read(text, taps).taps if taps else None, distributions)

@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.fused import TargetLogits
 from draftsmith.kernels.sampling.top_tokens import TopProbs
-from draftsmith.train.data.batches import WeightedText
 
 # (row [R], position [R]) -> the target's distributions of the tokens at these positions, given the
 # text before them, as `divergence` takes them.
@@ -30,7 +30,7 @@ class Taught(NamedTuple):
 
 
 class Teacher(Protocol):
-    def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> Taught:
         """`taps` as in `drafters/target/taps.py`."""
         ...
 
@@ -41,7 +41,7 @@ class LiveTeacher:
     def __init__(self, target: Target):
         self.target = target
 
-    def read(self, text: WeightedText, taps: tuple[int, ...]) -> Taught:
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> Taught:
         tapped, hidden = self.target.states(
             text.input_ids, text.attention_mask, taps, text.segments
         )
@@ -53,10 +53,10 @@ def logits_at(target: Target, hidden: torch.Tensor) -> DistributionsAt:
     position share the product."""
 
     def distributions(row: torch.Tensor, position: torch.Tensor) -> TargetLogits:
-        places, which = (row * hidden.shape[1] + position - 1).unique_consecutive(
+        asked, which = (row * hidden.shape[1] + position - 1).unique_consecutive(
             return_inverse=True
         )
-        before, on_host = hidden.flatten(0, 1)[places], which.cpu()
+        before, on_host = hidden.flatten(0, 1)[asked], which.cpu()
 
         def logits(rows: slice) -> torch.Tensor:
             first, last = on_host[rows][[0, -1]].tolist()

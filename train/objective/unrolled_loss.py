@@ -7,23 +7,18 @@ B rows, L tokens a row, S unrolled steps, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
-from draftsmith.drafters.target.segments import positions_of
+from draftsmith.drafters.interface import TextBatch, UnrollBatch, UnrolledStep
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
-from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective.depth_weights import Judged, StepWeighting, folded
 from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.rounds_of_text import deepen
 from draftsmith.train.objective.teacher import Taught, Teacher
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.interface import UnrolledStep
 
 TOKENS_ONLY = Kind("ce")
 
@@ -74,7 +69,7 @@ class UnrolledLoss(NamedTuple):
 def unrolled_loss(
     drafter: Unrollable,
     teacher: Teacher,
-    text: WeightedText,
+    text: TextBatch,
     *,
     num_steps: int,
     weighting: StepWeighting,
@@ -90,16 +85,7 @@ def unrolled_loss(
             if noise is None or taught.taps is None
             else noise.added(taught.taps, text.input_ids)
         )
-    batch = UnrollBatch(
-        input_ids=text.input_ids,
-        attention_mask=text.attention_mask,
-        taps=taps,
-        num_steps=num_steps,
-        segments=text.segments,
-        flex=flex,
-        first=int((text.weights > 0).any(dim=0).int().argmax()),
-    )
-    steps = list(drafter.unroll(batch))
+    steps = list(drafter.unroll(text.unrolled(taps, num_steps, flex=flex)))
     predicted = [select(step, text) for step in steps]
     factors = weighting.factors(
         text.weights, num_steps, lambda: judge(drafter, taught, predicted, text, num_steps)
@@ -120,7 +106,7 @@ def unrolled_loss(
     return UnrolledLoss(total, weighting.scale(num_steps), _sums(result, predicted, sizes), keep)
 
 
-def select(step: UnrolledStep, text: WeightedText) -> Predicted:
+def select(step: UnrolledStep, text: TextBatch) -> Predicted:
     """The positions of this step that are valid and have weight."""
     weights = text.weights[:, step.offset :]
     wanted = step.valid[:, : weights.shape[1]] & (weights > 0)
@@ -146,7 +132,7 @@ def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> t
 
 
 def step_weights(
-    predicted: Sequence[Predicted], factors: torch.Tensor, text: WeightedText
+    predicted: Sequence[Predicted], factors: torch.Tensor, text: TextBatch
 ) -> torch.Tensor:
     """[sum of R] the weight of every row of every step; `factors` as in `StepWeighting`, an entry a
     step."""
@@ -161,7 +147,7 @@ def judge(
     drafter: Unrollable,
     taught: Taught,
     predicted: Sequence[Predicted],
-    text: WeightedText,
+    text: TextBatch,
     num_steps: int,
 ) -> Judged:
     """What the draft would do with the text: a pass through both heads that the loss then repeats,
@@ -181,15 +167,8 @@ def judge(
         )
 
     known = spread(torch.ones_like(result.keep)) > 0
-    begun = places_in_text(text)[..., None] >= torch.arange(num_steps, device=known.device)
+    begun = text.positions[..., None] >= torch.arange(num_steps, device=known.device)
     return Judged(spread(result.keep), spread(confidence), known & begun, begun)
-
-
-def places_in_text(text: WeightedText) -> torch.Tensor:
-    """[1 or B, L] of each token in its own text, from 0 on."""
-    if text.segments is not None:
-        return positions_of(text.segments)
-    return torch.arange(text.input_ids.shape[1], device=text.input_ids.device)[None]
 
 
 def _divergence(

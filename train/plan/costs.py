@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import UnrollConfig
 from draftsmith.train.doctor.memory import bytes_per_token, num_bytes
@@ -92,17 +92,14 @@ def training_tokens_per_s(target: Target, drafter: torch.nn.Module) -> float:
     ids = torch.randint(target.vocab_size, (STEP_ROWS, length), generator=generator).to(
         target.device
     )
+    mask = torch.ones_like(ids)
+    text = TextBatch(input_ids=ids, attention_mask=mask, weights=mask.float())
     count = torch.tensor(float(ids.numel()), device=target.device)
 
     def step() -> None:
         # Timing runs without gradients otherwise.
         with torch.inference_mode(False), torch.enable_grad():
-            trainee(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                labels=ids,
-                num_items_in_batch=count,
-            )["loss"].backward()
+            trainee(text, num_items_in_batch=count)["loss"].backward()
 
     samples = take_turns({"step": step}, target.device)["step"]
     drafter.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.interface import TextBatch, UnrollBatch
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.speculate import SpeculatedText, speculate
@@ -26,6 +26,7 @@ from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveTeacher
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from draftsmith.train.on_policy import OnPolicy, load_texts, prefix, rows_of, save_texts
+from draftsmith.train.trainer import is_of_data
 
 ALIKE = RoleWeights(accepted=1.0, first_rejected=1.0, bonus=1.0, later_rejected=1.0)
 
@@ -161,16 +162,15 @@ def test_long_drafts_train_every_token_that_the_draft_wrote(target):
         )
 
 
-def inputs(count: int, length: int = 20) -> dict[str, torch.Tensor]:
+def inputs(count: int, length: int = 20) -> TextBatch:
     sequences = random_text(count, length=length, seed=5)
     ids = torch.stack([sequence.input_ids for sequence in sequences])
-    labels = torch.where(torch.stack([sequence.loss_mask for sequence in sequences]), ids, -100)
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": labels,
-        "places": torch.zeros_like(ids),
-    }
+    return TextBatch(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        weights=torch.stack([sequence.loss_mask for sequence in sequences]).float(),
+        token_index=torch.zeros_like(ids),
+    )
 
 
 def on_policy(target: Target, **changes: object) -> OnPolicy:
@@ -183,18 +183,21 @@ def on_policy(target: Target, **changes: object) -> OnPolicy:
 def test_a_batch_gets_its_share_and_metrics_of_text_do_not_count_it(target):
     mixer, drafter, batch = on_policy(target, branches=0), new_draft("draft-lm", target), inputs(4)
     for mixed in mixer.mix([batch, inputs(4)], step=0, drafter=lambda: drafter):
-        shape = mixed["input_ids"].shape
-        assert shape[0] == 4 and all(value.shape == shape for value in mixed.values())
+        shape = mixed.input_ids.shape
+        tensors = [value for value in vars(mixed).values() if value is not None]
+        assert shape[0] == 4 and len(tensors) == 4
+        assert all(value.shape == shape for value in tensors)
         kept, added = slice(0, 2), slice(2, 4)
-        assert torch.equal(mixed["weights"][kept] > 0, mixed["labels"][kept] != -100)
-        assert (mixed["labels"][added] == -100).all() and (mixed["places"][added] == -1).all()
-        assert (mixed["weights"][added] > 0).any(dim=1).all()
-        assert not mixed["weights"][mixed["attention_mask"] == 0].any()
-    theirs = {tuple(row.tolist()) for row in batch["input_ids"]}
+        assert torch.equal(mixed.weights[kept] > 0, is_of_data(mixed)[kept])
+        assert is_of_data(mixed)[kept].any(dim=1).all()
+        assert not is_of_data(mixed)[added].any() and (mixed.token_index[added] == -1).all()
+        assert (mixed.weights[added] > 0).any(dim=1).all()
+        assert not mixed.weights[mixed.attention_mask == 0].any()
+    theirs = {tuple(row.tolist()) for row in batch.input_ids}
     first = mixer.mix(
         [batch], step=1, drafter=lambda: pytest.fail("texts are written every third step")
     )[0]
-    assert all(tuple(row.tolist())[:20] in theirs for row in first["input_ids"][:2])
+    assert all(tuple(row.tolist())[:20] in theirs for row in first.input_ids[:2])
 
 
 def test_texts_are_a_function_of_seed_step_and_draft(target):
@@ -203,7 +206,7 @@ def test_texts_are_a_function_of_seed_step_and_draft(target):
 
     def rows(draft: torch.nn.Module, step: int) -> list[torch.Tensor]:
         return [
-            mixed["input_ids"]
+            mixed.input_ids
             for mixed in on_policy(target).mix(batches, step=step, drafter=lambda: draft)
         ]
 
@@ -227,7 +230,9 @@ def test_waiting_texts_come_back_from_a_checkpoint(target, tmp_path: Path):
     for one, other in zip(
         straight.mix(batches, step=1, drafter=nobody), resumed.mix(batches, step=1, drafter=nobody)
     ):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        given = [name for name, values in vars(one).items() if values is not None]
+        assert len(given) == 4
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in given)
     elsewhere = on_policy(target)
     load_texts(elsewhere, tmp_path, world_size=2)
     assert elsewhere.waiting is None

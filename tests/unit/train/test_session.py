@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from draftsmith import cli
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.interface import TextBatch, UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptions, PeagleOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -178,7 +178,12 @@ def test_a_sample_mean_counts_a_short_text_like_a_long_one(tiny_target, table_dr
         trainee = trainer.Trainee(
             table_drafter(288), LiveTeacher(target), UnrollConfig(steps=1), mean=mean
         )
-        return trainee(ids[rows], mask[rows], labels[rows], torch.tensor(num_items))["loss"].item()
+        text = TextBatch(
+            input_ids=ids[rows],
+            attention_mask=mask[rows],
+            weights=(labels[rows] != -100).float(),
+        )
+        return trainee(text, torch.tensor(num_items))["loss"].item()
 
     apart = [loss(slice(0, 1), 9, "token"), loss(slice(1, 2), 2, "token")]
     assert abs(apart[0] - apart[1]) > 1e-2

@@ -83,9 +83,9 @@ def test_long_sequences_are_split_and_every_token_counts_once(write_data):
     counted = torch.zeros(6 + 97, dtype=torch.int64)
     for part in parts:
         assert len(part.input_ids) <= 20 and part.loss_mask.any()
-        begin = part.place - 6  # the short text has the first six places
+        begin = part.token_index - 6  # the short text has the first six places
         assert part.input_ids.tolist() == ids[begin : begin + len(part.input_ids)]
-        counted[part.place : part.place + len(part.input_ids)] += part.loss_mask
+        counted[part.token_index : part.token_index + len(part.input_ids)] += part.loss_mask
         # Whoever trains a token has read what stands before it.
         assert begin == 0 or not part.loss_mask[:5].any()
     assert counted[6:].tolist() == mask
@@ -174,8 +174,8 @@ def test_collate_pads_to_the_longest():
     assert batch.input_ids.tolist() == [[1, 2, 3], [4, 0, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
     # The first token of a text has nothing to be predicted from.
-    assert batch.loss_mask.tolist() == [[False, True, True], [False, False, False]]
-    assert batch.segments is None and batch.places.tolist() == [[-1] * 3, [-1] * 3]
+    assert batch.weights.tolist() == [[0, 1, 1], [0, 0, 0]]
+    assert batch.segments is None and batch.token_index.tolist() == [[-1] * 3, [-1] * 3]
 
 
 def test_pack_puts_sequences_side_by_side():
@@ -186,9 +186,9 @@ def test_pack_puts_sequences_side_by_side():
     )
     batch = pack([[one, two], [two]])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6], [4, 5, 6, 0, 0, 0]]
-    assert batch.loss_mask.int().tolist() == [[0, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
+    assert batch.weights.tolist() == [[0, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, -1, -1, -1]]
-    assert batch.places.tolist() == [[10, 11, 12, 0, 1, 2], [0, 1, 2, -1, -1, -1]]
+    assert batch.token_index.tolist() == [[10, 11, 12, 0, 1, 2], [0, 1, 2, -1, -1, -1]]
 
 
 LENGTHS = [3 + (7 * number) % 50 for number in range(101)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import (
     DflashOptions,
     DraftLmOptions,
@@ -23,7 +24,6 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveTeacher
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
@@ -59,7 +59,7 @@ def weights_of(texts: list[torch.Tensor]) -> list[torch.Tensor]:
     return weights
 
 
-def batch(rows: list[tuple[int, ...]], *, segments: bool) -> WeightedText:
+def batch(rows: list[tuple[int, ...]], *, segments: bool) -> TextBatch:
     found, weights = texts(), weights_of(texts())
     width = max(sum(len(found[at]) for at in row) for row in rows)
     ids, mask = (
@@ -78,13 +78,13 @@ def batch(rows: list[tuple[int, ...]], *, segments: bool) -> WeightedText:
         numbers[index, :size] = torch.cat(
             [torch.full((len(found[at]),), number) for number, at in enumerate(row)]
         )
-    return WeightedText(
+    return TextBatch(
         input_ids=ids, attention_mask=mask, weights=weight, segments=numbers if segments else None
     )
 
 
 def trained(
-    family: str, folder: str, text: WeightedText
+    family: str, folder: str, text: TextBatch
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """(loss, gradients, trained weight of each step)"""
     target = Target.load(folder, dtype=torch.float64)

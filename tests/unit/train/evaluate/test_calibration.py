@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from draftsmith.drafters.blocks.dspark import Dspark
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.calibration import Reliability
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
@@ -38,11 +38,11 @@ def drafter(target) -> Dspark:
     return made
 
 
-def text() -> WeightedText:
+def text() -> TextBatch:
     ids = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
     weights = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)).double()
     weights[:, :2] = 0.0
-    return WeightedText(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
+    return TextBatch(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
 
 
 def loss(drafter: Dspark, target: Target):
@@ -115,7 +115,7 @@ def test_training_the_head_calibrates_it_and_a_shifted_head_is_seen(drafter, tar
     ]
     ids = torch.stack([sequence.input_ids for sequence in sequences])
     weights = torch.stack([sequence.loss_mask for sequence in sequences]).double()
-    batch = WeightedText(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
+    batch = TextBatch(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
     optimizer = torch.optim.Adam(drafter.confidence_head.parameters(), lr=0.05)
 
     def error() -> float:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.interface import TextBatch, UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective import unrolled_loss as objective
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveTeacher
@@ -20,17 +19,17 @@ def target(tiny_target) -> Target:
     return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
-def text(seed: int = 0) -> WeightedText:
+def text(seed: int = 0) -> TextBatch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 288, (2, 9), generator=generator)
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, 6:] = 0
     weights = torch.rand(2, 9, generator=generator).double() * mask
     weights[:, :3] = 0.0
-    return WeightedText(input_ids=ids, attention_mask=mask, weights=weights)
+    return TextBatch(input_ids=ids, attention_mask=mask, weights=weights)
 
 
-def by_hand(drafter, target, batch: WeightedText, num_steps: int, decay: float):
+def by_hand(drafter, target, batch: TextBatch, num_steps: int, decay: float):
     """Loops over every (row, position, depth); the target's distribution of the token at j is at
     its state j - 1."""
     _, hidden = target.states(batch.input_ids, batch.attention_mask, drafter.taps)
@@ -138,7 +137,7 @@ def test_a_shift_by_one_would_be_seen(target, table_drafter):
     position off."""
     drafter = table_drafter(288).double()
     batch = text()
-    shifted = WeightedText(
+    shifted = TextBatch(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         weights=batch.weights.roll(1, dims=1),
@@ -153,7 +152,7 @@ def test_a_shift_by_one_would_be_seen(target, table_drafter):
 def test_padding_changes_nothing(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
-    row = WeightedText(
+    row = TextBatch(
         input_ids=batch.input_ids[1:, :6],
         attention_mask=batch.attention_mask[1:, :6],
         weights=batch.weights[1:, :6],
@@ -164,7 +163,7 @@ def test_padding_changes_nothing(target, table_drafter):
     padded = unrolled_loss(
         drafter,
         LiveTeacher(target),
-        WeightedText(
+        TextBatch(
             input_ids=batch.input_ids[1:],
             attention_mask=batch.attention_mask[1:],
             weights=batch.weights[1:],
@@ -178,7 +177,7 @@ def test_padding_changes_nothing(target, table_drafter):
 def test_no_gradient_reaches_the_target_and_unweighted_text_gives_zero(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
-    nothing = WeightedText(
+    nothing = TextBatch(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         weights=torch.zeros(2, 9).double(),

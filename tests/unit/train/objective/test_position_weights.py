@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.interface import TextBatch, UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import UnrollConfig
-from draftsmith.train.data.batches import WeightedText
 from draftsmith.train.objective.depth_weights import (
     DPace,
     ExpectedPrefix,
@@ -132,12 +131,12 @@ def test_a_step_that_stands_for_several_depths_gets_their_weights():
     assert torch.equal(folded(given_factors, 1), torch.tensor([1.875]))
 
 
-def text(seed: int, rows: int = 2) -> WeightedText:
+def text(seed: int, rows: int = 2) -> TextBatch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 288, (rows, 9), generator=generator)
     weights = torch.rand(rows, 9, generator=generator).double()
     weights[:, :2], weights[0, 5] = 0.0, 0.0
-    return WeightedText(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
+    return TextBatch(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
 
 
 @pytest.fixture
@@ -145,7 +144,7 @@ def target(tiny_target) -> Target:
     return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
-def by_hand(drafter, target: Target, batch: WeightedText, name: str) -> torch.Tensor:
+def by_hand(drafter, target: Target, batch: TextBatch, name: str) -> torch.Tensor:
     """Forward KL, round by round, with the weights left out of the gradient."""
     _, hidden = target.states(batch.input_ids, batch.attention_mask, ())
     p = target.head(hidden).softmax(dim=-1)
@@ -232,7 +231,7 @@ def test_texts_apart_add_up_to_texts_together(name, target, table_drafter):
     drafter, batch, weighting = table_drafter(288).double(), text(1), step_weighting(name, 0.8)
 
     def total(rows: slice) -> float:
-        part = WeightedText(
+        part = TextBatch(
             input_ids=batch.input_ids[rows],
             attention_mask=batch.attention_mask[rows],
             weights=batch.weights[rows],
@@ -263,7 +262,7 @@ def test_packed_texts_weigh_what_they_weigh_apart(name, family, target):
         for size in sizes
     ]
 
-    def total(text: WeightedText) -> float:
+    def total(text: TextBatch) -> float:
         teacher, weighting = LiveTeacher(target), step_weighting(name, 0.8)
         return unrolled_loss(
             drafter, teacher, text, num_steps=DEPTHS, weighting=weighting
@@ -271,9 +270,9 @@ def test_packed_texts_weigh_what_they_weigh_apart(name, family, target):
 
     def one_row(
         ids: torch.Tensor, weights: torch.Tensor, segments: torch.Tensor | None
-    ) -> WeightedText:
+    ) -> TextBatch:
         mask = torch.ones_like(ids)[None]
-        return WeightedText(
+        return TextBatch(
             input_ids=ids[None], attention_mask=mask, weights=weights[None], segments=segments
         )
 
@@ -305,7 +304,7 @@ def test_a_language_models_token_counts_for_every_round_that_reaches_it(target):
     chances = [float(alone.keep[0, at, 0]) if batch.weights[0, at] > 0 else 1.0 for at in range(9)]
     expected = 0.0
     for at in range(9):
-        single = WeightedText(
+        single = TextBatch(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
             weights=batch.weights * (torch.arange(9) == at),
@@ -332,13 +331,13 @@ def test_token_and_sample_means_are_the_same_packed_apart_and_accumulated(name, 
 
     def passed(
         input_ids: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": (input_ids > 0).long(),
-            "labels": labels,
-        }
-        return inputs if segments is None else inputs | {"segments": segments}
+    ) -> TextBatch:
+        return TextBatch(
+            input_ids=input_ids,
+            attention_mask=(input_ids > 0).long(),
+            weights=(labels != -100).float(),
+            segments=segments,
+        )
 
     apart = [passed(one[None], label[None]) for one, label in zip(ids, labels)]
     rows = passed(
@@ -350,10 +349,10 @@ def test_token_and_sample_means_are_the_same_packed_apart_and_accumulated(name, 
     numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([len(one) for one in ids]))
     packed = passed(torch.cat(ids)[None], torch.cat(labels)[None], numbers[None])
 
-    def loss(passes: list[dict[str, torch.Tensor]]) -> float:
-        count = torch.stack([num_items_of(inputs, mean) for inputs in passes]).sum()
+    def loss(passes: list[TextBatch]) -> float:
+        count = torch.stack([num_items_of(text, mean) for text in passes]).sum()
         return sum(
-            float(trainee(**inputs, num_items_in_batch=count)["loss"].detach()) for inputs in passes
+            float(trainee(text, num_items_in_batch=count)["loss"].detach()) for text in passes
         )
 
     # The weights of tokens are float32.

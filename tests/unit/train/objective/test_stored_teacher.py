@@ -15,6 +15,7 @@ import torch
 from draftsmith.config import build, to_dict
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate import command as generate
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import Eagle3Options, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.taps import FINAL
@@ -25,7 +26,7 @@ from draftsmith.kernels.divergence.kind import FORWARD_KL
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
-from draftsmith.train.data.batches import WeightedText, pack
+from draftsmith.train.data.batches import pack
 from draftsmith.train.data.dataset import Corpus, read_corpus
 from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
 from draftsmith.train.objective.depth_weights import Exponential
@@ -70,24 +71,15 @@ def corpus_of(folder: Path) -> Corpus:
     return read_corpus(folder, max_length=64, vocab_size=288, held_out_share=0.0)
 
 
-def text_of(corpus: Corpus, rows: list[list[int]]) -> WeightedText:
-    batch = pack(corpus.train.__getitems__(rows))
-    return WeightedText(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        weights=batch.loss_mask.float(),
-        segments=batch.segments,
-        places=batch.places,
-    )
+def text_of(corpus: Corpus, rows: list[list[int]]) -> TextBatch:
+    return pack(corpus.train.__getitems__(rows))
 
 
 # Packed and alone, in and out of the folder's order, from every shard.
 ROWS = [[0, 1, 7], [11], [6, 2]]
 
 
-def loss(
-    target: Target, teacher: Teacher, text: WeightedText, family: str = "eagle3"
-) -> UnrolledLoss:
+def loss(target: Target, teacher: Teacher, text: TextBatch, family: str = "eagle3") -> UnrolledLoss:
     options = Eagle3Options(taps=TAPS) if family == "eagle3" else MedusaOptions(num_heads=3)
     drafter = FAMILIES[family].create(options, target, seed=0)
     return unrolled_loss(drafter, teacher, text, num_steps=3, weighting=Exponential(0.8))
@@ -133,17 +125,15 @@ def test_losses_under_stored_taps_are_the_live_ones(target, stored, family, prec
 
 
 def test_states_of_the_next_token_would_be_noticed(target, stored):
-    """Negative control of the places: the same comparison, one token off."""
+    """Negative control of the index: the same comparison, one token off."""
     corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
     whole = vars(text_of(corpus, [[3]]))
     cut = {name: value if value is None else value[:, :-1] for name, value in whole.items()}
     teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
-    expected = loss(target, LiveTeacher(target), WeightedText(**cut)).total.item()
-    assert loss(target, teacher, WeightedText(**cut)).total.item() == pytest.approx(
-        expected, rel=2e-3
-    )
+    expected = loss(target, LiveTeacher(target), TextBatch(**cut)).total.item()
+    assert loss(target, teacher, TextBatch(**cut)).total.item() == pytest.approx(expected, rel=2e-3)
     shifted = loss(
-        target, teacher, WeightedText(**cut | {"places": cut["places"] + 1})
+        target, teacher, TextBatch(**cut | {"token_index": cut["token_index"] + 1})
     ).total.item()
     assert abs(shifted - expected) > 1e-2 * expected
 
@@ -151,9 +141,9 @@ def test_states_of_the_next_token_would_be_noticed(target, stored):
 def test_text_of_the_moment_is_read_by_the_target(target, stored):
     corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
     text = text_of(corpus, [[0], [3]])
-    places = text.places.clone()
-    places[1] = -1
-    mixed = WeightedText(**{**vars(text), "places": places})
+    index = text.token_index.clone()
+    index[1] = -1
+    mixed = TextBatch(**{**vars(text), "token_index": index})
     teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
     live, kept = LiveTeacher(target).read(text, TAPS).taps, teacher.read(mixed, TAPS).taps
     assert torch.allclose(kept[1], live[1], atol=1e-6) and not torch.equal(kept[0], live[0])
