@@ -13,8 +13,7 @@ Files in reading order:
 - `generate`: batched generation
 - `sharded`: weights spread over processes
 - `ranks`: processes of one launcher
-- `device`: device and dtype from options
-- `place`: device and dtype of training
+- `device`: device and dtype of every command
 
 Other chapters import `target`, `causal_lm`, `load`, `taps`, `attention`, `segments`, `device`.
 """
