@@ -32,9 +32,9 @@ from draftsmith.drafters.target.ranks import (
     Channel,
     in_step,
     join,
+    leave_group,
     leave_signals_to_the_leader,
 )
-from draftsmith.train.command import leave_group
 from draftsmith.train.data.roles import Row
 from draftsmith.train.objective.unrolled_loss import StepSums
 

@@ -93,6 +93,15 @@ def join(device: torch.device) -> None:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
+def leave_group() -> None:
+    """Ends the process group while every rank is there. Left to the interpreter's exit, its threads
+    abort now and then a rank that had finished ("terminate called without an active exception"),
+    and torchrun calls the run failed."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def _moved(value: Any, device: torch.device | str) -> Any:
     """Every tensor of a (nested) call on `device`."""
     if isinstance(value, torch.Tensor):
