@@ -20,7 +20,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.batches import BatchPlan, pack
 from draftsmith.train.data.dataset import TokenSequence, read_corpus
 from draftsmith.train.objective.depth_weights import Exponential
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def rate(
     begun_s = time.perf_counter()
     for text in source:
         options = {"num_steps": STEPS, "weighting": Exponential(DECAY)}
-        unrolled_loss(drafter, LiveTeacher(target), text, **options).total.backward()
+        unrolled_loss(drafter, LiveSource(target), text, **options).total.backward()
         real += int(text.attention_mask.sum())
         places += text.attention_mask.numel()
         if real >= tokens:

@@ -1,4 +1,5 @@
-"""A `TrainConfig` as transformers' `TrainingArguments`."""
+"""A `TrainConfig` as transformers' `TrainingArguments`, and DeepSpeed's checkpoints joined for
+another number of processes."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from draftsmith.errors import UserError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.resolve import deepspeed_config, save_interval
 
-# DeepSpeed's name for the file that says which folder holds the joined state.
+# DeepSpeed's file that names the folder of the joined state.
 LATEST = "latest_universal"
 
 
 def join_parts(checkpoint: Path) -> None:
-    """Takes as long as reading and writing the optimizer once; does nothing where it was done
-    before."""
+    """Joins the parts that each process wrote of a checkpoint. Takes as long as reading and writing
+    the optimizer once; does nothing where it was done before."""
     if (checkpoint / LATEST).is_file():
         return
     parts = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
@@ -36,10 +37,10 @@ def join_parts(checkpoint: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if done.returncode:
-        said = done.stdout.strip().splitlines() or ["no word"]
+        lines = done.stdout.strip().splitlines() or ["no message"]
         raise UserError(
             f"checkpoint {str(checkpoint)!r} cannot be joined for another number of processes "
-            f"({said[-1]}); start as many as "
+            f"({lines[-1]}); start as many as "
             "wrote it"
         )
 
@@ -88,7 +89,7 @@ def training_arguments(
         log_level="error",
     )
     # With several devices and no launcher the Trainer would reach for nn.DataParallel, which splits
-    # batches of tensors only and knows nothing of the target; one device it is. `device` first:
+    # batches of tensors only and would not move the target; one device it is. `device` first:
     # reading it sets the count.
     if arguments.device.type == "cuda":
         arguments._n_gpu = 1

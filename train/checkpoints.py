@@ -1,4 +1,5 @@
-"""Where a run keeps what it needs to go on: OUT/training/{run.json, checkpoint-N/}. Torch-free."""
+"""Run folder of a training: its record, checkpoints and best draft under OUT/training/.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class RunFolder:
         self._check_processes(config, newest, int(os.environ.get("WORLD_SIZE", "1")))
 
     def _check_processes(self, config: TrainConfig, newest: Checkpoint, processes: int) -> None:
-        """Other processes may go on with a run whose optimizer steps stay as large as they were."""
+        """Allows another number of processes where optimizer steps stay as large as they were."""
         if processes * config.accumulate != newest.passes:
             mend = (
                 f"give --accumulate {newest.passes // processes}"
@@ -88,8 +89,8 @@ class RunFolder:
         write_json(self.training / "run.json", to_dict(config))
 
     def _drop_unfinished(self) -> None:
-        """What a kill cut short. Left there, the Trainer would count it among its newest and delete
-        a whole one for it."""
+        """Removes what a kill cut short. The Trainer would count it among its newest checkpoints
+        and delete a whole one for it."""
         whole = {marker.parent for marker in self.training.glob(f"checkpoint-*/{MARKER}")}
         for path in {*self.training.glob("checkpoint-*")} - whole | {
             *self.training.glob(".best-*")
@@ -104,7 +105,7 @@ class RunFolder:
         return max(found, key=lambda checkpoint: checkpoint.step, default=None)
 
     def complete(self, *, step: int, elapsed_s: float, processes: int, passes: int) -> None:
-        """Says that checkpoint-`step` is whole."""
+        """Marks checkpoint-`step` as whole."""
         record = {"step": step, "elapsed_s": elapsed_s, "processes": processes, "passes": passes}
         write_json(self.training / f"checkpoint-{step}" / MARKER, record)
 
@@ -150,7 +151,7 @@ class Kept(NamedTuple):
 
 
 class BestDraft:
-    """Rank 0 alone uses it."""
+    """Best draft of a run so far, with its record. Used on rank 0 alone."""
 
     def __init__(self, training: Path):
         self.training = training

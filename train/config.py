@@ -53,9 +53,8 @@ class UnrollConfig:
     steps: int = option(4, "draft positions unrolled in training")
     weights: str = option(
         "exponential",
-        "what a step counts: alike; by `decay`; d-pace or expected-prefix by what the draft would "
-        "do with the text now, at the "
-        "price of one more pass through both heads",
+        "weights of the steps: uniform; exponential in `decay`; d-pace or expected-prefix by the "
+        "draft's present acceptance of the text, for one more pass through both heads",
         choices=WEIGHTS,
     )
     decay: float = option(0.8, "weight of a step relative to the one before it (exponential)")
@@ -71,30 +70,28 @@ class UnrollConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyConfig:
-    """Text that the draft of the moment and the target write together. The target must be at hand,
-    whatever teaches the rest."""
+    """Text that the current draft and the target write together. Needs the running target, whatever
+    `teacher` is."""
 
     share: float = option(0.0, "share of each batch that is on-policy; 0 is off")
     refresh: int = option(
         16,
         "steps between two writings; few follow the draft closely, many decode more texts at once",
     )
-    k: int = option(5, "tokens drafted a round")
+    k: int = option(5, "tokens drafted per round")
     tokens: int = option(64, "tokens written after each prefix of a training text")
     temperature: float = option(1.0, "of target and draft")
-    accepted: float = option(
-        1.0, "weight of positions whose drafted token stood, and of bonus tokens"
-    )
-    first_rejected: float = option(1.0, "weight of positions whose drafted token fell first")
+    accepted: float = option(1.0, "weight of accepted drafted tokens, and of bonus tokens")
+    first_rejected: float = option(1.0, "weight of the first rejected token of a round")
     later_rejected: float = option(
-        0.5, "weight of what was drafted behind a token that fell; 0 leaves those rows out"
+        0.5, "weight of tokens drafted after a rejected one; 0 leaves those rows out"
     )
-    branches: int = option(2, "rejected continuations trained on a text, at most")
+    branches: int = option(2, "rejected continuations trained per text, at most")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyShapes:
-    """The shape of a draft, family by family, for those who train one or plan to."""
+    """Shape of a draft, family by family, for training one or planning to."""
 
     eagle3: Eagle3Options | None = option(None, "shape of the draft in this family")
     p_eagle: PeagleOptions | None = option(None, "shape of the draft in this family")
@@ -107,7 +104,7 @@ class FamilyShapes:
     dspark: DsparkOptions | None = option(None, "shape of the draft in this family")
 
     def by_family(self) -> dict[str, DrafterOptions | None]:
-        """What is given for each family, by its name."""
+        """Options given for each family, by its name; None for a family without any."""
         return {family: vars(self)[family.replace("-", "_")] for family in FAMILIES}
 
 

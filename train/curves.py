@@ -36,7 +36,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
             color=colour,
             linestyle=":",
         )
-    tau.set(title="acceptance length tau, 95 % intervals", xlabel="step", ylabel="tokens a round")
+    tau.set(title="acceptance length tau, 95 % intervals", xlabel="step", ylabel="tokens per round")
     for axes in (alpha, tau):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)
@@ -50,21 +50,21 @@ def names(lines: list[dict[str, Any]], begin: str) -> list[str]:
 
 
 def curve(axes: Any, lines: list[dict[str, Any]], name: str, label: str, **style: str) -> None:
-    told = [line for line in lines if name in line]
-    if told:
+    given = [line for line in lines if name in line]
+    if given:
         axes.plot(
-            [line["step"] for line in told], [line[name] for line in told], label=label, **style
+            [line["step"] for line in given], [line[name] for line in given], label=label, **style
         )
 
 
 def measured(axes: Any, lines: list[dict[str, Any]], name: str, colour: str, label: str) -> None:
-    told = [line for line in lines if name in line]
-    if not told:
+    given = [line for line in lines if name in line]
+    if not given:
         return
-    values = [line[name] for line in told]
-    below = [max(0.0, line[name] - line[f"{name}_low"]) for line in told]
-    above = [max(0.0, line[f"{name}_high"] - line[name]) for line in told]
-    steps = [line["step"] for line in told]
+    values = [line[name] for line in given]
+    below = [max(0.0, line[name] - line[f"{name}_low"]) for line in given]
+    above = [max(0.0, line[f"{name}_high"] - line[name]) for line in given]
+    steps = [line["step"] for line in given]
     axes.errorbar(
         steps,
         values,

@@ -1,9 +1,10 @@
-"""Training on what the draft of the moment does: it proposes after prefixes of the training texts,
-the target verifies, and each position that verification looked at counts by what happened there
-(`roles.py`). Online learning trains on the same rows.
+"""On-policy training: the current draft proposes after prefixes of the training texts, the target
+verifies, and each position that verification looked at counts by its role there (`roles.py`).
+Online learning trains on the same rows. The written texts are saved beside each checkpoint, so that
+a resumed run trains on the same ones.
 
-With few drafted tokens a round this is Draft-OPD (arXiv:2605.29343): errors are where the text says
-they are, and the rest of a rejected draft is replayed. With k as long as the answer every drafted
+With few drafted tokens per round this is Draft-OPD (arXiv:2605.29343): errors are where the text
+has them, and the rest of a rejected draft is replayed. With k as long as the answer every drafted
 token is trained, kept or not, which is what DistillSpec (arXiv:2310.08461) does with the draft's
 own samples.
 """
@@ -161,7 +162,8 @@ def rows_at(text: TextBatch, rows: list[int]) -> TextBatch:
 
 
 class KeepTexts(TrainerCallback):
-    """Must be added before whoever marks a checkpoint as complete."""
+    """Saves the waiting texts with each checkpoint. Must be added before the callback that marks a
+    checkpoint as complete."""
 
     def __init__(self, on_policy: OnPolicy):
         self.on_policy = on_policy
@@ -181,8 +183,8 @@ def save_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> Non
 
 
 def load_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> None:
-    """With another number of processes the texts are not theirs, and new ones are written at the
-    next step."""
+    """Restores the waiting texts. Those of another number of processes are left, and new ones are
+    written at the next step."""
     path = _path(checkpoint, on_policy.rank)
     record = read_json(path, "on-policy texts") if path.is_file() else {"texts": None}
     if record["texts"] is None or record["world_size"] != world_size:

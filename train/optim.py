@@ -1,9 +1,9 @@
-"""Muon (torch.optim.Muon) for the matrices inside a draft, AdamW for all else, as the one optimizer
-that the Trainer wants.
+"""Optimizer and schedule of a run: Muon with AdamW, the clock of steps and time, the learning rate.
 
-Muon makes every direction of a matrix's update equally long, which suits layers; tables, whose rows
-are tokens, and vectors stay with AdamW, as its authors have it. Its updates are scaled to those of
-AdamW: one learning rate and schedule fit both.
+Muon (torch.optim.Muon) is for the matrices inside a draft, AdamW for all else, in one optimizer as
+the Trainer expects it. Muon makes every direction of a matrix's update equally long, which suits
+layers; tables, whose rows are tokens, and vectors stay with AdamW, as its authors have it. Its
+updates are scaled to those of AdamW: one learning rate and schedule fit both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def muon_with_adamw(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> MuonWithAdamW:
-    """`num_tokens`: rows of the draft's head, which tell a table from a matrix."""
+    """`num_tokens`: rows of the draft's head, which distinguish a table from a matrix."""
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     matrices = [
         one

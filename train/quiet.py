@@ -1,4 +1,4 @@
-"""The libraries underneath keep quiet: their notices would tear the progress line."""
+"""Logging of the libraries underneath, kept to errors: notices would tear the progress line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quiet() -> None:
 
 
 def quiet_deepspeed() -> None:
-    """Before it is imported, since it speaks as it is."""
+    """Call before importing DeepSpeed, which logs at import."""
     import torch
 
     if not torch.cuda.is_available():

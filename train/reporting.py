@@ -1,5 +1,5 @@
-"""What a run tells while it goes: metrics.jsonl, one progress line, and a stop when the time is up
-or the loss is lost."""
+"""Reports of a run while it goes: metrics summed over a window, metrics.jsonl, one progress line,
+and a stop when the time is up or the loss is not finite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DROPPED = {
 
 
 class MetricsFile:
-    """One JSON object a line, whole lines only, on disk as soon as written."""
+    """One JSON object per line, whole lines only, on disk as soon as written."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -210,7 +210,7 @@ class MetricWindow:
         return metrics
 
     def _tau(self) -> float | None:
-        """Of this rank's recent batches."""
+        """Mean predicted tau of this rank's recent batches."""
         taus = [
             predicted_tau(deepen(keep, self.depths), loss_mask) for keep, loss_mask in self.walked
         ]

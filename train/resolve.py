@@ -1,4 +1,5 @@
-"""What a `TrainConfig` means once its parts are seen together. Pure and torch-free."""
+"""Meaning of a `TrainConfig` once its parts are seen together: checks, the length of the run, and
+whether a run may be continued. Pure and torch-free."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def check_init(init: str, config: TrainConfig) -> None:
 
 
 def check_objective(config: TrainConfig) -> None:
-    """Of the noise and of on-policy training."""
+    """Checks the options of noise, flex attention and on-policy training."""
     noise, own = config.unroll.noise, config.on_policy
     if not 0 <= noise < float("inf"):
         raise UserError(
@@ -157,7 +158,8 @@ def check_objective(config: TrainConfig) -> None:
 
 
 def check_sparse(config: TrainConfig) -> None:
-    """What the likeliest tokens and their tail do not tell."""
+    """Refuses options that need whole distributions where the data stores the likeliest tokens and
+    their tail."""
     refused = {
         "divergence": config.divergence.startswith("ce"),
         "unroll.weights": config.unroll.weights in ("d-pace", "expected-prefix"),
@@ -223,7 +225,8 @@ def completed(recorded: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def is_option(config: Any, name: str) -> bool:
-    """`name` as `flat` makes it; within a section that is not given now nothing can be told."""
+    """True where `name`, as `flat` makes it, is an option now; also for one within a section that
+    is not given now."""
     first, _, rest = name.partition(".")
     values = vars(config)
     if first not in values:

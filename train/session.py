@@ -1,4 +1,4 @@
-"""One training session: target, data and draft put together, trained, saved."""
+"""One training session: target, data and draft put together, trained, evaluated, saved."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.dataset import Corpus, check_tokenizer, read_corpus
 from draftsmith.train.evaluate.measured import Figures, measure
-from draftsmith.train.objective.stored_teacher import DistributionTeacher, stored_teacher
-from draftsmith.train.objective.teacher import LiveTeacher, Teacher
+from draftsmith.train.objective.stored_teacher import DistributionSource, stored_source
+from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
 from draftsmith.train.optim import Clock
 from draftsmith.train.reporting import Reporter
@@ -37,6 +37,7 @@ from draftsmith.version import __version__
 
 
 def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
+    """Has each MLP of the draft run again in the backward pass (`gradient_checkpointing`)."""
     mlps = [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]
     if not mlps:
         raise UserError(
@@ -53,7 +54,7 @@ def train(config: TrainConfig) -> None:
     target = load_target(config, placement)
     corpus = load_corpus(config, target)
     if placement.rank == 0:
-        tell_what_is_missing(config, corpus)
+        warn_of_cut_texts(config, corpus)
     if config.unroll.flex and placement.device.type != "cuda":
         raise UserError(
             "option 'unroll.flex' needs CUDA: on a CPU torch's flex attention has no backward "
@@ -68,10 +69,8 @@ def train(config: TrainConfig) -> None:
     if config.gradient_checkpointing:
         recompute_mlps(drafter, config.family)
     kind = kind_of(config.divergence)
-    teacher = new_teacher(config, target, corpus, drafter)
-    trainee = Trainee(
-        drafter, teacher, config.unroll, kind=kind, mean=config.mean, seed=config.seed
-    )
+    source = new_source(config, target, corpus, drafter)
+    trainee = Trainee(drafter, source, config.unroll, kind=kind, mean=config.mean, seed=config.seed)
     trainer = make_trainer(config, placement, trainee, target, corpus, spare)
     trainer.train(resume_from_checkpoint=open_folder(config, placement, trainer))
     finish(config, trainer, corpus, target)
@@ -96,15 +95,15 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
     return Target(model, config.target, trust_remote_code=trust)
 
 
-def new_teacher(
+def new_source(
     config: TrainConfig, target: Target, corpus: Corpus, drafter: TrainedDrafter
-) -> Teacher:
+) -> TargetSource:
     if config.teacher == "live":
-        return LiveTeacher(target)
-    teacher = stored_teacher(target, config.data, corpus.provenance, drafter.taps)
-    if isinstance(teacher, DistributionTeacher):
+        return LiveSource(target)
+    source = stored_source(target, config.data, corpus.provenance, drafter.taps)
+    if isinstance(source, DistributionSource):
         resolve.check_sparse(config)
-    return teacher
+    return source
 
 
 def new_drafter(
@@ -143,7 +142,7 @@ def load_corpus(config: TrainConfig, target: Target) -> Corpus:
     return corpus
 
 
-def tell_what_is_missing(config: TrainConfig, corpus: Corpus) -> None:
+def warn_of_cut_texts(config: TrainConfig, corpus: Corpus) -> None:
     for count, what in (
         (
             corpus.long,
@@ -239,7 +238,7 @@ def open_folder(config: TrainConfig, placement: Placement, trainer: DraftTrainer
 
 
 def is_moved(config: TrainConfig, placement: Placement) -> bool:
-    """DeepSpeed's parts are of another number of processes."""
+    """True where the newest checkpoint's DeepSpeed parts are of another number of processes."""
     newest = (
         RunFolder(config.out).newest() if config.resume and config.deepspeed is not None else None
     )
@@ -255,10 +254,10 @@ def evaluate_held_out(
     *,
     rank: int,
 ) -> Figures | None:
-    """Of the draft as it is at `step`, which is kept if it is the best so far; None without
+    """Figures of the draft as it is at `step`, which is kept if it is the best so far; None without
     held-out prompts.
 
-    Every rank does the same, because a target that is spread over them answers to all of them only.
+    Every rank does the same, because a target that is spread over them runs on all of them only.
     """
     sequences = corpus.held_out.first(config.eval_prompts)
     if not sequences:
@@ -318,5 +317,5 @@ def summary(config: TrainConfig, steps: int, best: Kept | None, figures: Figures
         if best is not None and best.step != steps
         else ""
     )
-    told = "" if figures is None else f"; held out after the last step: {figures.summary()}"
-    return f"{config.family} draft{kept} in {config.out} after {steps} steps{told}"
+    measured = "" if figures is None else f"; held out after the last step: {figures.summary()}"
+    return f"{config.family} draft{kept} in {config.out} after {steps} steps{measured}"

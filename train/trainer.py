@@ -1,5 +1,5 @@
-"""transformers' Trainer around the unrolled objective. Ours are the batches, the loss and the
-metrics; the rest is the Trainer's.
+"""transformers' Trainer around the unrolled objective. Ours are the batches, the means of the loss
+and the metrics; the rest is the Trainer's.
 
 The frozen target is no submodule of what is trained, so neither optimizer nor DeepSpeed ever sees
 it.
@@ -25,7 +25,7 @@ from draftsmith.train.data.dataset import Sequences, TokenSequence
 from draftsmith.train.evaluate.measured import Figures
 from draftsmith.train.objective.depth_weights import step_weighting
 from draftsmith.train.objective.feature_noise import FeatureNoise
-from draftsmith.train.objective.teacher import Teacher
+from draftsmith.train.objective.teacher import TargetSource
 from draftsmith.train.objective.unrolled_loss import Unrollable, UnrolledLoss, unrolled_loss
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.optim import Clock, lr_factor, muon_with_adamw
@@ -76,7 +76,7 @@ class Trainee(torch.nn.Module):
     def __init__(
         self,
         drafter: torch.nn.Module,
-        teacher: Teacher,
+        source: TargetSource,
         unroll: UnrollConfig,
         *,
         kind: Kind = FORWARD_KL,
@@ -91,7 +91,7 @@ class Trainee(torch.nn.Module):
         self.kind = kind
         self.mean = mean
         self.seed = seed
-        self.teacher = teacher
+        self.source = source
 
     def forward(
         self,
@@ -105,7 +105,7 @@ class Trainee(torch.nn.Module):
         drafter: Unrollable = self.drafter
         unrolled = unrolled_loss(
             drafter,
-            self.teacher,
+            self.source,
             text,
             num_steps=self.unroll.steps,
             weighting=self.weighting,
@@ -144,7 +144,7 @@ class DraftTrainer(Trainer):
         self.spare = spare
         self.on_policy = on_policy
         self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
-        # The Trainer wants some evaluation data set to schedule evaluations; `evaluate` has its
+        # The Trainer needs some evaluation data set to schedule evaluations; `evaluate` has its
         # own.
         super().__init__(
             model=trainee,
@@ -177,8 +177,8 @@ class DraftTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], torch.Tensor]:
-        """The passes of an optimizer step, and what its loss is divided by: its trained tokens, or
-        its texts that have any."""
+        """Passes of an optimizer step, and the divisor of its loss: its trained tokens, or its
+        texts that have any."""
         passes, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         texts = [inputs["text"] for inputs in passes]
         if self.on_policy is not None:
@@ -248,7 +248,7 @@ class DraftTrainer(Trainer):
             else {f"eval_{name}": value for name, value in figures.for_metrics().items()}
         )
         self.log(metrics)
-        # Also what marks this step as evaluated.
+        # Marks this step as evaluated, too.
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
@@ -259,9 +259,9 @@ class DraftTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
             # A full disk comes as any of these.
-            said = str(error).strip().splitlines() or [type(error).__name__]
+            lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(
-                f"the checkpoint of step {self.state.global_step} cannot be written ({said[0]}); "
+                f"the checkpoint of step {self.state.global_step} cannot be written ({lines[0]}); "
                 "make room in "
                 f"{self.args.output_dir!r} and start again: the run goes on from the one before"
             ) from error
@@ -326,8 +326,8 @@ def once_each(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def gather_into(spare: torch.nn.Module, partitioned: torch.nn.Module) -> None:
-    """Under ZeRO-3 each rank holds a part of every weight, and hooks that let go of gathered ones:
-    a copy is safe to use."""
+    """Copies the partitioned weights into `spare`. Under ZeRO-3 each rank holds a part of every
+    weight, and hooks that let go of gathered ones: a copy is safe to use."""
     from deepspeed.runtime.zero import GatheredParameters
 
     parameters = list(partitioned.parameters())

@@ -12,7 +12,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.data.roles import Row, padded_rows
 from draftsmith.train.objective.depth_weights import step_weighting
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import StepSums, unrolled_loss
 
 
@@ -44,7 +44,7 @@ class OwnGradients:
         """What those rows add to the loss of the batch."""
         unrolled = unrolled_loss(
             drafter,
-            LiveTeacher(self.target),
+            LiveSource(self.target),
             padded_rows(rows, self.target.device),
             num_steps=self.config.unroll,
             weighting=self.weighting,

@@ -46,7 +46,7 @@ from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.train.objective.teacher import LiveTeacher, Taught
+from draftsmith.train.objective.teacher import LiveSource, TargetSignals
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -69,15 +69,15 @@ def failing(times: int, work: Callable[..., Any]) -> Callable[..., Any]:
 
 def wrong_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token's distribution is told as its neighbour's."""
-    read = LiveTeacher.read
+    read = LiveSource.read
 
-    def shuffled(self: LiveTeacher, text: TextBatch, taps: tuple[int, ...]) -> Taught:
-        taught = read(self, text, taps)
-        return Taught(
-            taught.taps, lambda row, position: shifted(taught.distributions(row, position))
+    def shuffled(self: LiveSource, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
+        signals = read(self, text, taps)
+        return TargetSignals(
+            signals.taps, lambda row, position: shifted(signals.distributions(row, position))
         )
 
-    monkeypatch.setattr(LiveTeacher, "read", shuffled)
+    monkeypatch.setattr(LiveSource, "read", shuffled)
 
 
 def shifted(logits: Callable[[slice], torch.Tensor]) -> Callable[[slice], torch.Tensor]:

@@ -89,8 +89,8 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
 
     Epochs follow each other in one stream, of which each process takes every `world_size`-th batch,
     so the data position is the number of batches taken and a resume skips exactly those. A batch
-    holds `batch_size` rows: sequences of similar length, one a row, or with `row_length` as many
-    whole ones a row as fit in so many tokens.
+    holds `batch_size` rows: sequences of similar length, one per row, or with `row_length` as many
+    whole ones per row as fit in so many tokens.
     """
 
     # batches sorted together: enough to limit padding, few enough to keep the order random
@@ -128,7 +128,7 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
             yield from self.epoch(epoch)
 
     def epoch(self, number: int) -> list[Batch]:
-        """Of all processes."""
+        """Batches of an epoch, of all processes."""
         random = np.random.default_rng([self.seed, number])
         order = random.permutation(len(self.lengths))
         batches = (
@@ -182,7 +182,7 @@ def fill(pool: np.ndarray, lengths: np.ndarray, row_length: int) -> Batch:
 def batches_per_epoch(
     lengths: Sequence[int], *, batch_size: int, seed: int, row_length: int | None = None
 ) -> int:
-    """Of the first epoch; packed ones differ a little."""
+    """Number of batches in the first epoch; packed ones differ a little."""
     plan = BatchPlan(
         lengths,
         batch_size=batch_size,

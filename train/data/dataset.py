@@ -60,7 +60,7 @@ class Sequences(torch.utils.data.Dataset):
         )
 
     def __getitems__(self, batch: list[list[int]]) -> list[list[TokenSequence]]:
-        """What a `DataLoader` asks for: the sequences of each row of a batch."""
+        """Sequences of each row of a batch, as a `DataLoader` asks for them."""
         return [[self[at] for at in row] for row in batch]
 
     def first(self, count: int) -> list[TokenSequence]:
@@ -69,8 +69,8 @@ class Sequences(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything read from a data folder. `long` texts have more tokens than the limit, `empty`
-    pieces nothing to learn from."""
+    """A data folder read whole. `long` texts have more tokens than the limit, `empty` pieces
+    nothing to learn from."""
 
     train: Sequences
     held_out: Sequences
@@ -142,7 +142,7 @@ def held_out(names: Sequence[str], splits: Sequence[str | None], share: float) -
         chosen = np.array([split == "held-out" for split in splits])
     else:
         hashes = np.array([_hash(name) for name in names])
-        # A small set may have nobody below the share; the lowest hash is as arbitrary and as
+        # A small set may have no row below the share; the lowest hash is as arbitrary and as
         # stable.
         chosen = hashes <= max(share, hashes.min())
     # A single document cannot be both; training on it is the lesser evil.
@@ -169,7 +169,7 @@ def open_rows(folder: Path) -> Any:
 
 
 def load_rows(folder: Path) -> Any:
-    """With every column."""
+    """Rows with every column."""
     import datasets
 
     if not folder.is_dir():
@@ -208,8 +208,8 @@ def _check_ids(pieces: Pieces, vocab_size: int, folder: Path) -> None:
 
 
 def _hash(name: str) -> float:
-    """In [0, 1), the same on every machine. Salted: `generate --split` has chosen by the bare
-    name's hash already."""
+    """Hash of a name in [0, 1), the same on every machine. Salted: `generate --split` has chosen by
+    the bare name's hash already."""
     return (
         int(hashlib.sha256(f"held out of training: {name}".encode()).hexdigest()[:12], 16) / 16**12
     )

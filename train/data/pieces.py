@@ -1,5 +1,5 @@
-"""The texts of a data folder as pieces to train on: what must be known of all of them before any is
-read."""
+"""Texts of a data folder as pieces to train on: the properties of all of them that batching needs
+before any is read."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ def _check_same_lengths(ids: np.ndarray, mask: np.ndarray, first_row: int) -> No
 
 
 def _prompt_name(ids: np.ndarray, mask: np.ndarray) -> str:
-    """For a row without a name: answers to one prompt share theirs."""
+    """Name of a row that has none: answers to one prompt share theirs."""
     answer = int(mask.astype(bool).argmax()) or len(ids)
     return hashlib.sha256(ids[:answer].astype(np.int64).tobytes()).hexdigest()

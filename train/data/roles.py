@@ -1,9 +1,9 @@
-"""What rounds of draft and target did at each position of a text, as rows to train on. Shared by
+"""Roles of a text's positions in rounds of draft and target, as rows to train on. Shared by
 on-policy and online training.
 
-Along the text the draft is judged wherever it was offered: where it stood, and where it fell first.
-The rest of a rejected draft is no part of the text; it is a row of its own, the branch, whose
-distributions are known because the target reads any text.
+Along the text a drafted token is trained wherever verification looked at it: accepted ones, and the
+first rejected one of each round. The rest of a rejected draft is no part of the text; it is a row
+of its own, the branch, whose distributions are known because the target reads any text.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from draftsmith.train.data.batches import mask_of, padded
 
 
 class Role(enum.IntEnum):
-    """What happened at a position of text that rounds wrote."""
+    """Outcome of verification at a position of text that rounds wrote."""
 
-    CONTEXT = 0  # the prompt, or text that nothing tells more about
-    ACCEPTED = 1  # the draft's token stood
-    FIRST_REJECTED = 2  # the draft's token fell; the token here is the target's
+    CONTEXT = 0  # the prompt, or text without a known role
+    ACCEPTED = 1  # the drafted token was accepted
+    FIRST_REJECTED = 2  # the drafted token was rejected; the token here is the target's
     BONUS = 3  # the target's token after a fully accepted draft
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleWeights:
-    """What a position counts in training by what happened there; 0 is not trained."""
+    """Training weight of a position by its role; 0 is not trained."""
 
     accepted: float
     first_rejected: float
@@ -39,7 +39,7 @@ class RoleWeights:
     later_rejected: float  # of the rest of a rejected draft
 
     def of(self, roles: np.ndarray) -> np.ndarray:
-        """[n] roles of a text -> [n] float32."""
+        """[n] roles of a text -> [n] float32 weights."""
         table = np.zeros(len(Role), dtype=np.float32)
         table[Role.ACCEPTED], table[Role.FIRST_REJECTED], table[Role.BONUS] = (
             self.accepted,
@@ -51,8 +51,8 @@ class RoleWeights:
 
 @dataclass(frozen=True)
 class Branch:
-    """The rest of a rejected draft: what the target would say there is known, though the text went
-    another way."""
+    """The rest of a rejected draft: the target's distributions there are known, though the text
+    went another way."""
 
     tokens: list[int]  # the text up to the rejected token, then the drafted ones
     begin: int  # first position behind the rejected token
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 def roles_of(num_drafted: int, accepted: int, committed: int) -> list[Role]:
-    """Of the tokens that one round committed, which trimming may have cut short."""
+    """Roles of the tokens that one round committed, which trimming may have cut short."""
     last = Role.FIRST_REJECTED if accepted < num_drafted else Role.BONUS
     return [*[Role.ACCEPTED] * accepted, last][:committed]
 

@@ -56,8 +56,8 @@ class TapLayout:
         )
 
     def tensors(self, tokens: int, rows: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """In the order of the file: wide numbers first, so that each stands at a multiple of its
-        size."""
+        """Type and shape of each tensor in the order of the file: wide numbers first, so that each
+        stands at a multiple of its size."""
         shape = (tokens, len(self.taps), self.hidden_size)
         is_fp8 = self.precision == "fp8"
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -104,7 +104,7 @@ class TapWriter:
         self._store("ends", 0, torch.from_numpy(self.ends))
 
     def put(self, row: int, taps: torch.Tensor, final: torch.Tensor) -> None:
-        """Of one text: taps [n, taps * H] in the layout's order, final [n, H]."""
+        """Stores the states of one text: taps [n, taps * H] in the layout's order, final [n, H]."""
         begin = int(self.ends[row - 1]) if row else 0
         crc = self._store("final", begin, final.to(torch.bfloat16))
         states = taps.reshape(len(final), len(self.layout.taps), self.layout.hidden_size)
@@ -122,7 +122,8 @@ class TapWriter:
         self._store("crc", row, torch.tensor([crc]))
 
     def _store(self, name: str, begin: int, values: torch.Tensor, crc: int = 0) -> int:
-        """At entry `begin` of a tensor -> `crc` continued by what was stored."""
+        """Writes values at entry `begin` of a tensor. Returns `crc` continued by what was
+        stored."""
         stored = bytes_of(values)
         size = math.prod(values.shape[1:]) * values.element_size()
         self._parts[name][begin * size : begin * size + len(stored)] = stored
@@ -177,7 +178,7 @@ class StatesOf:
         self._intact: set[int] = set()
 
     def is_of(self, part: Path, *, revision: str) -> bool:
-        """Whether these are the states of that target over that shard."""
+        """True where these are the states of that target over that shard."""
         wanted = {
             "schema": SCHEMA,
             "target_revision": revision,
@@ -212,7 +213,7 @@ class StatesOf:
 
 
 class StoredTaps:
-    """Of a whole data folder. A token is found by its index among all tokens of the
+    """Stored states of a whole data folder. A token is found by its index among all tokens of the
     folder."""
 
     def __init__(self, folder: Path, *, revision: str):
@@ -239,7 +240,7 @@ class StoredTaps:
         self._first_texts = np.cumsum([0, *map(len, sizes)])
 
     def read(self, token_index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `StatesOf.read`, of tokens of one text."""
+        """Taps and final states of tokens of one text, as `StatesOf.read`."""
         text = int(np.searchsorted(self._text_ends, token_index, side="right"))
         begin = token_index - (int(self._text_ends[text - 1]) if text else 0)
         at = int(np.searchsorted(self._first_texts, text, side="right")) - 1

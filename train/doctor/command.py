@@ -1,5 +1,5 @@
-"""`draftsmith doctor`: what would go wrong with this target, draft and data, or what does with the
-server at this URL."""
+"""`draftsmith doctor`: checks of a target, draft and data before they run, or of the server at a
+URL."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def show_data(config: DoctorConfig, findings: list[Finding]) -> None:
 
 
 def with_target(config: DoctorConfig) -> DoctorConfig:
-    """Data alone is judged with the target that it says it was written by."""
+    """Adds the target that wrote the data, as its provenance names it, where the data alone is
+    given."""
     if config.data is None or config.target is not None or config.url is not None:
         return config
     written_by = read_json(Path(config.data) / "provenance.json", "data provenance").get("target")
@@ -64,7 +65,7 @@ def with_target(config: DoctorConfig) -> DoctorConfig:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """A server is asked without loading what models need."""
+    """All findings. A server is asked without loading what models need."""
     if config.url is not None:
         from draftsmith.train.doctor.server import check_server
 

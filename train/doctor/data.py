@@ -1,4 +1,4 @@
-"""Is this data what the target wrote, masked and cut as training expects it?"""
+"""Checks of the data: written by the target, masked and cut as training expects it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Decoder(Protocol):
 
 
 class Marks(NamedTuple):
-    """What stands around a stretch of trained tokens."""
+    """Text around a stretch of trained tokens."""
 
     begin: str
     end: str
@@ -154,7 +154,7 @@ def check_provenance(provenance: dict[str, Any], target: Target) -> list[Finding
         return [
             warn(
                 "data.target",
-                "no provenance.json: nobody knows who wrote it",
+                "no provenance.json, so the model that wrote the data is unknown",
                 "prefer data of draftsmith generate",
             )
         ]

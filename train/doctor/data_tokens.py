@@ -1,4 +1,4 @@
-"""Which tokens the data is made of, and what follows for the draft that is trained on it."""
+"""Checks of the data's tokens, and their consequences for a draft trained on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from draftsmith.train.doctor.finding import Finding, ok, warn
 
 WANTED_COVER = 0.99
-FEW_TOKENS = 2000  # of answers, below which nothing can be said of their vocabulary
+FEW_TOKENS = 2000  # of answers; fewer are too few to size a vocabulary
 
 
 class Row(NamedTuple):
@@ -57,8 +57,7 @@ def check_unused(rows: list[Row], mask_token: int) -> Finding:
 
 
 def check_after_end(rows: list[Row], ends: Collection[int]) -> Finding:
-    """Nothing is served behind an end of text, so a mask that goes on there was not made by what
-    the target wrote."""
+    """Finds masks that go on behind an end of text, where the target writes nothing."""
     wrong = sum(
         any(
             row.loss_mask[at] and row.loss_mask[at - 1] and row.input_ids[at - 1] in ends
@@ -68,7 +67,7 @@ def check_after_end(rows: list[Row], ends: Collection[int]) -> Finding:
     )
     if wrong:
         what = (
-            f"{wrong} of {len(rows)} rows train on tokens behind the end of an answer, which the "
+            f"{wrong} of {len(rows)} rows train on tokens after the end of an answer, which the "
             "target never writes"
         )
         return warn(
@@ -76,7 +75,7 @@ def check_after_end(rows: list[Row], ends: Collection[int]) -> Finding:
             what,
             "end masks with the end-of-text token, as draftsmith generate --keep-answers does",
         )
-    return ok("data.mask-end", "no mask goes on behind the end of an answer")
+    return ok("data.mask-end", "no mask goes on after the end of an answer")
 
 
 def check_template(rows: list[Row], tokenizer: ChatTokenizer) -> list[Finding]:
@@ -88,7 +87,7 @@ def check_template(rows: list[Row], tokenizer: ChatTokenizer) -> list[Finding]:
     rendered = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
     special = set(rendered) & set(tokenizer.all_special_ids)
     if not special:
-        return []  # nothing tells a chat of this template from other text
+        return []  # no token distinguishes a chat of this template from other text
     without = sum(not special & set(row.input_ids) for row in rows)
     if without == len(rows):
         what = "no row holds a special token of the target's chat template"
@@ -109,7 +108,7 @@ def check_template(rows: list[Row], tokenizer: ChatTokenizer) -> list[Finding]:
 
 
 def check_vocabulary(rows: list[Row]) -> Finding:
-    """How many tokens a draft vocabulary needs: counted on every other row, measured on
+    """Size of the draft vocabulary that covers the answers: counted on every other row, measured on
     the rest."""
     counted, measured = Counter[int](), Counter[int]()
     for at, row in enumerate(rows):
@@ -120,21 +119,20 @@ def check_vocabulary(rows: list[Row]) -> Finding:
     if min(total, counted.total()) < FEW_TOKENS:
         return ok(
             "data.vocabulary",
-            "too few answers here to say how many tokens a draft needs "
-            f"({total + counted.total()})",
+            f"too few tokens of answers to size a draft vocabulary ({total + counted.total()})",
         )
     covered = 0
     for size, (token, _) in enumerate(counted.most_common(), start=1):
         covered += measured[token]
         if covered >= WANTED_COVER * total:
             share = covered / total
-            hold = f"the {size} most frequent tokens are {share:.1%} of unseen answers"
+            hold = f"the {size} most frequent tokens cover {share:.1%} of unseen answers"
             return ok(
                 "data.vocabulary",
-                f"{hold}: as a draft vocabulary they allow an alpha of {share:.3f} at most",
+                f"{hold}: as a draft vocabulary they allow an alpha of at most {share:.3f}",
             )
     what = (
-        f"all {len(counted)} tokens of half of the rows are {covered / total:.1%} of the other "
+        f"all {len(counted)} tokens of half of the rows cover {covered / total:.1%} of the other "
         "half's answers"
     )
     return warn(

@@ -1,5 +1,5 @@
-"""What the target's own distribution says about the data, and the draft's about the target's. B =
-1, L tokens, V vocabulary."""
+"""Checks of distributions: the data's tokens under the target's, the draft's against the target's.
+B = 1, L tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from draftsmith.train.doctor.data_tokens import Row
 from draftsmith.train.doctor.finding import Finding, ok, warn
 
 MAX_ROWS, MAX_LENGTH = 32, 1024
-FOREIGN_GAP = 0.3  # nats a token
+FOREIGN_GAP = 0.3  # nats per token
 FOREIGN_SIGMAS = 6.0
 GREEDY_AGREEMENT = 0.98
 USELESS_ALPHA = 0.05
 
 
-class Judged(NamedTuple):
-    """Over the n tokens of a row that the target is said to have written."""
+class RowStats(NamedTuple):
+    """Statistics of the n tokens of a row that the target wrote, as the mask has it."""
 
     surprise: torch.Tensor  # [n] -log p(token)
     entropy: torch.Tensor  # [n] what the surprise of a token drawn from p is on average
@@ -35,23 +35,22 @@ class Judged(NamedTuple):
 def check_distribution(
     rows: list[Row], temperature: float | None, target: Target, draft: TrainedDrafter | None
 ) -> list[Finding]:
-    """`temperature` is what the data's provenance says, None where it says nothing or filters were
-    on."""
-    judged = list(judge(rows[:MAX_ROWS], target, draft))
-    if not judged:
+    """`temperature` is that of the data's provenance, None where it has none or filters were on."""
+    stats = list(stats_of(rows[:MAX_ROWS], target, draft))
+    if not stats:
         return []
-    findings = [check_own_text(judged, temperature)] if temperature in (0.0, 1.0) else []
+    findings = [check_own_text(stats, temperature)] if temperature in (0.0, 1.0) else []
     if draft is None:
         return findings
-    alpha = torch.cat([row.alpha for row in judged])
+    alpha = torch.cat([row.alpha for row in stats])
     if draft.vocab_map is not None:
-        findings.append(check_outside(torch.cat([row.outside for row in judged])))
+        findings.append(check_outside(torch.cat([row.outside for row in stats])))
     if len(alpha):
         findings.append(check_alpha(float(alpha.mean())))
     return findings
 
 
-def judge(rows: list[Row], target: Target, draft: TrainedDrafter | None) -> Iterator[Judged]:
+def stats_of(rows: list[Row], target: Target, draft: TrainedDrafter | None) -> Iterator[RowStats]:
     length = min(MAX_LENGTH, target.max_positions)
     for row in rows:
         ids = torch.tensor([row.input_ids[:length]], device=target.device)
@@ -59,12 +58,12 @@ def judge(rows: list[Row], target: Target, draft: TrainedDrafter | None) -> Iter
             torch.tensor(row.loss_mask[:length], device=target.device)[1:].nonzero()[:, 0] + 1
         )
         if len(positions):
-            yield judge_row(ids, positions, target, draft)
+            yield row_stats(ids, positions, target, draft)
 
 
-def judge_row(
+def row_stats(
     ids: torch.Tensor, positions: torch.Tensor, target: Target, draft: TrainedDrafter | None
-) -> Judged:
+) -> RowStats:
     """`positions` [n] of the tokens that the target wrote."""
     taps, hidden = target.states(ids, torch.ones_like(ids), () if draft is None else draft.taps)
     logits = target.head(hidden[0, positions - 1]).float()
@@ -75,7 +74,7 @@ def judge_row(
         if draft.vocab_map is not None:
             outside = 1 - logprobs[:, draft.vocab_map].exp().sum(dim=-1)
         alpha = first_alpha(ids, positions, logits, taps, draft)
-    return Judged(
+    return RowStats(
         surprise=-logprobs.gather(1, tokens[:, None])[:, 0],
         entropy=-(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(dim=-1),
         greedy=logprobs.argmax(dim=-1) == tokens,
@@ -112,11 +111,11 @@ def first_alpha(
     return overlap(logits[known], q_logits)
 
 
-def check_own_text(judged: list[Judged], temperature: float | None) -> Finding:
-    """Text that another model wrote teaches a draft a distribution that it will not meet."""
+def check_own_text(stats: list[RowStats], temperature: float | None) -> Finding:
+    """Finds text of another model, which teaches a draft a distribution that it will not meet."""
     again = "generate the data with this target; a draft trained on foreign text accepts less"
     if temperature == 0.0:
-        share = torch.cat([row.greedy for row in judged]).float().mean().item()
+        share = torch.cat([row.greedy for row in stats]).float().mean().item()
         what = f"{share:.1%} of the tokens are the target's greedy choice"
         return (
             ok("data.distribution", what)
@@ -124,15 +123,15 @@ def check_own_text(judged: list[Judged], temperature: float | None) -> Finding:
             else warn("data.distribution", what, again)
         )
     surprise, entropy = (
-        torch.cat([row.surprise for row in judged]),
-        torch.cat([row.entropy for row in judged]),
+        torch.cat([row.surprise for row in stats]),
+        torch.cat([row.entropy for row in stats]),
     )
     gap = (surprise - entropy).double()
     # Surprises of successive samples minus their conditional means are uncorrelated, so the plain
     # standard error holds.
     sigmas = float(gap.mean() / (gap.std(correction=0) / len(gap) ** 0.5).clamp(min=1e-9))
     what = (
-        f"{surprise.mean():.2f} nats a token where the target's own samples have "
+        f"{surprise.mean():.2f} nats per token where the target's own samples have "
         f"{entropy.mean():.2f}"
     )
     foreign = gap.mean() > FOREIGN_GAP and sigmas > FOREIGN_SIGMAS

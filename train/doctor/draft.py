@@ -1,4 +1,4 @@
-"""Does this draft fit this target?"""
+"""Checks that a draft fits a target."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_draft(pair: Pair, draft: TrainedDrafter, target: Target) -> list[Findi
     tokenizer, or for any."""
     assert pair.draft is not None
     folder = locate(pair.draft, revision=pair.draft_revision)
-    spoken = (
+    vocabulary = (
         "a tokenizer of its own"
         if pair.heterogeneous_vocab
         else "vocabulary and tokenizer of the target"
     )
-    findings = [ok("draft.loads", f"{draft.family}, {spoken}"), check_taps(draft, target)]
+    findings = [ok("draft.loads", f"{draft.family}, {vocabulary}"), check_taps(draft, target)]
     if pair.heterogeneous_vocab:
         mend = "measure it with draftsmith bench --heterogeneous-vocab before relying on it"
         findings.append(warn("draft.record", "made for no target in particular", mend))

@@ -1,4 +1,4 @@
-"""Do the drafts of a running pair fit, and do they pay?"""
+"""Checks of a running server's drafting: acceptance, draft length, gain."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from draftsmith.train.doctor.finding import Finding, fail, ok, warn
 # not
 STRANGE = 0.05
 LOW = 0.30  # alpha_0 below which no drafter that reads the target's states pays
-RARE = 0.10  # a position kept less often costs a place in the pass for next to nothing
-FEWEST_ROUNDS = 100  # fewer say too little
+RARE = 0.10  # a position kept less often costs a slot of the pass for next to nothing
+FEWEST_ROUNDS = 100  # fewer prove too little
 COMMON = 0.2  # share of the rounds that draft a position, below which it is a trial of --k auto
 CHECK_DRAFT = "run draftsmith doctor --target T --draft D"
 FALLBACK_MENDS = {
@@ -47,7 +47,7 @@ def check_drafting(scrape: Scrape) -> list[Finding]:
     findings.append(
         ok(
             "drafting.used",
-            f"draft version {version}, {rounds:.0f} rounds of a request with drafts",
+            f"draft version {version}, {rounds:.0f} rounds with drafts, counted per request",
         )
     )
     return [*findings, check_acceptance(scrape, version), check_depth(scrape), check_payoff(scrape)]
@@ -56,7 +56,7 @@ def check_drafting(scrape: Scrape) -> list[Finding]:
 def check_lossless(scrape: Scrape) -> Finding:
     if scrape.total("draftsmith_lossless") == 1:
         return ok("drafting.lossless", "answers have the target's distribution")
-    what = "typical or synthetic acceptance changes what the target would have said"
+    what = "typical or synthetic acceptance changes the target's distribution"
     return warn(
         "drafting.lossless",
         what,
@@ -65,7 +65,7 @@ def check_lossless(scrape: Scrape) -> Finding:
 
 
 def check_fallbacks(scrape: Scrape) -> list[Finding]:
-    """One finding a cause of rounds whose drafts were dropped."""
+    """One finding per cause of rounds whose drafts were dropped."""
     causes = {
         cause: count
         for cause, count in scrape.by("draftsmith_fallbacks_total", "cause").items()
@@ -93,8 +93,8 @@ def check_swaps(scrape: Scrape) -> Finding:
     if refused == 0:
         return ok("drafting.swaps", what)
     mend = (
-        "the server's log says why; run draftsmith doctor --target T --draft VERSIONS/vNNNNNN on "
-        "the version that `current` names"
+        "the server's log has the reason; run draftsmith doctor --target T --draft "
+        "VERSIONS/vNNNNNN on the version named by `current`"
     )
     return warn("drafting.swaps", what, mend)
 
@@ -130,7 +130,7 @@ def check_acceptance(scrape: Scrape, version: str) -> Finding:
 
 
 def check_depth(scrape: Scrape) -> Finding:
-    """Is k longer than the drafts hold? Of all drafts, those of earlier versions too."""
+    """Compares k with the positions that are kept, over all drafts, earlier versions included."""
     offered = by_position(scrape, "draftsmith_offered_total")
     kept = by_position(scrape, "vllm:spec_decode_num_accepted_tokens_per_pos_total")
     common = [
@@ -145,7 +145,7 @@ def check_depth(scrape: Scrape) -> Finding:
 
 
 def check_payoff(scrape: Scrape) -> Finding:
-    """Tokens a pass against the time that drafting takes.
+    """Tokens per pass against the time that drafting takes.
 
     Without drafts the same tokens need so many times as many passes, none of which takes longer
     than one that also verifies drafts. So this product is the most that drafting can have gained;
@@ -159,13 +159,13 @@ def check_payoff(scrape: Scrape) -> Finding:
     most = per_pass * (1 - time_s.get("draft", 0.0) / whole_s)
     split = ", ".join(f"{phase} {spent_s / whole_s:.0%}" for phase, spent_s in time_s.items())
     what = (
-        f"{per_pass:.2f} tokens a pass; time of rounds: {split}; at best {most:.2f} times the "
+        f"{per_pass:.2f} tokens per pass; time of rounds: {split}; at best {most:.2f} times the "
         "speed without drafts"
     )
     if most >= 1:
         return ok("drafting.payoff", what)
     mend = (
-        "drafting costs more than it brings: --k auto, a smaller draft, --ngram or --suffix; "
+        "drafting costs more than it gains: --k auto, a smaller draft, --ngram or --suffix; "
         "draftsmith bench --url measures"
     )
     return warn("drafting.payoff", what, mend)

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Findings of checks, and their table."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Does a running server bear its load? Blocks, queue, refusals, failures."""
+"""Checks of a running server's load: blocks, queue, refusals, failures."""
 
 from __future__ import annotations
 
 from draftsmith.metrics_text import Scrape
 from draftsmith.train.doctor.finding import Finding, fail, ok, warn
 
-FULL = 0.95  # of the blocks
-OFTEN = 0.05  # preemptions a finished request, above which recomputing shows
+FULL = 0.95  # share of the blocks in use
+OFTEN = 0.05  # preemptions per finished request, above which recomputing shows
 LONG = 0.5  # of its time that a request may wait before it is admitted
 
 
@@ -48,7 +48,7 @@ def check_queue(scrape: Scrape) -> Finding:
     )
     if count == 0:
         return ok("load.queue", "no request has ended yet")
-    what = f"a request waits {queue_s / count:.2f} s of its {whole_s / count:.2f} s"
+    what = f"on average a request waits {queue_s / count:.2f} s of its {whole_s / count:.2f} s"
     if queue_s <= LONG * whole_s:
         return ok("load.queue", what)
     return warn(
@@ -70,7 +70,7 @@ def check_refusals(scrape: Scrape) -> Finding:
     if full == 0 and late == 0:
         return ok("load.refusals", what)
     mends = [
-        "raise --max-queue or --max-concurrency if waiting is welcome, else start another server"
+        "raise --max-queue or --max-concurrency if clients may wait, else start another server"
     ] * (full > 0)
     mends += ["raise --request-timeout-s or ask for fewer tokens"] * (late > 0)
     return warn("load.refusals", what, "; ".join(mends))
@@ -88,7 +88,7 @@ def check_failures(scrape: Scrape) -> Finding:
         return warn(
             "load.failures",
             what,
-            "the server's log and the error events of streams tell which requests",
+            "find the requests in the server's log and in the error events of streams",
         )
     return fail(
         "load.failures",

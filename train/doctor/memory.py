@@ -1,4 +1,4 @@
-"""What serving and training need, against what the machine has."""
+"""Checks of memory: the needs of serving and training against what the machine has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int)
     )
     cache = token * target.max_positions * sequences
     what = (
-        f"weights {weights / GIB:.2f} GiB, keys and values {token / 1024:.1f} KiB a token, "
+        f"weights {weights / GIB:.2f} GiB, keys and values {token / 1024:.1f} KiB per token, "
         f"{cache / GIB:.2f} GiB for {sequences} "
         f"texts of {target.max_positions} tokens"
     )
@@ -78,7 +78,7 @@ def bytes_per_token(pooled: Pooled, target: Target) -> float:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Of the whole device: what runs on it now may be gone when the server starts."""
+    """Memory of the whole device: what runs on it now may be gone when the server starts."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

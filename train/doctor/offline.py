@@ -1,4 +1,4 @@
-"""Everything that can be said of a target, its draft and their data before they run."""
+"""All checks of a target, its draft and their data before they run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A running pair, seen from outside: what it says of itself over HTTP, and the findings that its
-metrics give."""
+"""Checks of a running pair from outside, by its answers over HTTP and its metrics."""
 
 from __future__ import annotations
 
@@ -57,15 +56,15 @@ def check_model(http: httpx.Client) -> Finding:
     if response.status_code == 401:
         return warn(
             "server.model",
-            "the server asks for an API key",
-            "give --api-key; what follows needs none",
+            "the server requires an API key",
+            "give --api-key; the other checks need none",
         )
-    told = http.get("/version").json()
+    version = http.get("/version").json()["version"]
     models = [
         f"{entry['id']} (up to {entry.get('max_model_len', '?')} tokens)"
         for entry in response.json()["data"]
     ]
-    return ok("server.model", f"{', '.join(models)}, version {told['version']}")
+    return ok("server.model", f"{', '.join(models)}, version {version}")
 
 
 def read_metrics(http: httpx.Client) -> Scrape:
@@ -96,7 +95,7 @@ def check_metrics(scrape: Scrape) -> list[Finding]:
 
 
 def check_seeded(scrape: Scrape) -> Finding:
-    """How much traffic can teach nothing; see `Request.repeatable` in serve."""
+    """Share of the traffic that is not learned from; see `Request.repeatable` in serve."""
     requests, tokens = (
         scrape.total(f"draftsmith_seeded_{of}_total") for of in ("requests", "tokens")
     )

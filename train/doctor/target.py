@@ -1,4 +1,4 @@
-"""Is this target one that can be trained for and served?"""
+"""Checks that a target can be trained for and served."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from draftsmith.train.doctor.finding import Finding, fail, ok, refused, warn
 
 
 def check_target(target: Target) -> list[Finding]:
-    """Loading it has already shown that it honours our attention and that its head is where we
-    think it is."""
+    """Loading has already shown that the target uses our attention and that its head is found."""
     shape = (
         f"{target.num_layers} layers of {target.hidden_size}, {target.vocab_size} ids, "
         f"{target.max_positions} positions"
@@ -50,7 +49,8 @@ def check_finite(target: Target) -> Finding:
 
 
 def check_rope(target: Target) -> list[Finding]:
-    """Nothing is said of frequencies that never change."""
+    """Finds rotary frequencies that limit the context; a model whose frequencies never change has
+    no finding."""
     longest, limit = target.config.max_position_embeddings, target.rope_limit
     if limit is None or limit.positions >= longest:
         return []

@@ -1,8 +1,7 @@
-"""A draft that guesses its own alpha (`UnrolledStep.confidence`): its loss, and how far guesses and
-alpha lie apart.
+"""Calibration of a draft's own estimate of its alpha (`UnrolledStep.confidence`).
 
-The target of the guess is alpha itself, sum_v min(p_v, q_v), not whether one drawn token was kept:
-the same mean with less noise.
+The estimate is compared with alpha itself, sum_v min(p_v, q_v), not with the acceptance of one
+drawn token: the same mean with less noise.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ BINS = 10  # of equal width
 
 
 class Reliability(NamedTuple):
-    """Sums over the guesses that fell into each bin."""
+    """Sums over the estimates that fell into each bin."""
 
     count: torch.Tensor  # [BINS]
     guessed: torch.Tensor  # [BINS]
@@ -40,6 +39,6 @@ class Reliability(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Expected calibration error: the mean distance of guess and alpha over bins, by how many
-        guesses fell into each."""
+        """Expected calibration error: the mean distance of estimate and alpha over bins, weighted
+        by the number of estimates in each."""
         return float((self.guessed - self.alpha).abs().sum() / self.count.sum())

@@ -42,7 +42,7 @@ def run(config: EvalConfig) -> int:
         held_out_share=config.held_out,
     )
     check_tokenizer(corpus.provenance, target, config.data)
-    tell_what_was_trained_on(config, corpus)
+    warn_of_trained_text(config, corpus)
     sequences = (corpus.held_out if len(corpus.held_out) else corpus.train).first(config.prompts)
     evaluations = [
         evaluate_at(config, temperature, target, drafter, corpus, sequences)
@@ -65,7 +65,7 @@ def check(config: EvalConfig) -> None:
     for temperature in config.temperature:
         if temperature < 0:
             raise UserError(f"option 'temperature' is {temperature}; it must be 0 (greedy) or more")
-    # Before minutes are spent on figures that would have no place.
+    # Before minutes are spent on figures that could not be written.
     if config.store:
         checkpoint.read_metadata(config.draft)
     if config.out is not None and Path(config.out).is_dir():
@@ -74,7 +74,7 @@ def check(config: EvalConfig) -> None:
         )
 
 
-def tell_what_was_trained_on(config: EvalConfig, corpus: Corpus) -> None:
+def warn_of_trained_text(config: EvalConfig, corpus: Corpus) -> None:
     """A draft does better on text that it has seen."""
     if not len(corpus.held_out):
         print(

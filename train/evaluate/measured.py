@@ -33,8 +33,8 @@ class Draft(ServingDrafter, Unrollable, Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """What happened in the rounds at one temperature. Entry i of the lists is about draft position
-    i + 1."""
+    """Counts and rates of the rounds at one temperature. Entry i of the lists is about draft
+    position i + 1."""
 
     rounds: int
     tokens: int  # committed in them
@@ -50,8 +50,7 @@ class Measurement:
     predicted: Evaluation
 
     def to_dict(self) -> dict[str, Any]:
-        """The predicted figures as `Evaluation.to_dict` has them, and beside them what was
-        measured."""
+        """Predicted figures as in `Evaluation.to_dict`, and the measured ones beside them."""
         measured = asdict(self.measured) | {
             "tau": self.measured.tau._asdict(),
             "alpha": [
@@ -62,7 +61,7 @@ class Measurement:
         return self.predicted.to_dict() | {"measured": measured}
 
     def figures(self) -> dict[str, float]:
-        """For a line of metrics; names end in _t0 or _t1."""
+        """Entries of a line of metrics; names end in _t0 or _t1."""
         end = f"_t{self.predicted.temperature:g}"
         found = _bounded(f"tau{end}", self.measured.tau) | _bounded(
             f"predicted_tau{end}", self.predicted.tau
@@ -84,7 +83,7 @@ class Measurement:
 
 
 class Figures(NamedTuple):
-    """Of all temperatures."""
+    """Figures of a draft at all temperatures."""
 
     measurements: list[Measurement]
     # what happened to each document's prompts, at all temperatures together
@@ -92,7 +91,7 @@ class Figures(NamedTuple):
 
     @property
     def tau(self) -> Estimate:
-        """Tokens a round over all temperatures: what decides which draft is best."""
+        """Tokens per round over all temperatures, by which the best draft is chosen."""
         return _tau(list(self.counts.values()))
 
     def for_metrics(self) -> dict[str, float]:
@@ -137,7 +136,8 @@ def measure(
             counts[sequence.name].merge(text.counts())
             everything[sequence.name].merge(text.counts())
         written = [
-            spoken(sequence.name, text) for sequence, text in zip(sequences, texts, strict=True)
+            sequence_of(sequence.name, text)
+            for sequence, text in zip(sequences, texts, strict=True)
         ]
         predicted = evaluate_draft(
             drafter, target, written, temperature=temperature, k=k, batch_size=batch_size
@@ -147,11 +147,11 @@ def measure(
 
 
 def prompt_of(sequence: TokenSequence) -> torch.Tensor:
-    """Everything before the first token the target wrote; at least one token."""
+    """Tokens before the first one that the target wrote; at least one token."""
     return sequence.input_ids[: max(1, int(sequence.loss_mask.int().argmax()))]
 
 
-def spoken(name: str, text: SpeculatedText) -> TokenSequence:
+def sequence_of(name: str, text: SpeculatedText) -> TokenSequence:
     ids = torch.tensor(text.tokens)
     return TokenSequence(name, ids, torch.arange(len(ids)) >= text.num_prompt)
 

@@ -1,7 +1,7 @@
 """alpha_i and tau of a draft on the target's own text, exactly, with 95 % intervals over documents.
 
 Nothing is drafted: every (anchor, depth) is teacher-forced at once, and the rounds that would have
-emitted the text are counted in expectation. B rows, L tokens a row, S depths, V vocabulary.
+emitted the text are counted in expectation. B rows, L tokens per row, S depths, V vocabulary.
 """
 
 from __future__ import annotations

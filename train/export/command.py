@@ -118,7 +118,7 @@ def check_tokenizer(
 
 
 def check_out(out: Path, source: Source) -> None:
-    """An earlier export is replaced; anything else is somebody's work."""
+    """Replaces an earlier export; refuses any other folder that holds files."""
     if out.resolve() in (source.draft.resolve(), source.target.resolve()):
         raise UserError(f"--out {str(out)!r} is where the export is read from; give another folder")
     occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))

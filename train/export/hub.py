@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 from draftsmith.errors import UserError
 
 try:
-    # What huggingface_hub 2 speaks HTTP with; its errors are no kin of httpx's.
+    # The HTTP library of huggingface_hub 2; its errors do not derive from httpx's.
     from httpx2 import HTTPError
 except ImportError:
     from httpx import HTTPError

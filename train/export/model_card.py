@@ -44,8 +44,8 @@ def model_card(source: Source, *, engine: str, name: str) -> str:
         front_matter(source),
         f"# {name}\n\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with "
         f"`{source.target_name}`: "
-        f"{METHODS[source.family]}. Speculation with it never changes what the target says, only "
-        "how fast.\n\n"
+        f"{METHODS[source.family]}. Speculation with it never changes the target's "
+        "output distribution, only its speed.\n\n"
         f"Exported with draftsmith {__version__}, layout {engine}.",
         "## Measured acceptance\n\n" + measured(evaluations(source.metadata)),
         "## Training\n\n" + training(source.metadata.get("training") or {}),

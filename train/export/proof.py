@@ -37,7 +37,7 @@ FLOAT32_LIMIT, HALF_LIMIT = 1e-3, 2e-2
 
 
 class Play(NamedTuple):
-    """What a draft did in the rounds of all texts at one temperature."""
+    """Rounds of a draft over all texts at one temperature."""
 
     proposals: list[Proposal]
     counts: AcceptanceCounts

@@ -1,5 +1,5 @@
-"""How much each depth of each round counts, from what is known before any gradient: the depth
-itself, or what the draft would do with the text now.
+"""Weights of the depths of each round, from what is known before any gradient: the depth itself, or
+the draft's present acceptance of the text.
 
 A round whose first draft is at position a drafts the token at a + s at depth s. B rows of L tokens,
 S depths. Published for blocks; here every position of a text begins a round, and a language model,
@@ -14,14 +14,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from draftsmith.train.objective.rounds_of_text import by_position, by_round
+from draftsmith.train.objective.rounds_of_text import align_to_position, align_to_round
 
 # A row without any weight would not be measured either.
 LEAST = 1e-6
 
 
-class Judged(NamedTuple):
-    """What the draft does with a text's tokens now, [B, L, S] by the token's position and depth,
+class DepthStats(NamedTuple):
+    """Statistics of the draft on a text's tokens, [B, L, S] by the token's position and depth,
     without gradients."""
 
     keep: torch.Tensor  # chance that the token is kept, given that the target wrote it
@@ -32,20 +32,21 @@ class Judged(NamedTuple):
 
     def weighted(self, rounds: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Weights [B, L, S] by round -> by position, in the type of `like`."""
-        return torch.where(self.begun, by_position(rounds), 0.0).clamp(min=LEAST).to(like.dtype)
+        weights = torch.where(self.begun, align_to_position(rounds), 0.0)
+        return weights.clamp(min=LEAST).to(like.dtype)
 
 
-Judge = Callable[[], Judged]
+ReadStats = Callable[[], DepthStats]
 
 
 class StepWeighting(Protocol):
-    def factors(self, like: torch.Tensor, num_steps: int, judge: Judge) -> torch.Tensor:
+    def factors(self, like: torch.Tensor, num_steps: int, read_stats: ReadStats) -> torch.Tensor:
         """[..., S], to be broadcast to [B, L, S] and multiplied with the weights `like` [B, L].
-        `judge` costs a pass through both heads and is called by those who need it."""
+        `read_stats` costs a pass through both heads and is called only where it is needed."""
         ...
 
     def scale(self, num_steps: int) -> float:
-        """What a trained position counts in all, at most: the loss is divided by it."""
+        """Largest sum of the factors of a trained position, by which the loss is divided."""
         ...
 
 
@@ -55,7 +56,7 @@ class Exponential:
 
     decay: float
 
-    def factors(self, like: torch.Tensor, num_steps: int, judge: Judge) -> torch.Tensor:
+    def factors(self, like: torch.Tensor, num_steps: int, read_stats: ReadStats) -> torch.Tensor:
         return torch.tensor(
             [self.decay**depth for depth in range(num_steps)], dtype=like.dtype, device=like.device
         )
@@ -66,15 +67,15 @@ class Exponential:
 
 @dataclass(frozen=True)
 class ExpectedPrefix:
-    """The chance that a round gets there: the product of the keep probabilities before. What is
-    kept with probability c everywhere gets c**s."""
+    """Chance that a round reaches the depth: the product of the keep probabilities before it. A
+    draft that is kept with probability c everywhere gets c**s."""
 
-    def factors(self, like: torch.Tensor, num_steps: int, judge: Judge) -> torch.Tensor:
-        judged = judge()
-        # What is not trained (a prompt) stands whatever the draft thinks of it.
-        kept = by_round(torch.where(judged.known, judged.keep, 1.0)).cumprod(dim=-1)
+    def factors(self, like: torch.Tensor, num_steps: int, read_stats: ReadStats) -> torch.Tensor:
+        stats = read_stats()
+        # What is not trained (a prompt) counts as kept, whatever the draft's distribution.
+        kept = align_to_round(torch.where(stats.known, stats.keep, 1.0)).cumprod(dim=-1)
         reached = torch.cat([torch.ones_like(kept[..., :1]), kept[..., :-1]], dim=-1)
-        return judged.weighted(reached, like)
+        return stats.weighted(reached, like)
 
     def scale(self, num_steps: int) -> float:
         return float(num_steps)
@@ -88,20 +89,19 @@ class DPace:
 
     smoothing: float = 0.5  # a, as published
 
-    def factors(self, like: torch.Tensor, num_steps: int, judge: Judge) -> torch.Tensor:
-        judged = judge()
-        smooth = (1 - self.smoothing) * judged.confidence + self.smoothing
-        reached = by_round(torch.where(judged.known, smooth, 1.0)).cumprod(dim=-1) * by_round(
-            judged.known
-        )
-        return judged.weighted(reached.flip(-1).cumsum(dim=-1).flip(-1), like)
+    def factors(self, like: torch.Tensor, num_steps: int, read_stats: ReadStats) -> torch.Tensor:
+        stats = read_stats()
+        smooth = (1 - self.smoothing) * stats.confidence + self.smoothing
+        reached = align_to_round(torch.where(stats.known, smooth, 1.0)).cumprod(dim=-1)
+        reached = reached * align_to_round(stats.known)
+        return stats.weighted(reached.flip(-1).cumsum(dim=-1).flip(-1), like)
 
     def scale(self, num_steps: int) -> float:
         return float(num_steps)
 
 
 def step_weighting(name: str, decay: float) -> StepWeighting:
-    """By the names of `UnrollConfig.weights`; `decay` is of the exponential ones."""
+    """Weighting by its name in `UnrollConfig.weights`; `decay` is of the exponential one."""
     return {
         "uniform": Exponential(1.0),
         "exponential": Exponential(decay),

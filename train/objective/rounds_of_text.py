@@ -1,5 +1,4 @@
-"""From keep probabilities of teacher-forced text to the rounds that would emit it. L tokens, S
-depths."""
+"""Rounds expected on teacher-forced text, from its keep probabilities. L tokens, S depths."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ def answers(keep: torch.Tensor, loss_mask: torch.Tensor) -> list[torch.Tensor]:
     answer that begins at j0 is `keep[j0 + i + s, s]`: the round that decides its token i drafts the
     token at i + s at depth s. 0 past the answer's end.
     """
-    return [by_round(keep[begin:end]) for begin, end in stretches(loss_mask)]
+    return [align_to_round(keep[begin:end]) for begin, end in stretches(loss_mask)]
 
 
 def stretches(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
@@ -28,7 +27,7 @@ def stretches(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(begins, ends, strict=True))
 
 
-def by_round(values: torch.Tensor) -> torch.Tensor:
+def align_to_round(values: torch.Tensor) -> torch.Tensor:
     """[..., L, S] by the position of the drafted token -> by the round's first: [i, s] of it is [i
     + s, s], 0 past the end."""
     size, depths = values.shape[-2:]
@@ -38,8 +37,9 @@ def by_round(values: torch.Tensor) -> torch.Tensor:
     )
 
 
-def by_position(values: torch.Tensor) -> torch.Tensor:
-    """The way back: [j, s] is [j - s, s], 0 where the round would have begun before the text."""
+def align_to_position(values: torch.Tensor) -> torch.Tensor:
+    """Inverse of `align_to_round`: [j, s] is [j - s, s], 0 where the round would have begun before
+    the text."""
     size, depths = values.shape[-2:]
     padded = torch.nn.functional.pad(values, (0, 0, depths, 0))
     return torch.stack(
@@ -58,8 +58,8 @@ def deepen(keep: torch.Tensor, depths: int) -> torch.Tensor:
 
 
 def predicted_tau(keep: torch.Tensor, loss_mask: torch.Tensor) -> float | None:
-    """Tokens a round over a batch: keep [B, L, S], loss_mask [B, L]. None when nothing was written
-    by the target."""
+    """Tokens per round over a batch: keep [B, L, S], loss_mask [B, L]. None when the target wrote
+    nothing."""
     tokens, rounds = 0, 0.0
     for row, mask in zip(keep.float().cpu(), loss_mask.cpu(), strict=True):
         for answer in answers(row, mask):

@@ -1,4 +1,5 @@
-"""A teacher that reads what was stored of the target, and runs the target only for what was not."""
+"""Sources that read what was stored of the target: distributions, or taps and final states. The
+target runs only for what was not stored."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.data.dataset import load_rows
 from draftsmith.train.data.pieces import Lists
 from draftsmith.train.data.stored_taps import StoredTaps
-from draftsmith.train.objective.teacher import LiveTeacher, Taught, Teacher, logits_at
+from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource, logits_at
 
 COLUMNS = ("loss_mask", "top_ids", "top_logprobs", "tail")
 
 
 class StoredDistributions:
-    """A token is found by its index among all tokens of the folder."""
+    """Stored top tokens of a data folder. A token is found by its index among all tokens of the
+    folder."""
 
     def __init__(self, folder: Path, *, provenance: dict[str, Any], revision: str):
         rows = load_rows(folder)
@@ -86,24 +88,24 @@ class StoredDistributions:
         )
 
 
-def stored_teacher(
+def stored_source(
     target: Target, folder: str | Path, provenance: dict[str, Any], taps: tuple[int, ...]
-) -> Teacher:
-    """Stored taps give everything; stored distributions give the distributions, and the target's
-    body what the draft reads."""
+) -> TargetSource:
+    """Source over a data folder. Stored taps give everything; stored distributions leave the taps
+    to the target's body."""
     if any(Path(folder).glob("taps-*.safetensors")):
-        return TapTeacher(target, StoredTaps(Path(folder), revision=target.revision), taps)
-    return DistributionTeacher(
+        return TapSource(target, StoredTaps(Path(folder), revision=target.revision), taps)
+    return DistributionSource(
         target, StoredDistributions(Path(folder), provenance=provenance, revision=target.revision)
     )
 
 
-class TapTeacher:
-    """Distributions are the target's own head over stored states. `taps` are those that will be
+class TapSource:
+    """Distributions by the target's own head over stored states. `taps` are those that will be
     asked for."""
 
     def __init__(self, target: Target, stored: StoredTaps, taps: tuple[int, ...]):
-        self.live, self.stored = LiveTeacher(target), stored
+        self.live, self.stored = LiveSource(target), stored
         missing = [tap for tap in taps if tap != FINAL and tap not in stored.taps]
         if missing:
             raise UserError(
@@ -113,7 +115,7 @@ class TapTeacher:
                 f"{' '.join(str(tap) for tap in taps if tap != FINAL)}"
             )
 
-    def read(self, text: TextBatch, taps: tuple[int, ...]) -> Taught:
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
         if text.token_index is None:
             return self.live.read(text, taps)
         target = self.live.target
@@ -126,7 +128,7 @@ class TapTeacher:
             live_taps, final[unknown] = target.states(*rows, taps, segments)
             if live_taps is not None:
                 tapped[unknown] = live_taps
-        return Taught(tapped if taps else None, logits_at(target, final))
+        return TargetSignals(tapped if taps else None, logits_at(target, final))
 
     def _stored_states(
         self, text: TextBatch, taps: tuple[int, ...]
@@ -151,11 +153,11 @@ class TapTeacher:
         return tapped.flatten(2).to(target.device), final.to(target.device)
 
 
-class DistributionTeacher:
+class DistributionSource:
     def __init__(self, target: Target, stored: StoredDistributions):
-        self.live, self.stored = LiveTeacher(target), stored
+        self.live, self.stored = LiveSource(target), stored
 
-    def read(self, text: TextBatch, taps: tuple[int, ...]) -> Taught:
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
         if text.token_index is None:
             return self.live.read(text, taps)
         token_index = text.token_index
@@ -163,4 +165,4 @@ class DistributionTeacher:
         def distributions(row: torch.Tensor, position: torch.Tensor) -> TargetLogits | TopProbs:
             return self.stored.read(token_index[row, position])
 
-        return Taught(self.live.read(text, taps).taps if taps else None, distributions)
+        return TargetSignals(self.live.read(text, taps).taps if taps else None, distributions)

@@ -1,7 +1,7 @@
-"""Where a draft's inputs and the distributions it should match come from: the running target, or
-what was stored of it.
+"""Source of a draft's inputs and of the distributions it is trained to match: the running target
+here, stored data in `stored_teacher`.
 
-The objective sees a `Taught` and cannot tell which. B rows of L tokens, R drafted tokens, V target
+The objective reads `TargetSignals` alike from both. B rows of L tokens, R drafted tokens, V target
 vocabulary.
 """
 
@@ -22,35 +22,35 @@ from draftsmith.kernels.sampling.top_tokens import TopProbs
 DistributionsAt = Callable[[torch.Tensor, torch.Tensor], TargetLogits | TopProbs]
 
 
-class Taught(NamedTuple):
-    """What is known of the target's behaviour on one batch of text."""
+class TargetSignals(NamedTuple):
+    """Taps and distributions of the target on one batch of text."""
 
     taps: torch.Tensor | None  # [B, L, n * H]; None when none were asked for
     distributions: DistributionsAt
 
 
-class Teacher(Protocol):
-    def read(self, text: TextBatch, taps: tuple[int, ...]) -> Taught:
+class TargetSource(Protocol):
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
         """`taps` as in `drafters/target/taps.py`."""
         ...
 
 
-class LiveTeacher:
-    """The target itself, in one pass over the text."""
+class LiveSource:
+    """The running target, in one pass over the text."""
 
     def __init__(self, target: Target):
         self.target = target
 
-    def read(self, text: TextBatch, taps: tuple[int, ...]) -> Taught:
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
         tapped, hidden = self.target.states(
             text.input_ids, text.attention_mask, taps, text.segments
         )
-        return Taught(tapped, logits_at(self.target, hidden))
+        return TargetSignals(tapped, logits_at(self.target, hidden))
 
 
 def logits_at(target: Target, hidden: torch.Tensor) -> DistributionsAt:
-    """From states [B, L, H] that the target's head multiplies; neighbouring rows that ask for one
-    position share the product."""
+    """Logits from states [B, L, H] that the target's head multiplies; neighbouring rows that ask
+    for one position share the product."""
 
     def distributions(row: torch.Tensor, position: torch.Tensor) -> TargetLogits:
         asked, which = (row * hidden.shape[1] + position - 1).unique_consecutive(

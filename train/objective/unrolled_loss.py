@@ -1,7 +1,7 @@
 """A divergence of the draft's distribution from the target's, over every unrolled depth. Shared by
 offline and online training.
 
-B rows, L tokens a row, S unrolled steps, H hidden width.
+B rows, L tokens per row, S unrolled steps, H hidden width.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from draftsmith.drafters.interface import TextBatch, UnrollBatch, UnrolledStep
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
-from draftsmith.train.objective.depth_weights import Judged, StepWeighting, folded
+from draftsmith.train.objective.depth_weights import DepthStats, StepWeighting, folded
 from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.rounds_of_text import deepen
-from draftsmith.train.objective.teacher import Taught, Teacher
+from draftsmith.train.objective.teacher import TargetSignals, TargetSource
 
 TOKENS_ONLY = Kind("ce")
 
 
 class Unrollable(Protocol):
-    """What training needs of a drafter."""
+    """Part of a drafter that training uses."""
 
     taps: tuple[int, ...]
 
@@ -47,7 +47,7 @@ class Predicted(NamedTuple):
 
 
 class StepSums(NamedTuple):
-    """Weighted sums over the trained positions, one entry a step; divide by `weight`."""
+    """Weighted sums over the trained positions, one entry per step; divide by `weight`."""
 
     weight: torch.Tensor  # [S]
     divergence: torch.Tensor  # [S]
@@ -68,7 +68,7 @@ class UnrolledLoss(NamedTuple):
 
 def unrolled_loss(
     drafter: Unrollable,
-    teacher: Teacher,
+    source: TargetSource,
     text: TextBatch,
     *,
     num_steps: int,
@@ -77,21 +77,22 @@ def unrolled_loss(
     noise: FeatureNoise | None = None,
     flex: bool = False,
 ) -> UnrolledLoss:
-    """The teacher reads the text once, the draft once a step. Gradients reach the draft only."""
+    """Loss over the unroll. The target's signals are read once, the draft runs once per step.
+    Gradients reach the draft only."""
     with torch.no_grad():
-        taught = teacher.read(text, drafter.taps)
+        signals = source.read(text, drafter.taps)
         taps = (
-            taught.taps
-            if noise is None or taught.taps is None
-            else noise.added(taught.taps, text.input_ids)
+            signals.taps
+            if noise is None or signals.taps is None
+            else noise.added(signals.taps, text.input_ids)
         )
     steps = list(drafter.unroll(text.unrolled(taps, num_steps, flex=flex)))
     predicted = [select(step, text) for step in steps]
     factors = weighting.factors(
-        text.weights, num_steps, lambda: judge(drafter, taught, predicted, text, num_steps)
+        text.weights, num_steps, lambda: depth_stats(drafter, signals, predicted, text, num_steps)
     )
     weights = step_weights(predicted, folded(factors, len(steps)), text)
-    result = _divergence(drafter, taught, predicted, weights, kind)
+    result = _divergence(drafter, signals, predicted, weights, kind)
     # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
     total = (
         result.loss
@@ -143,17 +144,17 @@ def step_weights(
 
 
 @torch.no_grad()
-def judge(
+def depth_stats(
     drafter: Unrollable,
-    taught: Taught,
+    signals: TargetSignals,
     predicted: Sequence[Predicted],
     text: TextBatch,
     num_steps: int,
-) -> Judged:
-    """What the draft would do with the text: a pass through both heads that the loss then repeats,
-    its weights being known."""
+) -> DepthStats:
+    """Statistics of the draft on the text: a pass through both heads that the loss then repeats
+    with its weights known."""
     result = _divergence(
-        drafter, taught, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY
+        drafter, signals, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY
     )
     # Cross entropy is 0, not infinite, outside the draft vocabulary, where nothing is kept.
     confidence = torch.where(result.keep > 0, torch.exp(-result.rows), 0.0)
@@ -168,19 +169,19 @@ def judge(
 
     known = spread(torch.ones_like(result.keep)) > 0
     begun = text.positions[..., None] >= torch.arange(num_steps, device=known.device)
-    return Judged(spread(result.keep), spread(confidence), known & begun, begun)
+    return DepthStats(spread(result.keep), spread(confidence), known & begun, begun)
 
 
 def _divergence(
     drafter: Unrollable,
-    taught: Taught,
+    signals: TargetSignals,
     predicted: Sequence[Predicted],
     weights: torch.Tensor,
     kind: Kind,
 ) -> Divergence:
-    """Of all steps at once: a call holds a gradient as large as the draft head until backward,
-    where one is wanted. Rows go in by the position they predict, so that what all depths draft for
-    one is held against its distribution, computed once."""
+    """Divergence of all steps at once: a call holds a gradient as large as the draft head until
+    backward, where one is wanted. Rows go in by the position they predict, so that what all depths
+    draft for one is held against its distribution, computed once."""
     row, position = (
         torch.cat([one.row for one in predicted]),
         torch.cat([one.position for one in predicted]),
@@ -193,7 +194,7 @@ def _divergence(
         kind,
         hidden,
         head,
-        taught.distributions(row[order], position[order]),
+        signals.distributions(row[order], position[order]),
         weights[order],
         vocab_map=drafter.vocab_map,
         tokens=torch.cat([one.tokens for one in predicted])[order],
@@ -223,8 +224,8 @@ def confidence_loss(
     alpha: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Weighted sum of the binary cross entropies of the guesses; 0 of drafts that make none. alpha
-    and weights [sum of R]."""
+    """Weighted sum of the binary cross entropies of the draft's confidences; 0 of drafts without
+    any. alpha and weights [sum of R]."""
     guesses = [
         step.confidence[one.row, one.position - step.offset]
         for step, one in zip(steps, predicted)

@@ -1,5 +1,5 @@
-"""The drafts that are planned for: every family in one or two shapes, or the shape that was asked
-for."""
+"""Candidates of a plan: every family in one or two shapes, or the shape that was asked for; and
+each candidate with its cost, times and forecasts once it was run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ VOCABULARY_STEP = 256
 class Candidate(NamedTuple):
     family: str
     options: DrafterOptions
-    coverage: float = 1.0  # share of the target's tokens that the draft can say
+    coverage: float = 1.0  # share of the target's tokens in the draft's vocabulary
 
     @property
     def overrides(self) -> list[str]:
-        """What differs from the family's defaults, as `draftsmith train` takes it."""
+        """Options that differ from the family's defaults, as `draftsmith train` takes them."""
         defaults, key = to_dict(OPTIONS[self.family]()), self.family.replace("-", "_")
         chosen = {
             name: value for name, value in to_dict(self.options).items() if value != defaults[name]
@@ -51,8 +51,8 @@ def candidates(
     num_layers: int,
     token_counts: torch.Tensor | None,
 ) -> list[Candidate]:
-    """`trained`: shapes of drafts whose acceptance is known, which no other shape of the family is.
-    `token_counts` [V]: how often the target wrote each token in the data."""
+    """Drafts to plan for. `trained`: shapes of drafts of known acceptance, which holds for no other
+    shape of the family. `token_counts` [V]: occurrences of each token in what the target wrote."""
     for family in config.families:
         if family not in OPTIONS:
             raise UserError(f"--families names {family!r}; known ones are {', '.join(OPTIONS)}")
@@ -104,7 +104,7 @@ class Planned(NamedTuple):
     taps: tuple[int, ...]
 
     def forecasts(self, streams: int) -> list[Forecast]:
-        """One a draft length; none without an expectation."""
+        """One per draft length; none without an expectation."""
         if self.expectation is None:
             return []
         coverage = self.candidate.coverage

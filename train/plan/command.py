@@ -1,4 +1,4 @@
-"""`draftsmith plan`: which draft for this target, what it is expected to gain, and what the run
+"""`draftsmith plan`: the draft to train for this target, its expected gain, and what the run
 takes."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from draftsmith.train.quiet import quiet
 def run(config: PlanConfig) -> int:
     check(config)
     quiet()
-    # What trains speaks as it is imported.
+    # Import late: these libraries log at import.
     from draftsmith.train.plan.make import make_plan
     from draftsmith.train.plan.report import report, table
 

@@ -1,5 +1,5 @@
-"""What a run takes: bytes on disk and in memory, and hours, from one training step that is really
-made."""
+"""Costs of a training run: bytes on disk and in memory, and hours, from one training step that is
+really made."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import UnrollConfig
 from draftsmith.train.doctor.memory import bytes_per_token, num_bytes
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.plan.timing import take_turns
 from draftsmith.train.trainer import Trainee
 
-TEXT_BYTES = 4 + 1  # a token: its id and its place in the loss mask, before Parquet packs them
+TEXT_BYTES = 4 + 1  # a token: its id and its entry of the loss mask, before Parquet packs them
 TOP = 64  # entries of a stored distribution
 DISTRIBUTION_BYTES = TOP * (4 + 4) + 4  # ids, log-probabilities, the tail
 STEP_ROWS, STEP_LENGTH = 4, 256  # of the training step that is timed
@@ -24,8 +24,8 @@ TRAINING_BYTES, CHECKPOINTS = 12, 2
 
 
 class Cost(NamedTuple):
-    """Of one candidate. Disk is of the whole run, taps are what storing them would take instead of
-    running the target."""
+    """Costs of one candidate. Disk is of the whole run; taps are what storing them would take
+    instead of running the target."""
 
     parameters: int  # trained
     train_tokens_per_s: float
@@ -86,7 +86,7 @@ def cost_of(
 def training_tokens_per_s(target: Target, drafter: torch.nn.Module) -> float:
     """Forward of both and backward of the draft, without the optimizer, whose time does not grow
     with the tokens."""
-    trainee = Trainee(drafter, LiveTeacher(target), UnrollConfig())
+    trainee = Trainee(drafter, LiveSource(target), UnrollConfig())
     length = min(STEP_LENGTH, target.max_positions)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, (STEP_ROWS, length), generator=generator).to(

@@ -1,8 +1,7 @@
-"""How much of a draft is expected to be kept, before one is trained: what others published, or
-nothing.
+"""Expected acceptance of a draft before one is trained: published figures, or none.
 
 Acceptance depends on text, target, data and time far more than on anything here, so the ranges are
-wide. `--alpha` and `--draft` take their place.
+wide. `--alpha` and `--draft` replace them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class Expectation(NamedTuple):
     source: str
 
     def tau(self, k: int, coverage: float = 1.0) -> Spread:
-        """`coverage` is the share of the target's tokens that the draft can say at all, which
-        bounds what is kept."""
+        """Expected tau at draft length `k`. `coverage` is the share of the target's tokens in the
+        draft's vocabulary, which bounds what is kept."""
         taus = [
             tau_of([alpha * coverage for alpha in alphas], k)
             for alphas in (self.middle, self.low, self.high)
@@ -79,8 +78,8 @@ def stated(words: Sequence[str], families: Sequence[str]) -> dict[str, Expectati
 
 
 def recorded(record: Mapping[str, Any], temperature: float, name: str) -> Expectation:
-    """What `draftsmith eval --store` left with a draft; its alphas are those of a round,
-    conditional and in order."""
+    """Acceptance recorded by `draftsmith eval --store` with a draft; its alphas are those of a
+    round, conditional and in order."""
     for evaluation in record.get("evaluation") or []:
         if evaluation["temperature"] == temperature:
             alphas = [alpha for alpha in evaluation["alpha"] if alpha is not None]

@@ -1,5 +1,4 @@
-"""What a round is worth: from what it costs and how much of it is expected to be kept. Pure
-arithmetic, torch-free."""
+"""Gain of a round from its cost and its expected acceptance. Pure arithmetic, torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ class Spread(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """One draft length. `speedup` is tokens a second with drafts over without."""
+    """Gain of one draft length. `speedup` is tokens per second with drafts over without."""
 
     k: int
     tau: Spread

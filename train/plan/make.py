@@ -80,7 +80,8 @@ def planned_data(config: PlanConfig, corpus: Corpus | None) -> Data:
 def expectations_of(
     config: PlanConfig, records: Mapping[str, dict[str, Any]]
 ) -> dict[str, Expectation]:
-    """What was said goes before what was measured, and that before what was published."""
+    """Expectation of each family: stated ones before measured ones, and those before published
+    ones."""
     known = {family: found for family in OPTIONS if (found := published(family)) is not None}
     known |= {
         record["family"]: recorded(record, config.temperature, name)

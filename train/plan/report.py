@@ -33,7 +33,7 @@ HEAD = (
 
 class Plan(NamedTuple):
     config: PlanConfig
-    load: float  # processes that wanted a core before anything was timed
+    load: float  # the machine's load average before anything was timed
     target: Target
     data: Data
     planned: list[Planned]
@@ -126,15 +126,14 @@ def table(plan: Plan) -> str:
     )
     if load > BUSY * (os.cpu_count() or 1):
         parts.append(
-            f"this machine was busy with other work (load {load:.1f}): times are worth little, "
-            "plan again when it rests"
+            f"this machine was busy with other work (load {load:.1f}): times are unreliable; "
+            "plan again when it is idle"
         )
     parts += [f"{name} is left out: {reason}" for name, reason in refused.items()]
     parts.append(
-        "needs: the tau at which drafting costs what it gains. Times are of this machine and of "
-        "forwards alone: a server's own "
-        "work a round, as much with drafts as without, moves speed-ups of very fast targets "
-        "towards tau."
+        "needs: the tau at which drafting neither gains nor costs. Times are of this machine "
+        "and of forwards alone: a server's own work per round, as much with drafts as without, "
+        "moves speed-ups of very fast targets towards tau."
     )
     return "\n\n".join(parts)
 

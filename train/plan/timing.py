@@ -1,4 +1,4 @@
-"""What a round costs on this machine: passes of the target and rounds of a draft of the planned
+"""Costs of a round on this machine: passes of the target and rounds of a draft of the planned
 shape, really run.
 
 All that is compared takes turns, so that a loaded machine slows it alike. B rows, each `context`
@@ -27,10 +27,10 @@ NEW_TOKENS = 2  # committed in the round before, as in a round that went fairly 
 
 
 class RoundTimes(NamedTuple):
-    """Of one number of rows. Milliseconds are the least of all turns."""
+    """Times of one number of rows. Milliseconds are the least of all turns."""
 
-    pass_ms: float  # the target over one token a row, and the draw
-    verify_ms: dict[int, float]  # by k: the target over k + 1 tokens a row, and verification
+    pass_ms: float  # the target over one token per row, and the draw
+    verify_ms: dict[int, float]  # by k: the target over k + 1 tokens per row, and verification
     draft_ms: dict[int, float]  # by k
     cost: dict[int, Spread]  # by k: of the whole round, in rounds without drafts
 
@@ -69,8 +69,8 @@ def time_rounds(
 def round_cost(
     plain: list[float], verify: dict[int, list[float]], draft: dict[int, list[float]], k: int
 ) -> Spread:
-    """In plain rounds. The least times are what the machine can do; the faster half, rank by rank,
-    says how sure they are."""
+    """Cost of a round with drafts, in plain rounds. The least times are what the machine can do;
+    the faster half, rank by rank, bounds their error."""
     ranked = [
         {at: sorted(values) for at, values in verify.items()},
         {at: sorted(values) for at, values in draft.items()},
@@ -85,7 +85,8 @@ def round_cost(
 
 @torch.inference_mode()
 def take_turns(runs: dict[Any, Callable[[], Any]], device: torch.device) -> dict[Any, list[float]]:
-    """Seconds of each, one a turn: the fastest of its repetitions, which others disturb least."""
+    """Seconds of each run, one per turn: the fastest of its repetitions, which others disturb
+    least."""
     samples: dict[Any, list[float]] = {name: [] for name in runs}
     repeats = {}
     for name, run in runs.items():
@@ -176,7 +177,7 @@ class Tables:
 def decode_tokens_per_s(
     target: Target, drafter: TrainedDrafter, *, rows: int, context: int
 ) -> float:
-    """Of `rows` answers written at once without drafts, as training text is."""
+    """Tokens per second of `rows` answers written at once without drafts, as training text is."""
     samples = take_turns(
         {"plain": Tables(target, drafter, rows, context, 1).decode(0)}, target.device
     )

@@ -23,7 +23,7 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.roles import Role, RoleWeights, Row, padded_rows, roles_of
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.objective.depth_weights import Exponential
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from draftsmith.train.on_policy import OnPolicy, load_texts, prefix, rows_of, save_texts
 from draftsmith.train.trainer import is_of_data
@@ -256,7 +256,7 @@ def test_gradients_reach_the_draft_alone(family: str, target: Target):
     rows = [row for text in texts for row in rows_of(text, ALIKE, 2, random.Random(0))]
     text = padded_rows(rows, target.device)
     unrolled = unrolled_loss(
-        drafter.train(), LiveTeacher(target), text, num_steps=3, weighting=Exponential(0.8)
+        drafter.train(), LiveSource(target), text, num_steps=3, weighting=Exponential(0.8)
     )
     unrolled.total.backward()
     reached = [
@@ -280,7 +280,7 @@ def trained(target: Target, make_rows: Callable[[torch.nn.Module, int], list[Row
     for step in range(0 if make_rows is None else 30):
         text = padded_rows(make_rows(drafter.eval(), step), target.device)
         unrolled = unrolled_loss(
-            drafter.train(), LiveTeacher(target), text, num_steps=1, weighting=Exponential(1.0)
+            drafter.train(), LiveSource(target), text, num_steps=1, weighting=Exponential(1.0)
         )
         optimizer.zero_grad()
         (unrolled.total / text.weights.sum()).backward()

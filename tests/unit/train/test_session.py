@@ -25,7 +25,7 @@ from draftsmith.train import session, trainer
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 from draftsmith.train.evaluate.measured import Figures, measure
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.teacher import LiveSource
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FAST = OptimConfig(lr=1e-2)
@@ -176,7 +176,7 @@ def test_a_sample_mean_counts_a_short_text_like_a_long_one(tiny_target, table_dr
 
     def loss(rows: slice, num_items: int, mean: str) -> float:
         trainee = trainer.Trainee(
-            table_drafter(288), LiveTeacher(target), UnrollConfig(steps=1), mean=mean
+            table_drafter(288), LiveSource(target), UnrollConfig(steps=1), mean=mean
         )
         text = TextBatch(
             input_ids=ids[rows],
@@ -341,7 +341,7 @@ def test_weights_of_the_target_are_not_trained(configure):
     corpus = session.load_corpus(config, target)
     place = session.placement_of("float32")
     trainee = trainer.Trainee(
-        session.new_drafter(config, place, target, corpus), LiveTeacher(target), config.unroll
+        session.new_drafter(config, place, target, corpus), LiveSource(target), config.unroll
     )
     owned = {parameter.data_ptr() for parameter in trainee.parameters()}
     assert owned and not owned & {parameter.data_ptr() for parameter in target.model.parameters()}

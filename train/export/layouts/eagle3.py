@@ -81,8 +81,8 @@ def optional_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_portable(source: Source, out: Path) -> None:
-    """For vLLM and SGLang alike: the checkpoint as it is, once it is known to mean the same in
-    both."""
+    """Writes the checkpoint as it is, for vLLM and SGLang alike, once it is known to mean the same
+    in both."""
     check_sglang(source.config)
     write_vllm(source, out)
 
@@ -148,8 +148,8 @@ def speculators_config(source: Source) -> dict[str, Any]:
 
 
 def check(source: Source, *, more: dict[str, tuple[int, ...]] | None = None) -> None:
-    """Everything that would make an engine load the draft wrongly or not at all; `more` weights
-    belong to the layout too."""
+    """Refuses a draft that an engine would load wrongly or not at all; `more` weights belong to the
+    layout too."""
     config = source.config
     check_config(config)
     check_taps(config, source.target_config)
@@ -247,7 +247,7 @@ def check_target(source: Source) -> None:
 
 
 def scales_its_embeddings(source: Source) -> bool:
-    """Whether the target's embedding module is more than a table, found by building the model
+    """True where the target's embedding module is more than a table, found by building the model
     without weights."""
     trust = source.trust_remote_code
     config = load_config(source.target, trust_remote_code=trust)

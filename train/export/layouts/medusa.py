@@ -1,5 +1,5 @@
 """Medusa as vLLM up to 0.32 reads it, with one table for all heads, and in the original layout of
-FasterDecoding, TGI and TensorRT-LLM, with a table for each. Both want the target's table written
+FasterDecoding, TGI and TensorRT-LLM, with a table for each. Both need the target's table written
 out, because neither looks for it in the target.
 """
 
@@ -75,6 +75,6 @@ def target_table(source: Source) -> torch.Tensor:
             if name in weights.keys():  # noqa: SIM118 - not a dict
                 return weights.get_tensor(name)
     raise UserError(
-        f"{source.target_name!r} has no weight {name!r} for the heads to speak through; this "
+        f"{source.target_name!r} has no weight {name!r} for the heads to multiply; this "
         "target cannot be exported"
     )

@@ -122,7 +122,7 @@ def check_layer(module: dict[str, torch.Tensor], target_shapes: dict[str, tuple[
                 raise UserError(
                     f"weight {own!r} has shape {list(module[own].shape)} where the target's "
                     f"layers have {list(shape)}; "
-                    "MiMo's layout wants an MTP layer of the target's shape"
+                    "MiMo's layout needs an MTP layer of the target's shape"
                 )
 
 

@@ -1,4 +1,5 @@
-"""A draft LM as a plain model folder: any engine or transformers loads it as a small causal LM."""
+"""Layouts that keep the draft's own tensors: a draft LM as a model folder that any engine or
+transformers loads, and the MLP speculator as IBM's readers expect it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How engines are told to draft with an exported folder."""
+"""Options with which an engine drafts with an exported folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an export starts from: a draft checkpoint and the target it was trained for, looked at
-without loading a model."""
+"""Source of an export: a draft checkpoint and the target it was trained for, read without loading a
+model; and the files that every layout copies or writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which drafter family can be written for which engine, and why not where it cannot."""
+"""Table of layouts: the writer of each family for each engine, or the reason why there is none."""
 
 from __future__ import annotations
 

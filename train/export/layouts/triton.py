@@ -21,7 +21,7 @@ from draftsmith.train.export.layouts.serving import vllm_options
 from draftsmith.train.export.layouts.source import Source
 
 ENGINE_ARGUMENTS, DRAFT, VERSION = "model.json", "draft", "1"
-# Inputs and outputs are left to the backend, which completes them to what its version knows.
+# Inputs and outputs are left to the backend, which completes them for its version.
 CONFIG = """\
 name: "{name}"
 backend: "vllm"

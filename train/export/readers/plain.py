@@ -14,7 +14,7 @@ from draftsmith.train.export.readers.understood import Parameters, Understood
 
 
 def read_model(folder: Path, target_config: dict[str, Any]) -> Path:
-    """A causal LM is loaded by transformers, as every engine does it, and so do we."""
+    """A causal LM, loaded by transformers here as in every engine."""
     own, target = (
         text_config(read_config(folder))["vocab_size"],
         text_config(target_config)["vocab_size"],

@@ -1,4 +1,4 @@
-"""Who reads which export: one reader for every pair that `layouts/table.py` writes."""
+"""Table of readers: one for every pair that `layouts/table.py` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How vLLM reads draft folders of other families than EAGLE-3."""
+"""vLLM's reading of draft folders of other families than EAGLE-3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How vLLM reads EAGLE-3 and P-EAGLE heads: one model class for both, and for the `speculators`
+"""vLLM's reading of EAGLE-3 and P-EAGLE heads: one model class for both, and for the `speculators`
 layout."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
 
 
 def read_peagle(folder: Path, target_config: dict[str, Any]) -> Understood:
-    """With `parallel_drafting` among the engine's own options; the token of the slots is one of
-    three keys of the draft."""
+    """A head read with `parallel_drafting` among the engine's own options; the token of the slots
+    is one of three keys of the draft."""
     config = read_config(folder)
     if all(config.get(key) is None for key in ("pard_token", "ptd_token_id", "mask_token_id")):
         raise UserError(

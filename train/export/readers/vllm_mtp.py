@@ -1,4 +1,4 @@
-"""How vLLM reads MTP modules: MiMo's, and those that stand after the target's layers as one more
+"""vLLM's reading of MTP modules: MiMo's, and those that stand after the target's layers as one more
 (DeepSeek-V3, GLM-4.5)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which layers vLLM taps: its two runners look in different places of `config.json`."""
+"""Layers that vLLM taps: its two runners look for them under different keys of `config.json`."""
 
 from __future__ import annotations
 

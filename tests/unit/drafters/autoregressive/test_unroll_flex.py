@@ -93,7 +93,7 @@ def test_gradients_are_those_of_blocks_and_diagonals(tiny_target):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only a CPU is refused")
 def test_a_cpu_is_refused(tiny_target, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "load_corpus", lambda *_: None)
-    monkeypatch.setattr(session, "tell_what_is_missing", lambda *_: None)
+    monkeypatch.setattr(session, "warn_of_cut_texts", lambda *_: None)
     unroll = UnrollConfig(flex=True)
     config = TrainConfig(
         family="eagle3", target=tiny_target("llama"), data="D", out=str(tmp_path), unroll=unroll

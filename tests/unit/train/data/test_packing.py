@@ -25,7 +25,7 @@ from draftsmith.drafters.options import (
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.objective.depth_weights import Exponential
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 
 LENGTHS = (17, 5, 2, 30, 9, 1, 12)
@@ -97,7 +97,7 @@ def trained(
                 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             )
     unrolled = unrolled_loss(
-        drafter, LiveTeacher(target), text, num_steps=3, weighting=Exponential(0.8)
+        drafter, LiveSource(target), text, num_steps=3, weighting=Exponential(0.8)
     )
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(

@@ -92,7 +92,7 @@ def test_a_pair_that_does_well_has_nothing_to_mend() -> None:
     assert "70%, 49%, 34%" in findings["drafting.depth"].what
     # 25,000 tokens in 12,500 passes, a fifth of the time spent on drafting: 2 * 0.8.
     assert (
-        "2.00 tokens a pass" in findings["drafting.payoff"].what
+        "2.00 tokens per pass" in findings["drafting.payoff"].what
         and "at best 1.60 times" in findings["drafting.payoff"].what
     )
 

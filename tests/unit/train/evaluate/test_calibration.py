@@ -15,7 +15,7 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.calibration import Reliability
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.objective.depth_weights import Exponential
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 
 STEPS, DECAY = 3, 0.7
@@ -49,7 +49,7 @@ def loss(drafter: Dspark, target: Target):
     weighting = Exponential(DECAY)
     return unrolled_loss(
         drafter,
-        LiveTeacher(target),
+        LiveSource(target),
         text(),
         num_steps=STEPS,
         weighting=weighting,
@@ -127,7 +127,7 @@ def test_training_the_head_calibrates_it_and_a_shifted_head_is_seen(drafter, tar
     for _ in range(60):
         optimizer.zero_grad()
         unrolled_loss(
-            drafter, LiveTeacher(target), batch, num_steps=STEPS, weighting=Exponential(1.0)
+            drafter, LiveSource(target), batch, num_steps=STEPS, weighting=Exponential(1.0)
         ).total.backward()
         optimizer.step()
     after = error()

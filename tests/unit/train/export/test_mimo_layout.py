@@ -197,7 +197,7 @@ def test_targets_that_the_layout_cannot_express_are_refused(
 
 
 def test_a_module_of_another_width_is_refused(exported: Callable[..., object]) -> None:
-    with pytest.raises(UserError, match="wants an MTP layer of the target's shape"):
+    with pytest.raises(UserError, match="needs an MTP layer of the target's shape"):
         exported("llama", MtpOptions(intermediate_size=40))
 
 

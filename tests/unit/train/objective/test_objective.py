@@ -10,7 +10,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective import unrolled_loss as objective
 from draftsmith.train.objective.depth_weights import Exponential
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 
 
@@ -67,7 +67,7 @@ def test_loss_metrics_and_gradients_equal_the_plain_computation(target, table_dr
     drafter = table_drafter(288).double()
     batch = text()
     unrolled = unrolled_loss(
-        drafter, LiveTeacher(target), batch, num_steps=3, weighting=Exponential(0.7)
+        drafter, LiveSource(target), batch, num_steps=3, weighting=Exponential(0.7)
     )
     expected, keep, alphas = by_hand(drafter, target, batch, 3, 0.7)
     assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-10)
@@ -86,7 +86,7 @@ def test_another_divergence_is_weighted_alike(target, table_drafter):
     batch = text()
     unrolled = unrolled_loss(
         drafter,
-        LiveTeacher(target),
+        LiveSource(target),
         batch,
         num_steps=3,
         weighting=Exponential(0.7),
@@ -110,7 +110,7 @@ def test_the_heads_gradient_is_held_once_for_all_steps(target, table_drafter, mo
     )
     unrolled_loss(
         table_drafter(288).double(),
-        LiveTeacher(target),
+        LiveSource(target),
         text(),
         num_steps=4,
         weighting=Exponential(0.7),
@@ -124,7 +124,7 @@ def test_the_targets_head_reads_a_position_once_for_all_steps(target, table_draf
     batch = text()
     unrolled_loss(
         table_drafter(288).double(),
-        LiveTeacher(target),
+        LiveSource(target),
         batch,
         num_steps=3,
         weighting=Exponential(0.7),
@@ -143,7 +143,7 @@ def test_a_shift_by_one_would_be_seen(target, table_drafter):
         weights=batch.weights.roll(1, dims=1),
     )
     unrolled = unrolled_loss(
-        drafter, LiveTeacher(target), shifted, num_steps=3, weighting=Exponential(0.7)
+        drafter, LiveSource(target), shifted, num_steps=3, weighting=Exponential(0.7)
     )
     expected, _, _ = by_hand(drafter, target, batch, 3, 0.7)
     assert abs(unrolled.total.item() - expected.item()) > 1e-3
@@ -157,12 +157,10 @@ def test_padding_changes_nothing(target, table_drafter):
         attention_mask=batch.attention_mask[1:, :6],
         weights=batch.weights[1:, :6],
     )
-    alone = unrolled_loss(
-        drafter, LiveTeacher(target), row, num_steps=2, weighting=Exponential(1.0)
-    )
+    alone = unrolled_loss(drafter, LiveSource(target), row, num_steps=2, weighting=Exponential(1.0))
     padded = unrolled_loss(
         drafter,
-        LiveTeacher(target),
+        LiveSource(target),
         TextBatch(
             input_ids=batch.input_ids[1:],
             attention_mask=batch.attention_mask[1:],
@@ -183,7 +181,7 @@ def test_no_gradient_reaches_the_target_and_unweighted_text_gives_zero(target, t
         weights=torch.zeros(2, 9).double(),
     )
     unrolled = unrolled_loss(
-        drafter, LiveTeacher(target), nothing, num_steps=2, weighting=Exponential(1.0)
+        drafter, LiveSource(target), nothing, num_steps=2, weighting=Exponential(1.0)
     )
     unrolled.total.backward()
     assert unrolled.total.item() == 0.0

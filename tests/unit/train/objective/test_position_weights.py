@@ -17,15 +17,15 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import UnrollConfig
 from draftsmith.train.objective.depth_weights import (
+    DepthStats,
     DPace,
     ExpectedPrefix,
     Exponential,
-    Judged,
     folded,
     step_weighting,
 )
-from draftsmith.train.objective.rounds_of_text import by_position, by_round
-from draftsmith.train.objective.teacher import LiveTeacher
+from draftsmith.train.objective.rounds_of_text import align_to_position, align_to_round
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from draftsmith.train.trainer import Trainee, num_items_of
 
@@ -33,20 +33,20 @@ ROWS, LENGTH, DEPTHS = 2, 7, 4
 ADAPTIVE = ["expected-prefix", "d-pace"]
 
 
-def judged(seed: int = 0) -> Judged:
+def judged(seed: int = 0) -> DepthStats:
     """A prompt of two tokens, a hole in the middle, a short second row."""
     generator = torch.Generator().manual_seed(seed)
     keep, confidence = torch.rand(2, ROWS, LENGTH, DEPTHS, generator=generator, dtype=torch.float64)
     trained = torch.ones(ROWS, LENGTH, DEPTHS, dtype=torch.bool)
     trained[:, :2], trained[0, 4], trained[1, 5:] = False, False, False
-    return Judged(keep, confidence, trained, begun(LENGTH, DEPTHS))
+    return DepthStats(keep, confidence, trained, begun(LENGTH, DEPTHS))
 
 
 def begun(length: int, depths: int) -> torch.Tensor:
     return torch.arange(length)[:, None] >= torch.arange(depths)
 
 
-def factors(weighting, known: Judged) -> torch.Tensor:
+def factors(weighting, known: DepthStats) -> torch.Tensor:
     like = torch.zeros(ROWS, LENGTH, dtype=torch.float64)
     return weighting.factors(like, DEPTHS, lambda: known).expand(ROWS, LENGTH, DEPTHS)
 
@@ -98,7 +98,7 @@ def test_d_pace_is_the_derivative_of_the_expected_length_by_the_log_of_the_confi
 def test_what_is_kept_alike_everywhere_is_weighted_exponentially(chance: float, depths: int):
     same = torch.full((1, 8, depths), chance, dtype=torch.float64)
     inside = begun(8, depths)
-    known = Judged(same, same, torch.ones_like(same, dtype=torch.bool), inside)
+    known = DepthStats(same, same, torch.ones_like(same, dtype=torch.bool), inside)
     like = torch.zeros(1, 8, dtype=torch.float64)
     adaptive = ExpectedPrefix().factors(like, depths, lambda: known)
     fixed = Exponential(chance).factors(like, depths, lambda: known).expand(1, 8, depths)
@@ -113,9 +113,9 @@ def test_what_is_kept_alike_everywhere_is_weighted_exponentially(chance: float, 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 100))
 def test_there_and_back_again(length: int, depths: int, seed: int):
     values = torch.rand(2, length, depths, generator=torch.Generator().manual_seed(seed))
-    rounds = by_round(values)
+    rounds = align_to_round(values)
     inside = begun(length, depths)
-    assert torch.equal(by_position(rounds), torch.where(inside, values, 0.0))
+    assert torch.equal(align_to_position(rounds), torch.where(inside, values, 0.0))
     assert all(
         rounds[1, a, s] == values[1, a + s, s]
         for a in range(length)
@@ -206,7 +206,7 @@ def test_the_weighted_loss_and_its_gradient_equal_the_plain_computation(
 ):
     drafter, batch = table_drafter(288).double(), text(0)
     unrolled = unrolled_loss(
-        drafter, LiveTeacher(target), batch, num_steps=DEPTHS, weighting=step_weighting(name, 0.8)
+        drafter, LiveSource(target), batch, num_steps=DEPTHS, weighting=step_weighting(name, 0.8)
     )
     expected = by_hand(drafter, target, batch, name)
     assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-9)
@@ -217,7 +217,7 @@ def test_the_weighted_loss_and_its_gradient_equal_the_plain_computation(
     # Negative control: the same comparison fails when every depth counts alike.
     alike = unrolled_loss(
         drafter,
-        LiveTeacher(target),
+        LiveSource(target),
         batch,
         num_steps=DEPTHS,
         weighting=step_weighting("uniform", 0.8),
@@ -237,7 +237,7 @@ def test_texts_apart_add_up_to_texts_together(name, target, table_drafter):
             weights=batch.weights[rows],
         )
         return unrolled_loss(
-            drafter, LiveTeacher(target), part, num_steps=DEPTHS, weighting=weighting
+            drafter, LiveSource(target), part, num_steps=DEPTHS, weighting=weighting
         ).total.item()
 
     assert total(slice(0, 2)) == pytest.approx(total(slice(0, 1)) + total(slice(1, 2)), rel=1e-12)
@@ -263,7 +263,7 @@ def test_packed_texts_weigh_what_they_weigh_apart(name, family, target):
     ]
 
     def total(text: TextBatch) -> float:
-        teacher, weighting = LiveTeacher(target), step_weighting(name, 0.8)
+        teacher, weighting = LiveSource(target), step_weighting(name, 0.8)
         return unrolled_loss(
             drafter, teacher, text, num_steps=DEPTHS, weighting=weighting
         ).total.item()
@@ -296,10 +296,10 @@ def test_a_language_models_token_counts_for_every_round_that_reaches_it(target):
     )
     batch = text(3, rows=1)
     alone = unrolled_loss(
-        drafter, LiveTeacher(target), batch, num_steps=1, weighting=Exponential(1.0)
+        drafter, LiveSource(target), batch, num_steps=1, weighting=Exponential(1.0)
     )
     deep = unrolled_loss(
-        drafter, LiveTeacher(target), batch, num_steps=3, weighting=ExpectedPrefix()
+        drafter, LiveSource(target), batch, num_steps=3, weighting=ExpectedPrefix()
     )
     chances = [float(alone.keep[0, at, 0]) if batch.weights[0, at] > 0 else 1.0 for at in range(9)]
     expected = 0.0
@@ -310,7 +310,7 @@ def test_a_language_models_token_counts_for_every_round_that_reaches_it(target):
             weights=batch.weights * (torch.arange(9) == at),
         )
         value = unrolled_loss(
-            drafter, LiveTeacher(target), single, num_steps=1, weighting=Exponential(1.0)
+            drafter, LiveSource(target), single, num_steps=1, weighting=Exponential(1.0)
         ).total.item()
         expected += value * sum(
             max(math.prod(chances[at - depth : at]), 1e-6) for depth in range(3)
@@ -324,7 +324,7 @@ def test_token_and_sample_means_are_the_same_packed_apart_and_accumulated(name, 
     """Three texts: a row each, all in one row, and one pass each, divided by what all of them
     count."""
     drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0).to(torch.float64)
-    trainee = Trainee(drafter, LiveTeacher(target), UnrollConfig(steps=3, weights=name), mean=mean)
+    trainee = Trainee(drafter, LiveSource(target), UnrollConfig(steps=3, weights=name), mean=mean)
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 288, (size,), generator=generator) for size in (9, 4, 12)]
     labels = [torch.where(torch.arange(len(one)) >= 2, one, -100) for one in ids]

@@ -31,11 +31,11 @@ from draftsmith.train.data.dataset import Corpus, read_corpus
 from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.stored_teacher import (
-    DistributionTeacher,
-    TapTeacher,
-    stored_teacher,
+    DistributionSource,
+    TapSource,
+    stored_source,
 )
-from draftsmith.train.objective.teacher import LiveTeacher, Teacher
+from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
 
 TAPS = (1, 2, 3)
@@ -79,7 +79,9 @@ def text_of(corpus: Corpus, rows: list[list[int]]) -> TextBatch:
 ROWS = [[0, 1, 7], [11], [6, 2]]
 
 
-def loss(target: Target, teacher: Teacher, text: TextBatch, family: str = "eagle3") -> UnrolledLoss:
+def loss(
+    target: Target, teacher: TargetSource, text: TextBatch, family: str = "eagle3"
+) -> UnrolledLoss:
     options = Eagle3Options(taps=TAPS) if family == "eagle3" else MedusaOptions(num_heads=3)
     drafter = FAMILIES[family].create(options, target, seed=0)
     return unrolled_loss(drafter, teacher, text, num_steps=3, weighting=Exponential(0.8))
@@ -91,11 +93,11 @@ def test_stored_states_are_the_targets_to_their_precision(target, stored, precis
     which each state is scaled to."""
     corpus = corpus_of(folder := stored(store_taps=precision, taps=TAPS))
     text = text_of(corpus, ROWS)
-    teacher = stored_teacher(target, folder, corpus.provenance, (*TAPS, FINAL))
-    assert isinstance(teacher, TapTeacher)
+    teacher = stored_source(target, folder, corpus.provenance, (*TAPS, FINAL))
+    assert isinstance(teacher, TapSource)
     wanted = (3, FINAL, 1)
     live, kept = (
-        one.read(text, wanted).taps.unflatten(-1, (3, -1)) for one in (LiveTeacher(target), teacher)
+        one.read(text, wanted).taps.unflatten(-1, (3, -1)) for one in (LiveSource(target), teacher)
     )
     real = text.attention_mask.bool()
     # Half of the smallest step that e4m3 has, beside its largest number.
@@ -114,9 +116,9 @@ def test_losses_under_stored_taps_are_the_live_ones(target, stored, family, prec
     positions."""
     corpus = corpus_of(folder := stored(store_taps=precision, taps=TAPS))
     text = text_of(corpus, ROWS)
-    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
+    teacher = stored_source(target, folder, corpus.provenance, TAPS)
     expected, found = (
-        loss(target, LiveTeacher(target), text, family),
+        loss(target, LiveSource(target), text, family),
         loss(target, teacher, text, family),
     )
     assert found.total.item() == pytest.approx(expected.total.item(), rel=tolerance)
@@ -129,8 +131,8 @@ def test_states_of_the_next_token_would_be_noticed(target, stored):
     corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
     whole = vars(text_of(corpus, [[3]]))
     cut = {name: value if value is None else value[:, :-1] for name, value in whole.items()}
-    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
-    expected = loss(target, LiveTeacher(target), TextBatch(**cut)).total.item()
+    teacher = stored_source(target, folder, corpus.provenance, TAPS)
+    expected = loss(target, LiveSource(target), TextBatch(**cut)).total.item()
     assert loss(target, teacher, TextBatch(**cut)).total.item() == pytest.approx(expected, rel=2e-3)
     shifted = loss(
         target, teacher, TextBatch(**cut | {"token_index": cut["token_index"] + 1})
@@ -144,8 +146,8 @@ def test_text_of_the_moment_is_read_by_the_target(target, stored):
     index = text.token_index.clone()
     index[1] = -1
     mixed = TextBatch(**{**vars(text), "token_index": index})
-    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
-    live, kept = LiveTeacher(target).read(text, TAPS).taps, teacher.read(mixed, TAPS).taps
+    teacher = stored_source(target, folder, corpus.provenance, TAPS)
+    live, kept = LiveSource(target).read(text, TAPS).taps, teacher.read(mixed, TAPS).taps
     assert torch.allclose(kept[1], live[1], atol=1e-6) and not torch.equal(kept[0], live[0])
 
 
@@ -156,15 +158,15 @@ def test_sparse_distributions_lose_what_the_draft_and_the_target_differ_by_withi
     of the two distributions within it."""
     corpus = corpus_of(folder := stored(top_logprobs=64))
     text = text_of(corpus, ROWS)
-    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
-    assert isinstance(teacher, DistributionTeacher)
-    expected, found = loss(target, LiveTeacher(target), text), loss(target, teacher, text)
+    teacher = stored_source(target, folder, corpus.provenance, TAPS)
+    assert isinstance(teacher, DistributionSource)
+    expected, found = loss(target, LiveSource(target), text), loss(target, teacher, text)
     assert found.keep is None
     within = expected.sums.divergence - found.sums.divergence
     assert (within >= 0).all() and within.sum() < 0.5 * expected.sums.divergence.sum()
 
     row, position = (text.weights > 0).nonzero(as_tuple=True)
-    logits = LiveTeacher(target).read(text, ()).distributions(row, position)(slice(None))
+    logits = LiveSource(target).read(text, ()).distributions(row, position)(slice(None))
     distribution, exact = teacher.read(text, ()).distributions(row, position), top_probs(logits, 64)
     assert torch.equal(distribution.ids[:, 0], exact.ids[:, 0])
     assert torch.allclose(distribution.logprobs, exact.logprobs, atol=1e-4) and torch.allclose(
@@ -198,7 +200,7 @@ def test_a_flipped_byte_is_found_in_the_text_that_has_it(target, stored):
     first = json.loads(damaged[8:begin])["final"]["data_offsets"][0]
     damaged[begin + first + 5] ^= 4  # in the first text of the second shard
     path.write_bytes(damaged)
-    teacher = stored_teacher(target, folder, corpus.provenance, TAPS)
+    teacher = stored_source(target, folder, corpus.provenance, TAPS)
     teacher.read(text_of(corpus, [[0], [6]]), TAPS)
     with pytest.raises(UserError, match=r"taps-00001.safetensors' are damaged at text 0"):
         teacher.read(text_of(corpus, [[5]]), TAPS)
@@ -259,20 +261,20 @@ def test_what_was_stored_of_something_else_is_refused(target, stored, tiny_targe
     corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
     other = Target.load(tiny_target("llama", seed=1))
     with pytest.raises(UserError, match="of other weights"):
-        stored_teacher(other, folder, corpus.provenance, TAPS)
+        stored_source(other, folder, corpus.provenance, TAPS)
     with pytest.raises(UserError, match=r"reads tap 4 and stored are 1, 2, 3; .* --taps 2 4"):
-        stored_teacher(target, folder, corpus.provenance, (2, 4))
+        stored_source(target, folder, corpus.provenance, (2, 4))
     tap_file(folder / "part-00002.parquet").unlink()
     with pytest.raises(UserError, match=r"has no taps-00002\.safetensors"):
-        stored_teacher(target, folder, corpus.provenance, TAPS)
+        stored_source(target, folder, corpus.provenance, TAPS)
     with pytest.raises(UserError, match="delete them to store"):
         stored(store_taps="fp8", taps=TAPS)
     for path in folder.glob("taps-*"):
         path.unlink()
     with pytest.raises(UserError, match="neither distributions nor taps"):
-        stored_teacher(target, folder, corpus.provenance, TAPS)
+        stored_source(target, folder, corpus.provenance, TAPS)
     with pytest.raises(UserError, match="neither distributions nor taps"):
-        stored_teacher(other, folder, corpus.provenance, TAPS)
+        stored_source(other, folder, corpus.provenance, TAPS)
 
 
 @pytest.mark.parametrize("signal", [{"store_taps": "fp8", "taps": TAPS}, {"top_logprobs": 64}])
