@@ -4,10 +4,9 @@ it is there for. Torch-free."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
+from draftsmith.config import Limits, LimitsTable, out_of_limits
 from draftsmith.distill.config import (
     DistillConfig,
     DriftConfig,
@@ -20,28 +19,10 @@ from draftsmith.distill.config import (
 from draftsmith.drafters.options import LoraOptions
 from draftsmith.errors import UserError
 
-
-class Limits(NamedTuple):
-    low: float
-    high: float = math.inf
-    ends: str = "[)"  # of the interval, as mathematics writes them
-
-    def hold(self, value: float) -> bool:
-        """Never NaN."""
-        is_above = value >= self.low if self.ends[0] == "[" else value > self.low
-        return is_above and (value <= self.high if self.ends[1] == "]" else value < self.high)
-
-    def __str__(self) -> str:
-        told = f"{'at least' if self.ends[0] == '[' else 'above'} {self.low}"
-        if math.isinf(self.high):
-            return told
-        return f"{told} and {'at most' if self.ends[1] == ']' else 'below'} {self.high}"
-
-
 AT_LEAST_1, NOT_NEGATIVE, POSITIVE = Limits(1), Limits(0), Limits(0, ends="()")
 INSIDE, BELOW_1 = Limits(0, 1, "()"), Limits(0, 1)
 
-LIMITS: Mapping[type, Mapping[str, Limits]] = {
+LIMITS: LimitsTable = {
     GenerateConfig: {
         "count": AT_LEAST_1,
         "prompt_tokens": AT_LEAST_1,
@@ -107,12 +88,7 @@ LIMITS: Mapping[type, Mapping[str, Limits]] = {
 
 
 def check_numbers(config: Any, prefix: str = "") -> None:
-    """Of a configuration and of those in it; an option that is not given has no bounds."""
-    limits = LIMITS.get(type(config), {})
-    for field in fields(config):
-        name, value = prefix + field.name, getattr(config, field.name)
-        if type(value) in LIMITS:
-            check_numbers(value, f"{name}.")
-        elif value is not None and field.name in limits and not limits[field.name].hold(value):
-            finite = " and finite" if value == math.inf else ""
-            raise UserError(f"{name} is {value}; it must be {limits[field.name]}{finite}")
+    """Raises a `UserError` for the first number out of its limits."""
+    for name, value, limits in out_of_limits(config, LIMITS, prefix):
+        finite = " and finite" if value == math.inf else ""
+        raise UserError(f"{name} is {value}; it must be {limits}{finite}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.config import option
+from draftsmith.config import Limits, LimitsTable, option
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.drafters.options import (
     DflashOptions,
@@ -223,3 +223,56 @@ class EvalConfig:
         False, "write the figures into the draft's draftsmith.json, from where `export` takes them"
     )
     trust_remote_code: bool = option(False, TRUST_HELP)
+
+
+AT_LEAST_1 = Limits(1, words="be 1 or more")
+POSITIVE = Limits(0, ends="()", words="be more than 0")
+NOT_NEGATIVE = Limits(0, words="be 0 or more")
+SHARE = Limits(0, 1, "[]", words="lie between 0 and 1")
+BELOW_1 = Limits(0, 1, words="be 0 or more and less than 1")
+
+LIMITS: LimitsTable = {
+    OptimConfig: {
+        "lr": POSITIVE,
+        "warmup": SHARE,
+        "final": SHARE,
+        "weight_decay": NOT_NEGATIVE,
+        # With 1 nothing of a step would be left.
+        "beta2": BELOW_1,
+        "max_grad_norm": NOT_NEGATIVE,
+    },
+    UnrollConfig: {
+        "steps": POSITIVE,
+        "decay": POSITIVE,
+        "noise": Limits(0, words="be 0 or a small number such as 0.1"),
+    },
+    OnPolicyConfig: {
+        "share": SHARE,
+        "refresh": AT_LEAST_1,
+        "k": AT_LEAST_1,
+        "tokens": AT_LEAST_1,
+    },
+    TrainConfig: {
+        "steps": POSITIVE,
+        "epochs": POSITIVE,
+        "minutes": POSITIVE,
+        "batch_size": POSITIVE,
+        "accumulate": POSITIVE,
+        "max_length": POSITIVE,
+        # With 1 nothing would be left to train on.
+        "held_out": BELOW_1,
+        "seed": NOT_NEGATIVE,
+        "target_shares": POSITIVE,
+        "log_every": POSITIVE,
+        "save_every": POSITIVE,
+        "eval_every": NOT_NEGATIVE,
+        "eval_prompts": NOT_NEGATIVE,
+        "eval_tokens": POSITIVE,
+    },
+    EvalConfig: {
+        "k": AT_LEAST_1,
+        "prompts": AT_LEAST_1,
+        "max_tokens": AT_LEAST_1,
+        "batch_size": AT_LEAST_1,
+    },
+}

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -167,3 +168,47 @@ def _required(field: dataclasses.Field) -> bool:
 
 def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
+
+
+class Limits(NamedTuple):
+    """Interval of the numbers that an option may have. Tables of them stand beside the options."""
+
+    low: float
+    high: float = math.inf
+    ends: str = "[)"  # of the interval, as mathematics writes them
+    words: str = ""  # of the error, after "it must"; else they are made of the ends
+
+    def hold(self, value: float) -> bool:
+        """Never true of NaN."""
+        is_above = value >= self.low if self.ends[0] == "[" else value > self.low
+        return is_above and (value <= self.high if self.ends[1] == "]" else value < self.high)
+
+    def __str__(self) -> str:
+        lower = f"{'at least' if self.ends[0] == '[' else 'above'} {self.low}"
+        if math.isinf(self.high):
+            return lower
+        return f"{lower} and {'at most' if self.ends[1] == ']' else 'below'} {self.high}"
+
+
+LimitsTable = Mapping[type, Mapping[str, Limits]]
+
+
+def out_of_limits(
+    config: Any, table: LimitsTable, prefix: str = ""
+) -> Iterator[tuple[str, Any, Limits]]:
+    """(name, value, limits) of each number that lies out of them, sections of `config` included.
+    An option that is not given has no limits."""
+    limits = table.get(type(config), {})
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if type(value) in table:
+            yield from out_of_limits(value, table, f"{name}.")
+        elif value is not None and field.name in limits and not limits[field.name].hold(value):
+            yield name, value, limits[field.name]
+
+
+def check_limits(config: Any, table: LimitsTable) -> None:
+    """Raises a `UserError` for the first number out of its limits."""
+    for name, value, limits in out_of_limits(config, table):
+        words = limits.words or f"be {limits}"
+        raise UserError(f"option {name!r} is {value!r}; it must {words}")

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from draftsmith.config import check_limits
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.progress import Progress
-from draftsmith.train.config import EvalConfig
+from draftsmith.train.config import LIMITS, EvalConfig
 from draftsmith.train.data.dataset import Corpus, TokenSequence, check_tokenizer, read_corpus
 from draftsmith.train.evaluate.measured import prompt_of
 from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft, temperature_of
@@ -54,14 +55,7 @@ def run(config: EvalConfig) -> int:
 
 
 def check(config: EvalConfig) -> None:
-    for name, value in (
-        ("k", config.k),
-        ("prompts", config.prompts),
-        ("max_tokens", config.max_tokens),
-        ("batch_size", config.batch_size),
-    ):
-        if value < 1:
-            raise UserError(f"option {name!r} is {value}; it must be 1 or more")
+    check_limits(config, LIMITS)
     for temperature in config.temperature:
         if temperature < 0:
             raise UserError(f"option 'temperature' is {temperature}; it must be 0 (greedy) or more")

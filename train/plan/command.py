@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 
+from draftsmith.config import check_limits
 from draftsmith.errors import UserError
-from draftsmith.train.plan.config import PlanConfig
+from draftsmith.train.plan.config import LIMITS, PlanConfig
 from draftsmith.train.quiet import quiet
 
 
@@ -23,8 +24,6 @@ def run(config: PlanConfig) -> int:
 
 
 def check(config: PlanConfig) -> None:
-    for name in ("k", "context", "answers", "tokens"):
-        if getattr(config, name) < 1:
-            raise UserError(f"option {name!r} is {getattr(config, name)}; it must be 1 or more")
+    check_limits(config, LIMITS)
     if not config.streams or min(config.streams) < 1 or config.epochs <= 0:
         raise UserError("streams must be 1 or more and epochs above 0; raise them")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.config import option
+from draftsmith.config import LimitsTable, option
 from draftsmith.drafters.config import TRUST_HELP
-from draftsmith.train.config import FamilyShapes
+from draftsmith.train.config import AT_LEAST_1, FamilyShapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +35,13 @@ class PlanConfig(FamilyShapes):
     epochs: float = option(1.0, "passes over the data")
     trust_remote_code: bool = option(False, TRUST_HELP)
     json: bool = option(False, "print JSON instead of a table")
+
+
+LIMITS: LimitsTable = {
+    PlanConfig: {
+        "k": AT_LEAST_1,
+        "context": AT_LEAST_1,
+        "answers": AT_LEAST_1,
+        "tokens": AT_LEAST_1,
+    },
+}
