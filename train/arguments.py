@@ -20,36 +20,6 @@ from draftsmith.train.resolve import deepspeed_config, save_interval
 LATEST = "latest_universal"
 
 
-def join_parts(checkpoint: Path) -> None:
-    """Joins the parts that each process wrote of a checkpoint. Takes as long as reading and writing
-    the optimizer once; does nothing where it was done before."""
-    if (checkpoint / LATEST).is_file():
-        return
-    parts = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.checkpoint.ds_to_universal",
-        "--inject_missing_state",
-    ]
-    command += ["--input_folder", str(parts), "--output_folder", f"{parts}_universal"]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    if done.returncode:
-        lines = done.stdout.strip().splitlines() or ["no message"]
-        raise UserError(
-            f"checkpoint {str(checkpoint)!r} cannot be joined for another number of processes "
-            f"({lines[-1]}); start as many as "
-            "wrote it"
-        )
-
-
-def reads_joined(deepspeed: dict[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed config of a run that goes on from joined parts."""
-    return deepspeed | {"checkpoint": {**deepspeed.get("checkpoint", {}), "load_universal": True}}
-
-
 def training_arguments(
     config: TrainConfig, placement: Placement, *, folder: Path, max_steps: int, moved: bool = False
 ) -> TrainingArguments:
@@ -96,6 +66,11 @@ def training_arguments(
     return arguments
 
 
+def reads_joined(deepspeed: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed config of a run that goes on from joined parts."""
+    return deepspeed | {"checkpoint": {**deepspeed.get("checkpoint", {}), "load_universal": True}}
+
+
 def check_trackers(names: tuple[str, ...]) -> None:
     installed = get_available_reporting_integrations()
     for name in names:
@@ -104,3 +79,28 @@ def check_trackers(names: tuple[str, ...]) -> None:
                 f"option 'report_to' names {name!r}, which is no tracker installed here "
                 f"({', '.join(installed) or 'none'})"
             )
+
+
+def join_parts(checkpoint: Path) -> None:
+    """Joins the parts that each process wrote of a checkpoint. Takes as long as reading and writing
+    the optimizer once; does nothing where it was done before."""
+    if (checkpoint / LATEST).is_file():
+        return
+    parts = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--inject_missing_state",
+    ]
+    command += ["--input_folder", str(parts), "--output_folder", f"{parts}_universal"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        lines = done.stdout.strip().splitlines() or ["no message"]
+        raise UserError(
+            f"checkpoint {str(checkpoint)!r} cannot be joined for another number of processes "
+            f"({lines[-1]}); start as many as "
+            "wrote it"
+        )

@@ -31,18 +31,6 @@ DROPPED = {
 }
 
 
-class MetricsFile:
-    """One JSON object per line, whole lines only, on disk as soon as written."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as handle:
-            handle.write(json.dumps(record) + "\n")
-
-
 class Reporter(TrainerCallback):
     """Writes on rank 0 only; counts time and stops on every rank alike."""
 
@@ -170,6 +158,18 @@ def agreed(elapsed_s: float, args: TrainingArguments) -> float:
     shared = torch.tensor([elapsed_s], dtype=torch.float64, device=args.device)
     torch.distributed.broadcast(shared, src=0)
     return float(shared)
+
+
+class MetricsFile:
+    """One JSON object per line, whole lines only, on disk as soon as written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record) + "\n")
 
 
 class MetricWindow:

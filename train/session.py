@@ -36,18 +36,6 @@ from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 
 
-def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
-    """Has each MLP of the draft run again in the backward pass (`gradient_checkpointing`)."""
-    mlps = [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]
-    if not mlps:
-        raise UserError(
-            "option 'gradient_checkpointing' has nothing to recompute in a draft of family "
-            f"{family!r}; leave it out"
-        )
-    for mlp in mlps:
-        mlp.forward = partial(recompute.checkpoint, mlp.forward, use_reentrant=False)
-
-
 def train(config: TrainConfig) -> None:
     placement = placement_of(config.dtype)
     # Before DeepSpeed's config exists: under ZeRO-3 loading would partition the target's weights.
@@ -95,40 +83,6 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
     return Target(model, config.target, trust_remote_code=trust)
 
 
-def new_source(
-    config: TrainConfig, target: Target, corpus: Corpus, drafter: TrainedDrafter
-) -> TargetSource:
-    if config.teacher == "live":
-        return LiveSource(target)
-    source = stored_source(target, config.data, corpus.provenance, drafter.taps)
-    if isinstance(source, DistributionSource):
-        resolve.check_sparse(config)
-    return source
-
-
-def new_drafter(
-    config: TrainConfig, placement: Placement, target: Target, corpus: Corpus
-) -> torch.nn.Module:
-    # Adam needs more digits than bfloat16 has, whatever the target is kept in.
-    if config.init is not None:
-        return older_drafter(config.init, config.family, target)
-    counts = corpus.token_counts(target.vocab_size)
-    drafter = FAMILIES[config.family].create(
-        resolve.drafter_options(config), target, seed=config.seed, token_counts=counts
-    )
-    return drafter.to(device=placement.device, dtype=torch.float32)
-
-
-def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
-    drafter = checkpoint.load(init, target, dtype=torch.float32)
-    if drafter.family != family:
-        raise UserError(
-            f"option 'init' is {init!r}, a draft of family {drafter.family!r}; train "
-            f"{drafter.family} with it"
-        )
-    return drafter
-
-
 def load_corpus(config: TrainConfig, target: Target) -> Corpus:
     target.check_length(config.max_length, "option 'max_length'")
     corpus = read_corpus(
@@ -154,6 +108,52 @@ def warn_of_cut_texts(config: TrainConfig, corpus: Corpus) -> None:
     ):
         if count:
             print(f"{count} sequences of {config.data!r} are {what}", file=sys.stderr)
+
+
+def new_drafter(
+    config: TrainConfig, placement: Placement, target: Target, corpus: Corpus
+) -> torch.nn.Module:
+    # Adam needs more digits than bfloat16 has, whatever the target is kept in.
+    if config.init is not None:
+        return older_drafter(config.init, config.family, target)
+    counts = corpus.token_counts(target.vocab_size)
+    drafter = FAMILIES[config.family].create(
+        resolve.drafter_options(config), target, seed=config.seed, token_counts=counts
+    )
+    return drafter.to(device=placement.device, dtype=torch.float32)
+
+
+def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
+    drafter = checkpoint.load(init, target, dtype=torch.float32)
+    if drafter.family != family:
+        raise UserError(
+            f"option 'init' is {init!r}, a draft of family {drafter.family!r}; train "
+            f"{drafter.family} with it"
+        )
+    return drafter
+
+
+def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
+    """Has each MLP of the draft run again in the backward pass (`gradient_checkpointing`)."""
+    mlps = [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]
+    if not mlps:
+        raise UserError(
+            "option 'gradient_checkpointing' has nothing to recompute in a draft of family "
+            f"{family!r}; leave it out"
+        )
+    for mlp in mlps:
+        mlp.forward = partial(recompute.checkpoint, mlp.forward, use_reentrant=False)
+
+
+def new_source(
+    config: TrainConfig, target: Target, corpus: Corpus, drafter: TrainedDrafter
+) -> TargetSource:
+    if config.teacher == "live":
+        return LiveSource(target)
+    source = stored_source(target, config.data, corpus.provenance, drafter.taps)
+    if isinstance(source, DistributionSource):
+        resolve.check_sparse(config)
+    return source
 
 
 def make_trainer(

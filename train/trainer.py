@@ -31,35 +31,8 @@ from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.optim import Clock, lr_factor, muon_with_adamw
 from draftsmith.train.reporting import MetricWindow
 
-
-def token_mean(weights: torch.Tensor) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1 in all: every token counts alike, long texts more."""
-    return weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
-
-
-def sample_mean(weights: torch.Tensor) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1/n in each of the n texts with any weight: every text counts
-    alike."""
-    shares = per_sample(weights)
-    return shares / (shares.sum(dim=-1) > 0).sum().clamp(min=1)
-
-
-def per_sample(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1 in each text that has any: `sample_mean` where the texts are
-    counted elsewhere."""
-    sums = text_sums(weights, segments)
-    totals = sums if segments is None else sums.gather(-1, segments.clamp(min=0))
-    return weights / totals.clamp(min=torch.finfo(weights.dtype).tiny)
-
-
-def text_sums(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, n], n >= the texts of any row: the sum over each text, 0 where a row has no such text."""
-    if segments is None:
-        return weights.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(weights).scatter_add(-1, segments.clamp(min=0), weights)
-
-
 LEAST_ITEMS = 1e-6
+
 
 Inputs = dict[str, TextBatch]  # of one pass, as the Trainer hands it on: the key is "text"
 
@@ -297,11 +270,8 @@ class DraftTrainer(Trainer):
         return next((entry for entry in reversed(self.state.log_history) if "loss" in entry), {})
 
 
-def is_of_data(text: TextBatch) -> torch.Tensor:
-    """[B, L] bool: trained tokens of the data folder. On-policy rows are of none, and the metrics
-    of text do not count them."""
-    is_trained = text.weights > 0
-    return is_trained if text.token_index is None else is_trained & (text.token_index >= 0)
+def as_inputs(rows: list[list[TokenSequence]]) -> Inputs:
+    return {"text": pack(rows)}
 
 
 def num_items_of(text: TextBatch, mean: str) -> torch.Tensor:
@@ -310,6 +280,40 @@ def num_items_of(text: TextBatch, mean: str) -> torch.Tensor:
     if mean == "token":
         return text.weights.sum()
     return (text_sums(text.weights, text.segments) > 0).float().sum()
+
+
+def is_of_data(text: TextBatch) -> torch.Tensor:
+    """[B, L] bool: trained tokens of the data folder. On-policy rows are of none, and the metrics
+    of text do not count them."""
+    is_trained = text.weights > 0
+    return is_trained if text.token_index is None else is_trained & (text.token_index >= 0)
+
+
+def token_mean(weights: torch.Tensor) -> torch.Tensor:
+    """[B, L] -> weights that sum to 1 in all: every token counts alike, long texts more."""
+    return weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def sample_mean(weights: torch.Tensor) -> torch.Tensor:
+    """[B, L] -> weights that sum to 1/n in each of the n texts with any weight: every text counts
+    alike."""
+    shares = per_sample(weights)
+    return shares / (shares.sum(dim=-1) > 0).sum().clamp(min=1)
+
+
+def per_sample(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, L] -> weights that sum to 1 in each text that has any: `sample_mean` where the texts are
+    counted elsewhere."""
+    sums = text_sums(weights, segments)
+    totals = sums if segments is None else sums.gather(-1, segments.clamp(min=0))
+    return weights / totals.clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def text_sums(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+    """[B, n], n >= the texts of any row: the sum over each text, 0 where a row has no such text."""
+    if segments is None:
+        return weights.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(weights).scatter_add(-1, segments.clamp(min=0), weights)
 
 
 def once_each(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -334,7 +338,3 @@ def gather_into(spare: torch.nn.Module, partitioned: torch.nn.Module) -> None:
     with torch.no_grad(), GatheredParameters(parameters):
         for own, whole in zip(spare.parameters(), parameters, strict=True):
             own.copy_(whole)
-
-
-def as_inputs(rows: list[list[TokenSequence]]) -> Inputs:
-    return {"text": pack(rows)}

@@ -17,16 +17,6 @@ from draftsmith.train.data.dataset import TokenSequence
 Batch = list[list[int]]  # the sequences of each row
 
 
-def padded(rows: Sequence[torch.Tensor], value: float = 0) -> torch.Tensor:
-    """[B, L] of rows of any lengths, filled up on the right with `value`."""
-    return pad_sequence(list(rows), batch_first=True, padding_value=value)
-
-
-def mask_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[B, L] int64, 1 where `padded` has tokens of the rows."""
-    return padded([torch.ones_like(row, dtype=torch.int64) for row in rows])
-
-
 def collate(sequences: Sequence[TokenSequence]) -> TextBatch:
     """Batch with a sequence per row."""
     return pack([[sequence] for sequence in sequences])
@@ -63,6 +53,16 @@ def index_of(sequence: TokenSequence) -> torch.Tensor:
     """[L] int64, number of each token among all of the folder's; -1 for a text that is in none."""
     first, length = sequence.token_index, len(sequence.input_ids)
     return torch.full((length,), -1) if first < 0 else torch.arange(first, first + length)
+
+
+def padded(rows: Sequence[torch.Tensor], value: float = 0) -> torch.Tensor:
+    """[B, L] of rows of any lengths, filled up on the right with `value`."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def mask_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[B, L] int64, 1 where `padded` has tokens of the rows."""
+    return padded([torch.ones_like(row, dtype=torch.int64) for row in rows])
 
 
 def joined(above: TextBatch, below: TextBatch) -> TextBatch:

@@ -25,69 +25,6 @@ from draftsmith.train.objective.teacher import LiveSource, TargetSignals, Target
 COLUMNS = ("loss_mask", "top_ids", "top_logprobs", "tail")
 
 
-class StoredDistributions:
-    """Stored top tokens of a data folder. A token is found by its index among all tokens of the
-    folder."""
-
-    def __init__(self, folder: Path, *, provenance: dict[str, Any], revision: str):
-        rows = load_rows(folder)
-        if any(name not in rows.column_names for name in COLUMNS):
-            raise UserError(
-                f"data {str(folder)!r} holds neither distributions nor taps of the target; "
-                "generate it with --top-logprobs 64 or "
-                "--store-taps, or train with --teacher live"
-            )
-        if provenance.get("target_revision") != revision:
-            raise UserError(
-                f"data {str(folder)!r} holds the distributions of other weights than this "
-                "target's; train with --teacher live"
-            )
-        self.rows = rows.with_format("arrow", columns=list(COLUMNS))
-        sizes = [Lists(table["loss_mask"]).lengths for table in self.rows.iter(batch_size=1000)]
-        self.ends = np.concatenate(sizes).cumsum()
-
-    def read(self, token_index: torch.Tensor) -> TopProbs:
-        """Distributions of the tokens `token_index` [R], which must all be trained ones."""
-        wanted = token_index.cpu().numpy()
-        texts = np.searchsorted(self.ends, wanted, side="right")
-        parts: dict[int, tuple[np.ndarray, TopProbs]] = {
-            text: self._of(int(text)) for text in np.unique(texts)
-        }
-        entries = [
-            parts[text][0][index - self._begin(text)]
-            for text, index in zip(texts, wanted, strict=True)
-        ]
-        first = np.cumsum([0, *(len(distribution.tail) for _, distribution in parts.values())])
-        offset = dict(zip(parts, first, strict=False))
-        chosen = torch.tensor(
-            [offset[text] + entry for text, entry in zip(texts, entries, strict=True)],
-            dtype=torch.int64,
-        )
-        joined = (
-            torch.cat(column)
-            for column in zip(*(distribution for _, distribution in parts.values()), strict=True)
-        )
-        return TopProbs(*(column[chosen].to(token_index.device) for column in joined))
-
-    def _begin(self, text: int) -> int:
-        return int(self.ends[text - 1]) if text else 0
-
-    def _of(self, text: int) -> tuple[np.ndarray, TopProbs]:
-        """(number of the distribution of each token, its distributions)"""
-        table = self.rows[text : text + 1]
-        numbers = Lists(table["loss_mask"]).values.astype(np.int64).cumsum() - 1
-        tail = pc.list_flatten(table["tail"]).to_numpy()
-        ids, logprobs = (
-            pc.list_flatten(pc.list_flatten(table[name])).to_numpy().reshape(len(tail), -1)
-            for name in ("top_ids", "top_logprobs")
-        )
-        return numbers, TopProbs(
-            torch.from_numpy(ids.astype(np.int64)),
-            torch.from_numpy(logprobs.copy()),
-            torch.from_numpy(tail.copy()),
-        )
-
-
 def stored_source(
     target: Target, folder: str | Path, provenance: dict[str, Any], taps: tuple[int, ...]
 ) -> TargetSource:
@@ -166,3 +103,66 @@ class DistributionSource:
             return self.stored.read(token_index[row, position])
 
         return TargetSignals(self.live.read(text, taps).taps if taps else None, distributions)
+
+
+class StoredDistributions:
+    """Stored top tokens of a data folder. A token is found by its index among all tokens of the
+    folder."""
+
+    def __init__(self, folder: Path, *, provenance: dict[str, Any], revision: str):
+        rows = load_rows(folder)
+        if any(name not in rows.column_names for name in COLUMNS):
+            raise UserError(
+                f"data {str(folder)!r} holds neither distributions nor taps of the target; "
+                "generate it with --top-logprobs 64 or "
+                "--store-taps, or train with --teacher live"
+            )
+        if provenance.get("target_revision") != revision:
+            raise UserError(
+                f"data {str(folder)!r} holds the distributions of other weights than this "
+                "target's; train with --teacher live"
+            )
+        self.rows = rows.with_format("arrow", columns=list(COLUMNS))
+        sizes = [Lists(table["loss_mask"]).lengths for table in self.rows.iter(batch_size=1000)]
+        self.ends = np.concatenate(sizes).cumsum()
+
+    def read(self, token_index: torch.Tensor) -> TopProbs:
+        """Distributions of the tokens `token_index` [R], which must all be trained ones."""
+        wanted = token_index.cpu().numpy()
+        texts = np.searchsorted(self.ends, wanted, side="right")
+        parts: dict[int, tuple[np.ndarray, TopProbs]] = {
+            text: self._of(int(text)) for text in np.unique(texts)
+        }
+        entries = [
+            parts[text][0][index - self._begin(text)]
+            for text, index in zip(texts, wanted, strict=True)
+        ]
+        first = np.cumsum([0, *(len(distribution.tail) for _, distribution in parts.values())])
+        offset = dict(zip(parts, first, strict=False))
+        chosen = torch.tensor(
+            [offset[text] + entry for text, entry in zip(texts, entries, strict=True)],
+            dtype=torch.int64,
+        )
+        joined = (
+            torch.cat(column)
+            for column in zip(*(distribution for _, distribution in parts.values()), strict=True)
+        )
+        return TopProbs(*(column[chosen].to(token_index.device) for column in joined))
+
+    def _begin(self, text: int) -> int:
+        return int(self.ends[text - 1]) if text else 0
+
+    def _of(self, text: int) -> tuple[np.ndarray, TopProbs]:
+        """(number of the distribution of each token, its distributions)"""
+        table = self.rows[text : text + 1]
+        numbers = Lists(table["loss_mask"]).values.astype(np.int64).cumsum() - 1
+        tail = pc.list_flatten(table["tail"]).to_numpy()
+        ids, logprobs = (
+            pc.list_flatten(pc.list_flatten(table[name])).to_numpy().reshape(len(tail), -1)
+            for name in ("top_ids", "top_logprobs")
+        )
+        return numbers, TopProbs(
+            torch.from_numpy(ids.astype(np.int64)),
+            torch.from_numpy(logprobs.copy()),
+            torch.from_numpy(tail.copy()),
+        )

@@ -27,8 +27,36 @@ from draftsmith.train.export.layouts.source import (
 # Same block as Qwen2 up to the biases. Others differ in what the tensors mean (Gemma's norms), not
 # only in which there are.
 TARGETS = ("llama", "mistral", "qwen2")
+
 MODULE = "model.mtp_layers.0."
+
 PROJECTIONS = ("q", "k", "v")
+
+
+MODULE_FILE = "model-mtp.safetensors"
+
+
+def write_mtp(source: Source, out: Path) -> None:
+    write = write_back if is_appended(source.config) else write_stitched
+    write(source, out)
+
+
+def write_back(source: Source, out: Path) -> None:
+    """A module of one layer more in the place of the one that the target brought along. What is
+    shared with the target stays."""
+    module = read_weights(source.draft)
+    shapes = tensor_shapes(source.target)
+    for name, tensor in module.items():
+        if shapes.get(name) != tuple(tensor.shape):
+            raise UserError(
+                f"weight {name!r} of the MTP draft has shape {list(tensor.shape)} and "
+                f"{source.target_name!r} "
+                f"{'none such' if name not in shapes else list(shapes[name])}; give --target the "
+                "folder that it was trained from"
+            )
+    stitch(source.target, out, module, replaces=module.__contains__)
+    write_config(out, source.target_config)
+    copy_tokenizer(source.target, out)
 
 
 def write_stitched(source: Source, out: Path) -> None:
@@ -157,9 +185,6 @@ def stitched_config(target_config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-MODULE_FILE = "model-mtp.safetensors"
-
-
 def stitch(
     target: Path, out: Path, module: Mapping[str, torch.Tensor], *, replaces: Callable[[str], bool]
 ) -> None:
@@ -197,26 +222,3 @@ def copy_target_weights(target: Path, out: Path, replaces: Callable[[str], bool]
             )
         weight_map |= dict.fromkeys(kept, name)
     return weight_map
-
-
-def write_mtp(source: Source, out: Path) -> None:
-    write = write_back if is_appended(source.config) else write_stitched
-    write(source, out)
-
-
-def write_back(source: Source, out: Path) -> None:
-    """A module of one layer more in the place of the one that the target brought along. What is
-    shared with the target stays."""
-    module = read_weights(source.draft)
-    shapes = tensor_shapes(source.target)
-    for name, tensor in module.items():
-        if shapes.get(name) != tuple(tensor.shape):
-            raise UserError(
-                f"weight {name!r} of the MTP draft has shape {list(tensor.shape)} and "
-                f"{source.target_name!r} "
-                f"{'none such' if name not in shapes else list(shapes[name])}; give --target the "
-                "folder that it was trained from"
-            )
-    stitch(source.target, out, module, replaces=module.__contains__)
-    write_config(out, source.target_config)
-    copy_tokenizer(source.target, out)

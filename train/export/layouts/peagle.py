@@ -12,17 +12,6 @@ from draftsmith.train.export.layouts import eagle3
 from draftsmith.train.export.layouts.source import Source
 
 
-def check(source: Source) -> None:
-    mask_token, size = source.config.get("mask_token_id"), source.config.get("vocab_size")
-    if mask_token is None or not 0 <= mask_token < size:
-        raise UserError(
-            f"the draft has mask_token_id={mask_token}, which is no id of its {size} tokens; save "
-            "the draft again"
-        )
-    taps = source.config["num_aux_hidden_states"] * source.config["target_hidden_size"]
-    eagle3.check(source, more={"mask_hidden": (1, taps)})
-
-
 def write_vllm(source: Source, out: Path) -> None:
     check(source)
     tensors = {
@@ -43,3 +32,14 @@ def write_speculators(source: Source, out: Path) -> None:
         "speculators_config": config["speculators_config"] | {"algorithm": "peagle"},
     }
     write_weights(out, config, eagle3.speculators_tensors(source.draft))
+
+
+def check(source: Source) -> None:
+    mask_token, size = source.config.get("mask_token_id"), source.config.get("vocab_size")
+    if mask_token is None or not 0 <= mask_token < size:
+        raise UserError(
+            f"the draft has mask_token_id={mask_token}, which is no id of its {size} tokens; save "
+            "the draft again"
+        )
+    taps = source.config["num_aux_hidden_states"] * source.config["target_hidden_size"]
+    eagle3.check(source, more={"mask_hidden": (1, taps)})
