@@ -175,21 +175,21 @@ class MetricsFile:
 class MetricWindow:
     """Adds up every batch since the last log line."""
 
-    # Batches whose text is walked for the predicted tau; the walk runs on the host, so a few recent
+    # Batches that the predicted tau is computed on; that runs on the host, so a few recent
     # ones must do.
-    WALKED = 4
+    RECENT = 4
 
     def __init__(self, depths: int, kind: Kind) -> None:
         self.depths = depths  # draft positions of a round that the predicted tau assumes
         self.name = kind.metric
         self.sums: torch.Tensor | None = None  # [4, S] weight, divergence, alpha, outside
-        self.walked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.recent: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, unrolled: UnrolledLoss, loss_mask: torch.Tensor) -> None:
         sums = torch.stack([value.detach().double() for value in unrolled.sums])
         self.sums = sums if self.sums is None else self.sums + sums
         if unrolled.keep is not None:
-            self.walked = [*self.walked, (unrolled.keep.detach(), loss_mask)][-self.WALKED :]
+            self.recent = [*self.recent, (unrolled.keep.detach(), loss_mask)][-self.RECENT :]
 
     def drain(self, reduce: Callable[..., torch.Tensor]) -> dict[str, float]:
         """forward_kl_s (or what is trained by), alpha_s (s from 1) and outside of the window over
@@ -206,13 +206,13 @@ class MetricWindow:
         tau = self._tau()
         if tau is not None:
             metrics["tau"] = tau
-        self.sums, self.walked = None, []
+        self.sums, self.recent = None, []
         return metrics
 
     def _tau(self) -> float | None:
         """Mean predicted tau of this rank's recent batches."""
         taus = [
-            predicted_tau(deepen(keep, self.depths), loss_mask) for keep, loss_mask in self.walked
+            predicted_tau(deepen(keep, self.depths), loss_mask) for keep, loss_mask in self.recent
         ]
         known = [tau for tau in taus if tau is not None]
         return sum(known) / len(known) if known else None

@@ -26,7 +26,7 @@ class DoctorConfig(Pair):
         None, "instead of a target: a running draftsmith server, for example http://127.0.0.1:8000"
     )
     seconds: float = option(
-        0.0, "watch the server for so long; 0: judge all it has done since it started"
+        0.0, "watch the server for so long; 0: all it has done since it started"
     )
     api_key: str | None = option(None, "bearer token for that server")
     json: bool = option(False, "print the findings as JSON")

@@ -218,7 +218,7 @@ def check_ends(rows: list[Row], ends: tuple[int, ...]) -> Finding:
         return warn(
             "data.ends",
             what,
-            "raise --max-tokens of draftsmith generate, or the draft never learns to draft an end",
+            "raise --max-tokens of draftsmith generate, or no draft trained on it drafts an end",
         )
     return ok("data.ends", what)
 

@@ -204,7 +204,7 @@ def kept_text(
 class _Compared(NamedTuple):
     keep: torch.Tensor  # [R] chance that the token is kept
     impossible: torch.Tensor  # [R] the target cannot emit it
-    alpha: torch.Tensor  # [R], or nothing where it was not wanted
+    alpha: torch.Tensor  # [R], or empty where it was not asked for
 
 
 def _compare(

@@ -111,7 +111,7 @@ def prompts_for(target: Target) -> list[list[int]]:
 
 
 class Witness:
-    """A draft as `speculate` knows it, whose proposals are kept."""
+    """A draft as `speculate` takes it, with its proposals kept."""
 
     def __init__(self, drafter: ServingDrafter):
         self.drafter, self.family, self.taps = drafter, drafter.family, drafter.taps

@@ -49,7 +49,7 @@ class Parameters:
         if name not in self.shapes:
             if self.strict:
                 raise UserError(
-                    f"{self.engine} knows no parameter {name!r} for a weight of the export; the "
+                    f"{self.engine} has no parameter {name!r} for a weight of the export; the "
                     "layout is wrong"
                 )
             return
