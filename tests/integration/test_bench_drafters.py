@@ -18,8 +18,8 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.files import write_json
+from scripts.paths import ROOT
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 OTHERS = ("DRAFTSMITH_SPECULATORS_PYTHON", "DRAFTSMITH_VLLM_PYTHON")
 TINY = (
     "--minutes",
@@ -38,8 +38,7 @@ TINY = (
 def test_a_cell_of_an_older_recipe_is_another_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import drafter_cells
+    from scripts.bench.drafters import cells as drafter_cells
 
     monkeypatch.setattr(drafter_cells, "ROOT", tmp_path)
     (tmp_path / "recipes").mkdir()
@@ -62,11 +61,8 @@ def test_a_cell_of_an_older_recipe_is_another_one(
 
 
 @pytest.fixture(scope="module")
-def report_module(request: pytest.FixtureRequest) -> Any:
-    patch = pytest.MonkeyPatch()
-    request.addfinalizer(patch.undo)
-    patch.syspath_prepend(str(SCRIPTS))
-    import drafter_report
+def report_module() -> Any:
+    from scripts.bench.drafters import report as drafter_report
 
     return drafter_report
 
@@ -106,7 +102,8 @@ def run_folder(tiny_target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bench(run_folder: Path, out: Path) -> tuple[str, dict[str, Any]]:
     command = [
         sys.executable,
-        SCRIPTS / "bench_drafters.py",
+        "-m",
+        "scripts.bench.drafters.run",
         "--run",
         run_folder,
         "--work",
@@ -123,6 +120,7 @@ def bench(run_folder: Path, out: Path) -> tuple[str, dict[str, Any]]:
         text=True,
         timeout=300,
         env=environment,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr, json.loads(out.read_text(encoding="utf-8"))

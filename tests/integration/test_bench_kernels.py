@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels.py"
+from scripts.paths import ROOT
+
 TINY = ("--device", "cpu", "--quick", "--vocab", "64", "--seconds", "0", "--no-compile")
 VERIFICATIONS = [
     f"{way}, V 64"
@@ -35,8 +35,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp("bench") / "kernels.json"
-    command = [sys.executable, str(SCRIPT), *TINY, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-m", "scripts.bench.kernels.run", *TINY, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in CASES:
         assert name in done.stdout

@@ -19,17 +19,13 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 Script = Callable[[str], ModuleType]
 
 
 @pytest.fixture(scope="module")
-def script(request: pytest.FixtureRequest) -> Script:
+def script() -> Script:
     """A module of the benchmark by its name."""
-    patch = pytest.MonkeyPatch()
-    request.addfinalizer(patch.undo)
-    patch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
+    return lambda name: importlib.import_module(f"scripts.bench.online.{name}")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +42,7 @@ def work(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFacto
 def test_streams_are_served_learned_from_told_and_kept(
     script: Script, work: Path, tmp_path: Path
 ) -> None:
-    bench = script("bench_online")
+    bench = script("run")
     names = ("baselines", "sudden")
     arguments = [
         "--work",
@@ -87,7 +83,7 @@ def test_updates_of_known_worth_meet_the_gate(
     script: Script, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults, cells, setting, measures = map(
-        script, ("online_faults", "online_cells", "online_setting", "online_measures")
+        script, ("faults", "cells", "setting", "measures")
     )
     monkeypatch.setattr(faults, "SNAPSHOTS", 1)
     monkeypatch.setattr(faults, "PATIENCE", 24)
@@ -108,7 +104,7 @@ def test_the_published_off_by_one_trains_behind_what_was_wrong(script: Script) -
     text = ServedText(
         records=[], tokens=[5, 6, 7, 8, 9, 3], roles=np.array([0, 1, 2, 1, 3, 1], dtype=np.int8)
     )
-    assert script("online_objectives").off_by_one(text).roles.tolist() == [0, 0, 0, 2, 0, 2]
+    assert script("objectives").off_by_one(text).roles.tolist() == [0, 0, 0, 2, 0, 2]
 
 
 def answers(
@@ -127,7 +123,7 @@ def answers(
 
 
 def test_figures_are_read_off_the_curves(script: Script) -> None:
-    measures = script("online_measures")
+    measures = script("measures")
     curve = answers("code", 0, (200, 0.6))
     curve += answers("prose", 200, (100, 0.3), (900, 0.5))
     curve += answers("code", 1200, (200, 0.54))
@@ -159,7 +155,7 @@ def test_figures_are_read_off_the_curves(script: Script) -> None:
 
 
 def test_predictions_are_held_against_versions_that_served_one_domain(script: Script) -> None:
-    measures = script("online_measures")
+    measures = script("measures")
     curve = answers("prose", 0, (300, 0.4)) + answers("prose", 300, (60, 0.5), version=2)
     decisions = [
         {
@@ -182,7 +178,7 @@ def test_predictions_are_held_against_versions_that_served_one_domain(script: Sc
 
 
 def test_updates_are_sorted_by_what_they_gain(script: Script) -> None:
-    measures, report = script("online_measures"), script("online_report")
+    measures, report = script("measures"), script("report")
     trials = [
         {"kind": "noise", "gain": -0.1, "decision": "hold"},
         {"kind": "NaN", "gain": None, "decision": "refuse"},
@@ -205,7 +201,7 @@ def test_updates_are_sorted_by_what_they_gain(script: Script) -> None:
 
 
 def test_streams_shift_as_they_are_named(script: Script) -> None:
-    streams = script("online_streams")
+    streams = script("streams")
     first, *_, last = np.array_split([name == "b" for name in streams.gradual("a", "b", 4000)], 8)
     assert first.mean() < 0.12 and last.mean() > 0.88
     assert streams.turns(("a", "b"), 2, 2) == ["a", "a", "b", "b"] * 2
@@ -214,7 +210,7 @@ def test_streams_shift_as_they_are_named(script: Script) -> None:
 def test_a_day_is_lived_through_window_by_window(
     script: Script, work: Path, tmp_path: Path
 ) -> None:
-    day = script("bench_day")
+    day = script("day")
     arguments = ["--work", work, "--out", tmp_path / "day", "--busiest", 16, "--windows", 3]
     day.main([str(argument) for argument in arguments])
     report = json.loads((tmp_path / "day.json").read_text())
@@ -231,7 +227,7 @@ def test_a_day_is_lived_through_window_by_window(
 
 
 def test_memory_that_grows_is_told_from_memory_that_is_flat(script: Script) -> None:
-    day = script("bench_day")
+    day = script("day")
     noise = torch.randn(60, generator=torch.Generator().manual_seed(0))
     flat = day.slope_a_window((500 + noise).tolist())
     growing = day.slope_a_window((500 + noise + 0.8 * torch.arange(60)).tolist())

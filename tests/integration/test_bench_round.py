@@ -15,8 +15,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.stats import PHASES
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_round.py"
+from scripts.paths import ROOT
 
 
 @pytest.mark.long
@@ -31,14 +30,15 @@ def test_every_phase_is_told_without_a_server_and_over_http(
     sizes = ("--max-tokens", "8", "--repeats", "1", "--streams", "1", "2", "--k", "2")
     command = [
         sys.executable,
-        str(SCRIPT),
+        "-m",
+        "scripts.bench.engine.round",
         "--run",
         str(tmp_path),
         *sizes,
         "--out",
         str(tmp_path / "round.json"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "round.json").read_text())["rows"]
     assert {(row["label"], row["temperature"], row["streams"]) for row in rows} == {

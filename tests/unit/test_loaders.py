@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-THE_PLACE = ROOT / "drafters" / "pretrained.py"
+THE_PLACE = ROOT / "drafters" / "target" / "load.py"
 CODE = ("kernels", "drafters", "train", "serve", "distill", "src/draftsmith")
 LOADERS = ("from_pretrained", "from_config")
 

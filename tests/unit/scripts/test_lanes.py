@@ -50,7 +50,7 @@ def calls(checkout: Path, *arguments: str) -> list[str]:
     return (checkout / "calls").read_text().splitlines()
 
 
-MUTANTS = "python scripts/mutants.py"
+MUTANTS = "python -m scripts.mutants.check"
 
 
 @pytest.mark.parametrize(

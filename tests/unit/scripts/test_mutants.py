@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+from scripts.mutants.entries import load, outdated
 
-from mutant_list import load, outdated  # noqa: E402
+ROOT = Path(__file__).resolve().parents[3]
 
 LEAST = {"kernels": 18, "drafters": 14, "serve": 18, "distill": 10}
 
@@ -112,8 +110,8 @@ def check(project: Path, entries: list[dict[str, Any]], *names: str) -> tuple[in
     code = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(SCRIPTS)!r})
-from mutants import check
+sys.path.insert(0, {str(ROOT)!r})
+from scripts.mutants.check import check
 sys.exit(check(Path({str(project)!r}), {names!r}, workers=2, preloaded=(), least_limit_s=3.0))
 """
     plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

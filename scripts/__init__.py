@@ -1,0 +1,1 @@
+"""Programs of a checkout, which are not installed: `scripts/quickstart`, `scripts/test`, `scripts/bench_*`."""

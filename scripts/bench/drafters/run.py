@@ -1,0 +1,293 @@
+"""Trains every family, objective and peer for the same time and compares their acceptance. Started
+by scripts/bench_drafters."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.target.target import Target
+from draftsmith.files import read_json, write_json
+from draftsmith.progress import Progress
+from draftsmith.train.config import EvalConfig
+from draftsmith.train.data.dataset import Corpus, TokenSequence, read_corpus
+from draftsmith.train.evaluate.command import answer_again
+from draftsmith.train.evaluate.teacher_forced import evaluate_draft
+from scripts.bench.drafters.cells import FAMILIES, OBJECTIVES, ON_CPU, OURS, PEERS, Cell, Plan
+from scripts.bench.drafters.report import draw, tables
+from scripts.bench.drafters.served import exported, served_tau
+from scripts.paths import ROOT
+
+MAX_LENGTH, HELD_OUT = 512, 0.05
+DOCUMENTS = 48  # held-out texts that every draft is evaluated on
+# draft tokens of the rounds that tau is predicted for; the fewest that a family of the recipes can
+# draft
+K = 4
+INTERPRETERS = {"speculators": "DRAFTSMITH_SPECULATORS_PYTHON"}
+VLLM = "DRAFTSMITH_VLLM_PYTHON"
+
+
+class Bench(NamedTuple):
+    target: Target
+    corpus: Corpus
+    held_out: dict[float, list[TokenSequence]]  # by the temperature it was written at
+    run: Path
+    work: Path
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench_drafters",
+        description="Acceptance of every family, objective and peer at equal training time.",
+    )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        default=ROOT / "runs" / "quickstart",
+        help="a quickstart folder: its target and data",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "runs" / "drafters",
+        help="finished cells are kept here; after a change of the code give another",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the figures here as JSON and the picture beside it"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0.75,
+        help="training time of a cell: CPU time, wall-clock time with CUDA",
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument(
+        "--objectives",
+        nargs="*",
+        default=list(OBJECTIVES),
+        choices=tuple(OBJECTIVES),
+        help="of eagle3",
+    )
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    torch.set_num_threads(1)
+    if not (chosen.run / "data" / "provenance.json").exists():
+        print("bench_drafters: no target and data yet, running scripts/quickstart", flush=True)
+        subprocess.run([ROOT / "scripts" / "quickstart"], check=True)
+    bench = open_bench(chosen.run, chosen.work)
+    plan = Plan(
+        families=chosen.families, objectives=chosen.objectives, peers=present(chosen.peers),
+        seeds=chosen.seeds,
+        minutes=chosen.minutes, row_tokens=int(bench.corpus.train.lengths.max()),
+        served=VLLM in os.environ,
+    )  # fmt: skip
+    rows = measure(bench, list(plan.cells()))
+    report = {
+        "schema": 1,
+        "k": K,
+        "minutes": chosen.minutes,
+        "clock": clock(),
+        "machine": machine(),
+        "rows": rows,
+    }
+    print(tables(report))
+    if chosen.out is not None:
+        write_json(chosen.out, report)
+        draw(chosen.out.with_suffix(".png"), report)
+
+
+def open_bench(run: Path, work: Path) -> Bench:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = Target.load(
+        str(run / "target"), dtype="auto" if device.type == "cuda" else torch.float32, device=device
+    )
+    corpus = read_corpus(
+        run / "data", max_length=MAX_LENGTH, vocab_size=target.vocab_size, held_out_share=HELD_OUT
+    )
+    written_at = float(corpus.provenance["temperature"])
+    sampled = corpus.held_out.first(DOCUMENTS)
+    again = EvalConfig(target=target.name, draft="", data="", max_tokens=MAX_LENGTH // 4)
+    held_out = {0.0: answer_again(again, 0.0, target, sampled), written_at: sampled}
+    check_work(work, {"target": target.revision, "data": corpus.provenance})
+    return Bench(target, corpus, held_out, run, work)
+
+
+def check_work(work: Path, setting: dict[str, Any]) -> None:
+    """Cells of another target or other data are not comparable."""
+    path = work / "setting.json"
+    if path.exists() and read_json(path, "setting") != setting:
+        sys.exit(
+            f"bench_drafters: {str(work)!r} holds cells of another target or other data; give "
+            "another --work"
+        )
+    write_json(path, setting)
+
+
+def present(peers: Sequence[str]) -> list[str]:
+    for peer in peers:
+        if INTERPRETERS[peer] not in os.environ:
+            print(
+                f"bench_drafters: without {peer}, {INTERPRETERS[peer]} does not name the "
+                "interpreter that has it"
+            )
+    return [peer for peer in peers if INTERPRETERS[peer] in os.environ]
+
+
+def measure(bench: Bench, cells: list[Cell]) -> list[dict[str, Any]]:
+    waiting = [cell for cell in cells if finished(bench, cell) is None]
+    progress = Progress("bench_drafters", total=len(waiting), unit="cells", stream=sys.stderr)
+    try:
+        for done, cell in enumerate(waiting, start=1):
+            write_json(bench.work / cell.folder / "cell.json", run(bench, cell))
+            progress.update(done, cell.folder)
+    except KeyboardInterrupt:
+        print(
+            "bench_drafters: interrupted; this is what is finished, the same command goes on",
+            file=sys.stderr,
+        )
+    progress.close()
+    return [row for cell in cells if (row := finished(bench, cell)) is not None]
+
+
+def finished(bench: Bench, cell: Cell) -> dict[str, Any] | None:
+    """What was measured, unless it was measured with other arguments or recipes."""
+    path = bench.work / cell.folder / "cell.json"
+    row = read_json(path, "cell") if path.exists() else None
+    return row if row is not None and row["cell"] == cell.to_dict() else None
+
+
+def run(bench: Bench, cell: Cell) -> dict[str, Any]:
+    if cell.part == "served":
+        return {
+            "cell": cell.to_dict(),
+            "trained": serve(bench, cell),
+            "evaluations": [],
+            "load": os.getloadavg()[0],
+        }
+    trained = train(bench, cell)
+    # Of these speed and memory are wanted only.
+    evaluations = (
+        [] if cell.part == "equal" else evaluate(bench, bench.work / cell.folder / "draft")
+    )
+    return {
+        "cell": cell.to_dict(),
+        "trained": trained,
+        "evaluations": evaluations,
+        "load": os.getloadavg()[0],
+    }
+
+
+def serve(bench: Bench, cell: Cell) -> dict[str, Any]:
+    ours = cell.trainer == OURS
+    draft = (
+        bench.work
+        / ("families/eagle3" if ours else f"peers/{cell.trainer}")
+        / f"seed-{cell.seed}"
+        / "draft"
+    )
+    out, target = bench.work / cell.folder, bench.run / "target"
+    if ours:
+        draft = exported(draft, target, out / "export")
+    return served_tau(os.environ[VLLM], draft, target, bench.held_out[0.0], K, out)
+
+
+def evaluate(bench: Bench, draft: Path) -> list[dict[str, Any]]:
+    drafter = checkpoint.load(draft, bench.target)
+    return [
+        evaluate_draft(drafter, bench.target, sequences, temperature=temperature, k=K).to_dict()
+        for temperature, sequences in bench.held_out.items()
+    ]
+
+
+def train(bench: Bench, cell: Cell) -> dict[str, float]:
+    """In a process of its own, whose output goes to a log beside the draft."""
+    out = bench.work / cell.folder
+    out.mkdir(parents=True, exist_ok=True)
+    python, module, job = our_job(bench, cell) if cell.trainer == OURS else their_job(bench, cell)
+    write_json(out / "job.json", job | {"out": str(out)})
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    with open(out / "log.txt", "w", encoding="utf-8") as log:
+        done = subprocess.run(
+            [python, "-m", module, out / "job.json"],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            cwd=ROOT,
+        )
+    if done.returncode != 0:
+        sys.exit(
+            f"bench_drafters: {cell.folder} failed with status {done.returncode}; see "
+            f"{out / 'log.txt'}"
+        )
+    trained = json.loads((out / "trained.json").read_text(encoding="utf-8"))
+    tokens = int(bench.corpus.train.lengths.sum())
+    # Each trainer counts what is at hand: theirs tokens, ours passes over the data.
+    trained |= (
+        {"tokens": trained["passes"] * tokens}
+        if "passes" in trained
+        else {"passes": trained["tokens"] / tokens}
+    )
+    return trained | {"tokens_per_s": trained["tokens"] / trained["seconds"]}
+
+
+def our_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
+    arguments = [
+        *cell.command(), "--target", str(bench.run / "target"), "--data", str(bench.run / "data"),
+        "--minutes", str(cell.minutes), "--seed", str(cell.seed), "--max-length", str(MAX_LENGTH),
+        "--held-out", str(HELD_OUT),
+        "--eval-prompts", "0", "--save-every", "1000000",
+    ]  # fmt: skip
+    if cell.starts_from:
+        arguments += ["--init", str(bench.work / cell.starts_from / "draft")]
+    return sys.executable, "scripts.bench.drafters.training", {"arguments": arguments}
+
+
+def their_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
+    rows = bench.work / "rows.json"
+    if not rows.exists():
+        texts = bench.corpus.train.first(len(bench.corpus.train))
+        write_json(
+            rows,
+            {"input_ids": [t.input_ids.tolist() for t in texts], "loss_mask": [t.loss_mask.tolist() for t in texts]},
+        )  # fmt: skip
+    job = {
+        "target": str(bench.run / "target"), "rows": str(rows), "seed": cell.seed,
+        "budget_s": 60 * cell.minutes,
+        "flags": [*cell.arguments, *(() if torch.cuda.is_available() else ON_CPU)],
+    }  # fmt: skip
+    return os.environ[INTERPRETERS[cell.trainer]], "scripts.bench.drafters.speculators_peer", job
+
+
+def clock() -> str:
+    return "wall-clock time" if torch.cuda.is_available() else "CPU time of the training process"
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "machine": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+if __name__ == "__main__":
+    main()

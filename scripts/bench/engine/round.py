@@ -1,0 +1,176 @@
+"""Where the time of a round goes, without a server and over HTTP; `scripts/bench_round --help`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import httpx
+import torch
+import transformers
+
+from draftsmith.drafters.checkpoint import load
+from draftsmith.drafters.target.target import Target
+from draftsmith.serve.bench.client import Client
+from draftsmith.serve.bench.prompts import read_prompts
+from draftsmith.serve.bench.server import started
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.stats import PHASES
+from scripts.paths import ROOT
+
+TIMEOUT_S = 600.0
+Row = dict[str, Any]
+
+
+def inside(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> Row:
+    """All prompts at once in this process: ms a round by phase, medians of the rounds in which all
+    of them decode."""
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    phases: dict[str, list[float]] = {name: [] for name in (*PHASES, "round")}
+    tokens = []
+    while engine.scheduler.busy:
+        decoding = all(not request.prefilling and not request.finished for request in requests)
+        before, begun_s = dict(engine.stats.time_s), perf_counter()
+        written = sum(request.num_output for request in requests)
+        engine.step()
+        if not decoding:
+            continue
+        phases["round"].append(perf_counter() - begun_s)
+        tokens.append(sum(request.num_output for request in requests) - written)
+        for name in PHASES:
+            phases[name].append(engine.stats.time_s[name] - before[name])
+    return {name: 1e3 * statistics.median(values) for name, values in phases.items()} | {
+        "tokens": statistics.mean(tokens) / len(prompts)
+    }
+
+
+def over_http(url: str, prompts: Sequence[dict[str, Any]], body: dict[str, Any]) -> Row:
+    """The same against a server: ms of wall time a round and what its engine says of it, means;
+    prompts are read in it."""
+
+    async def measure() -> float:
+        client = Client(url, api_key=None, timeout_s=TIMEOUT_S)
+        try:
+            return (
+                await client.measure(prompts, body | {"model": await client.model()}, len(prompts))
+            ).wall_s
+        finally:
+            await client.http.aclose()
+
+    before = counters(url)
+    wall_s = asyncio.run(measure())
+    spent = {name: value - before[name] for name, value in counters(url).items()}
+    rounds = spent.pop("rounds")
+    return {"http": 1e3 * wall_s / rounds} | {
+        f"http {name}": 1e3 * value / rounds for name, value in spent.items()
+    }
+
+
+def counters(url: str) -> dict[str, float]:
+    text = httpx.get(f"{url}/metrics").text
+    phases = re.findall(
+        r'^draftsmith_time_seconds_total\{.*phase="(\w+)".*\} (\S+)$', text, re.MULTILINE
+    )
+    rounds = re.findall(r"^draftsmith_rounds_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in phases} | {"rounds": float(rounds[0])}
+
+
+def measure(target: Path, draft: Path | None, options: argparse.Namespace) -> list[Row]:
+    """Called in a process of its own: weights packed into memory that another engine has left are
+    read more slowly."""
+    torch.set_num_threads(1)
+    prompts = read_prompts(str(options.prompts), count=max(options.streams), chars=400, seed=0)
+    model = Target.load(target, dtype="float32")
+    engine = Engine(model, None if draft is None else load(draft, model), EngineConfig(k=options.k))
+    tokenizer = model.tokenizer()
+    ids = [tokenizer(prompt["prompt"])["input_ids"] for prompt in prompts]
+    arguments = ["--target", str(target), "--k", str(options.k), "--threads", "1"]
+    rows = []
+    with started(
+        arguments + ([] if draft is None else ["--draft", str(draft)]), timeout_s=TIMEOUT_S
+    ) as url:
+        for temperature in options.temperature:
+            for streams in options.streams:
+                body = {
+                    "max_tokens": options.max_tokens,
+                    "temperature": temperature,
+                    "ignore_eos": True,
+                    "seed": 0,
+                }
+                params = SamplingParams(**body)
+                found = []
+                # In turns, so that a loaded machine slows them alike; the first turn warms up.
+                for _ in range(options.repeats + 1):
+                    found.append(
+                        inside(engine, ids[:streams], params)
+                        | over_http(url, prompts[:streams], body)
+                    )
+                row = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
+                label = "no draft" if draft is None else draft.name
+                rows.append({"label": label, "temperature": temperature, "streams": streams} | row)
+                print(line(rows[-1]), flush=True)
+    return rows
+
+
+def line(row: Row) -> str:
+    cells = [row["label"], f"{row['temperature']:g}", str(row["streams"]), f"{row['tokens']:.2f}"]
+    cells += [f"{row[name]:.2f}" for name in (*PHASES, "round", "http")]
+    return "| " + " | ".join([*cells, f"{row['http'] - row['round']:.2f}"]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--run",
+        type=Path,
+        default=ROOT / "runs" / "quickstart",
+        help="a finished quickstart folder",
+    )
+    parser.add_argument("--draft", type=Path, help="another draft than its EAGLE-3")
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="turns that count, after one that warms up"
+    )
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--out", type=Path, help="writes the JSON here too")
+    options = parser.parse_args()
+    source = options.run / "bench-prompts.jsonl"
+    options.prompts = source if source.exists() else "stdlib:code"
+    load_before = os.getloadavg()[0]
+    print(
+        "| draft | T | streams | tokens | "
+        + " | ".join([*PHASES, "engine", "over HTTP", "HTTP adds"])
+        + " |"
+    )
+    print("|" + "---|" * 10, flush=True)
+    rows: list[Row] = []
+    for draft in (None, options.draft or options.run / "eagle3"):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            rows += fresh.submit(measure, options.run / "target", draft, options).result()
+    report = {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "cores": os.cpu_count(),
+        "load_average_before": load_before,
+        "rows": rows,
+    }
+    print(json.dumps(report, indent=1))
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""What is measured: each case with its ways of doing the same work and the bytes that none of them
+can avoid moving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
+from draftsmith.kernels.verify.block import verify_block
+from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.tree import verify_tree
+from draftsmith.kernels.verify.verdict import TreeVerdict
+from scripts.bench.kernels.case import Call, Case, Sizes
+from scripts.bench.kernels.divergence_cases import divergence_cases
+from scripts.bench.kernels.peers import (
+    installed,
+    plain_filters,
+    plain_sample,
+    vllm_chain,
+    vllm_filters,
+)
+
+USUAL = (32_000, 128_256, 151_936)
+FULL = Sizes(USUAL, USUAL, 64, 5, 8192, 4096, 2048, (32, 8, 128))
+QUICK = Sizes(USUAL, (32_000,), 4, 5, 512, 128, 512, (8, 4, 32))
+
+
+def ours_and_reference(device: torch.device, call: Callable[[str], Any]) -> dict[str, Call]:
+    """On a CPU the reference is what "auto" runs, so there is one way."""
+    ways = {"reference": lambda: call("torch")}
+    return {"ours": lambda: call("auto"), **ways} if device.type == "cuda" else ways
+
+
+def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]]:
+    """Makers, so that one case's tensors are gone before the next one's exist."""
+    for vocab_size in sizes.vocabularies:
+        for dtype in (
+            (torch.float32, torch.bfloat16) if vocab_size == sizes.middle else (torch.float32,)
+        ):
+            for make in (chain_case, deterministic_case, block_case, tree_case):
+                yield lambda make=make, v=vocab_size, d=dtype: make(sizes, v, device, d)
+        yield lambda v=vocab_size: filter_case(sizes, v, device)
+        yield lambda v=vocab_size: sample_case(sizes, v, device)
+    yield from divergence_cases(sizes, device, Case)
+    yield lambda: attention_case(sizes, device)
+
+
+@dataclass(frozen=True)
+class Round:
+    p: torch.Tensor  # [B * (K + 1), V]
+    q: torch.Tensor  # [B, K, V]
+    drafts: torch.Tensor  # [B, K], drawn from q
+    lengths: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def distribution_bytes(self) -> int:
+        return _num_bytes(self.p) + _num_bytes(self.q)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def make_round(
+    sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Round:
+    """Distributions with a temperature of 1 and a draft that keeps about half of its tokens."""
+    generator = torch.Generator(device).manual_seed(vocab_size)
+    num_rows, depth = sizes.requests, sizes.depth
+    p = 3 * torch.randn(num_rows, depth + 1, vocab_size, generator=generator, device=device)
+    q = p[:, :depth] + 0.7 * torch.randn(
+        num_rows, depth, vocab_size, generator=generator, device=device
+    )
+    p, q = p.to(dtype), q.to(dtype)
+    seeds, positions = (
+        torch.arange(num_rows, device=device),
+        100 + torch.arange(num_rows, device=device),
+    )
+    drafts = torch.stack(
+        [sample(q[:, i].float(), seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1
+    )
+    lengths = torch.full((num_rows,), depth, dtype=torch.int64, device=device)
+    return Round(p.flatten(0, 1), q, drafts, lengths, seeds, positions)
+
+
+def _shape(sizes: Sizes, dtype: torch.dtype) -> str:
+    return f"{sizes.requests} x ({sizes.depth}+1) rows, {_named(dtype)}"
+
+
+def _name(what: str, vocab_size: int, dtype: torch.dtype) -> str:
+    return f"{what}, V {vocab_size}" + ("" if dtype == torch.float32 else f", {_named(dtype)}")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def chain_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
+    one = make_round(sizes, vocab_size, device, dtype)
+
+    def call(impl: str) -> Any:
+        return verify_chain(
+            one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl
+        )
+
+    ways = ours_and_reference(device, call)
+    if installed("vllm", device):
+        ways["vllm"] = vllm_chain(one.p, one.drafts, one.q)
+    name = _name("chain verification", vocab_size, dtype)
+    return Case(
+        name, _shape(sizes, dtype), one.distribution_bytes, ways, sizes.compiled(vocab_size)
+    )
+
+
+def deterministic_case(
+    sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype
+) -> Case:
+    one = make_round(sizes, vocab_size, device, dtype)
+
+    def call(impl: str) -> Any:
+        return verify_chain(
+            one.p, one.drafts, one.lengths, None, one.seeds, one.positions, impl=impl
+        )
+
+    ways = ours_and_reference(device, call)
+    name = _name("chain verification without q", vocab_size, dtype)
+    return Case(name, _shape(sizes, dtype), _num_bytes(one.p), ways, sizes.compiled(vocab_size))
+
+
+def block_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
+    one = make_round(sizes, vocab_size, device, dtype)
+
+    def call(impl: str) -> Any:
+        return verify_block(
+            one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl
+        )
+
+    ways = ours_and_reference(device, call)
+    name = _name("block verification", vocab_size, dtype)
+    return Case(
+        name, _shape(sizes, dtype), one.distribution_bytes, ways, sizes.compiled(vocab_size)
+    )
+
+
+# Two children of the root, two of its first child, one of its second: three distributions a
+# request.
+PARENTS = (-1, -1, 0, 0, 1)
+DISTRIBUTION_SLOTS, CHILDREN = (0, 1, 2), (2, 2, 1)
+
+
+def tree_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
+    one = make_round(Sizes(**{**vars(sizes), "depth": len(PARENTS)}), vocab_size, device, dtype)
+    num_rows, distributions = sizes.requests, len(DISTRIBUTION_SLOTS)
+    # The distribution after the root and after nodes 0 and 1: rows 0, 1 and 2 of p, told with
+    # noise.
+    q = one.q[:, :distributions]
+    tokens = torch.cat(
+        [
+            sample_without_replacement(
+                q[:, distribution].float(),
+                one.seeds,
+                one.positions + int(distribution > 0),
+                Purpose.DRAFT,
+                count,
+            )
+            for distribution, count in enumerate(CHILDREN)
+        ],
+        dim=1,
+    )
+    parents = torch.tensor(PARENTS, device=device).expand(num_rows, -1).contiguous()
+    q_rows = torch.full((num_rows, len(PARENTS) + 1), -1, dtype=torch.int64, device=device)
+    q_rows[:, list(DISTRIBUTION_SLOTS)] = torch.arange(
+        num_rows * distributions, device=device
+    ).view(num_rows, distributions)
+    tree, told = DraftTree(tokens, parents, one.lengths), q.flatten(0, 1).contiguous()
+
+    def call(impl: str) -> Any:
+        return verify_tree(one.p, tree, told, q_rows, one.seeds, one.positions, impl=impl)
+
+    ways = ours_and_reference(device, call)
+    floor = visited_rows(call("torch"), q_rows) * vocab_size * dtype.itemsize
+    shape = f"{num_rows} x {len(PARENTS)} nodes, {distributions} distributions, {_named(dtype)}"
+    return Case(
+        _name("tree verification", vocab_size, dtype),
+        shape,
+        floor,
+        ways,
+        sizes.compiled(vocab_size),
+    )
+
+
+def visited_rows(verdict: TreeVerdict, q_rows: torch.Tensor) -> int:
+    """Rows of p and q that the walks of these verdicts stood at; those of other nodes can be left
+    unread."""
+    slots = torch.nn.functional.pad(verdict.nodes + 1, (1, 0))
+    visited = torch.arange(slots.shape[1], device=slots.device) <= verdict.accepted[:, None]
+    told = q_rows.gather(1, slots) >= 0
+    return int(visited.sum() + (visited & told).sum())
+
+
+def filter_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    logits = make_round(sizes, vocab_size, device).p
+    rows = SamplingRows.of(
+        [0.8] * len(logits), top_k=[50] * len(logits), top_p=[0.95] * len(logits), device=device
+    )
+    ways: dict[str, Call] = {
+        "ours": lambda: process(logits, rows),
+        "reference": lambda: plain_filters(logits, 0.8, 50, 0.95),
+    }
+    if installed("vllm", device):
+        ways["vllm"] = vllm_filters(logits, 50, 0.95)
+    shape = f"{len(logits)} rows, temperature, top-k 50, top-p 0.95"
+    return Case(
+        f"filters, V {vocab_size}", shape, 8 * logits.numel(), ways, sizes.compiled(vocab_size)
+    )
+
+
+def sample_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    one = make_round(sizes, vocab_size, device)
+    logits = one.p[: sizes.requests]
+    ways: dict[str, Call] = {
+        "ours": lambda: sample(logits, one.seeds, one.positions, Purpose.BONUS),
+        "reference": lambda: plain_sample(logits),
+        "torch.multinomial": lambda: torch.multinomial(logits.softmax(-1), 1),
+    }
+    compiled = ["ours", *sizes.compiled(vocab_size)]
+    return Case(
+        f"sampling, V {vocab_size}",
+        f"{len(logits)} rows, float32",
+        4 * logits.numel(),
+        ways,
+        compiled,
+    )
+
+
+def attention_case(sizes: Sizes, device: torch.device) -> Case:
+    heads, kv_heads, width = sizes.layers_kv
+    block, new = 16, sizes.depth + 1
+    blocks = -(-(sizes.context + new) // block)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    pool = PagedPool.empty(
+        num_layers=1,
+        num_blocks=sizes.requests * blocks,
+        block_size=block,
+        num_kv_heads=kv_heads,
+        key_dim=width,
+        device=device,
+        dtype=dtype,
+    )
+    tables = torch.randperm(sizes.requests * blocks, device=device).view(sizes.requests, blocks)
+    positions = (sizes.context + torch.arange(new, device=device)).repeat(sizes.requests)
+    lengths = torch.full((sizes.requests,), new, dtype=torch.int64, device=device)
+    query = torch.randn(1, heads, len(positions), width, device=device, dtype=dtype)
+    key, value = (
+        torch.randn(1, kv_heads, len(positions), width, device=device, dtype=dtype)
+        for _ in range(2)
+    )
+
+    def call(impl: str) -> Any:
+        one = PagedPass(pool, tables, positions, lengths, impl=impl)
+        return one.attend(0, query, key, value, scaling=width**-0.5)
+
+    floor = 2 * sizes.requests * (sizes.context + new) * kv_heads * width * dtype.itemsize
+    shape = (
+        f"{sizes.requests} rows of {new} over {sizes.context}, {heads} heads on {kv_heads} of "
+        f"{width}"
+    )
+    return Case("paged attention", shape, floor, ours_and_reference(device, call), ["reference"])

@@ -1,0 +1,107 @@
+"""What scripts/bench_online measures: a cell is one experiment with one seed, kept as one JSON
+file. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+from scripts.bench.online.streams import Stream, blocks, gradual, turns
+
+LEARNED, NO_REPLAY, PERIODIC = "learning", "no-replay", "periodic"
+WARM, COLD = "warm", "cold"
+# the warm draft was trained on answers to the first
+FIRST, SECOND, THIRD = "code", "prose", "headers"
+REQUESTS = 2000  # after a shift, as in the goals; other sizes are shares of it
+
+
+@dataclass(frozen=True)
+class Cell:
+    part: str
+    name: str
+    seed: int
+    arguments: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        return f"seed-{self.seed}/{self.part}/{self.name}"
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A stream of requests and who drafts for it."""
+
+    stream: Callable[[int], Stream]  # of the requests after a shift
+    learner: str = LEARNED
+    start: str = WARM
+    is_compared: bool = False  # at its end, with a draft distilled offline from the same texts
+    ends_at_warm: bool = False  # as soon as it drafts as the warm draft does
+
+
+def part_of(requests: int, share: float) -> int:
+    return max(8, round(requests * share))
+
+
+def there_and_back(requests: int) -> Stream:
+    return blocks(
+        (FIRST, part_of(requests, 0.1)), (SECOND, requests), (FIRST, part_of(requests, 0.1))
+    )
+
+
+def there(second: str, before: float, after: float) -> Callable[[int], Stream]:
+    return lambda requests: blocks(
+        (FIRST, part_of(requests, before)), (second, part_of(requests, after))
+    )
+
+
+CURVES: dict[str, Curve] = {
+    "sudden": Curve(there_and_back, is_compared=True),
+    "sudden-periodic": Curve(there(SECOND, 0.05, 0.3), PERIODIC),
+    "sudden-headers": Curve(there(THIRD, 0.05, 0.3)),
+    "no-replay": Curve(there_and_back, NO_REPLAY),
+    "gradual": Curve(lambda requests: gradual(FIRST, SECOND, part_of(requests, 0.3))),
+    "oscillating": Curve(lambda requests: turns((FIRST, SECOND), part_of(requests, 0.025), 6)),
+    "recurring": Curve(lambda requests: turns((FIRST, SECOND, THIRD), part_of(requests, 0.05), 2)),
+    "recurring-periodic": Curve(
+        lambda requests: turns((FIRST, SECOND, THIRD), part_of(requests, 0.05), 2), PERIODIC
+    ),
+    "cold": Curve(
+        lambda requests: blocks((FIRST, part_of(requests, 0.5))), start=COLD, ends_at_warm=True
+    ),
+}
+# Without learning; what they keep does not depend on when a request comes, but for suffix, which
+# remembers.
+BASELINES = ("static", "ngram", "suffix")
+SYSTEM, CAPTURE, GATE, OBJECTIVES = "system", "capture", "gate", "objectives"
+# In the order of their worth, should an hour end too soon.
+PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
+LATE = ("no-replay",)
+NAMES = (*PARTS, *CURVES)  # what can be asked for alone
+
+
+def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[Cell]:
+    """Seed by seed, so that an interrupted run has measured everything at least once."""
+    every = [
+        cell for seed in range(seeds) for part in PARTS for cell in cells_of(part, seed, requests)
+    ]
+    chosen = [cell for cell in every if cell.part in only or cell.name in only]
+    yield from (cell for cell in chosen if cell.name not in LATE)
+    yield from (cell for cell in chosen if cell.name in LATE)
+
+
+def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
+    if part == "baselines":
+        yield Cell(part, "baselines", seed, {"requests": part_of(requests, 0.05)})
+    elif part == "curves":
+        yield from (Cell(part, name, seed, {"requests": requests}) for name in CURVES)
+    elif part == GATE:
+        yield Cell(part, GATE, seed, {"requests": part_of(requests, 0.1)})
+    elif part == OBJECTIVES:
+        yield Cell(part, OBJECTIVES, seed, {"requests": part_of(requests, 0.1)})
+    elif part == SYSTEM:
+        yield Cell(part, SYSTEM, seed, {"requests": part_of(requests, 0.15)})
+    elif seed == 0:
+        yield Cell(part, CAPTURE, seed, {"turns": 8})

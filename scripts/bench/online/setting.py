@@ -1,0 +1,163 @@
+"""What the cells of scripts/bench_online share: the target, each seed's drafts, and how a draft is
+scored."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from draftsmith import cli
+from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.config import GateConfig, LearnConfig
+from draftsmith.distill.gate.scoring import score
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from scripts.bench.online.cells import COLD, LEARNED, NO_REPLAY, PERIODIC, WARM
+from scripts.bench.online.domains import PROMPT_TOKENS, Ask, Prompts, asks
+from scripts.bench.online.target import make_target
+from scripts.bench.online.world import SAMPLING, Answer, K, Server, Texts
+
+MAX_LENGTH = 128
+# A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it
+# much of what it knows.
+LEARN = LearnConfig(lr=1e-3, warmup=100, unroll=K, max_length=MAX_LENGTH)
+# Every 21 requests on average: 16 to learn from beside the quarter that is held out.
+GATE = GateConfig()
+PERIOD = 250  # requests between two retrainings, where learning is not continuous
+
+
+@dataclass(frozen=True)
+class Learning:
+    learn: LearnConfig
+    gate: GateConfig
+
+
+def learning(name: str, requests: int) -> Learning:
+    """`requests` after a shift: a short trial run retrains more often."""
+    fresh = max(8, round(min(PERIOD, requests / 4) * (1 - GATE.held_out)))
+    periodic = LearnConfig(
+        lr=LEARN.lr,
+        warmup=LEARN.warmup,
+        unroll=K,
+        max_length=MAX_LENGTH,
+        fresh=fresh,
+        steps=fresh * LEARN.steps // LEARN.fresh,
+    )  # as many steps a text
+    return {
+        LEARNED: Learning(LEARN, GATE),
+        NO_REPLAY: Learning(replace(LEARN, replay=0.0), GATE),
+        PERIODIC: Learning(periodic, GateConfig(every=1)),
+    }[name]
+
+
+@dataclass(frozen=True)
+class Setting:
+    target: Target
+    work: Path
+
+    def prompts(self, seed: int) -> Prompts:
+        return Prompts(self.target.tokenizer(), seed=seed)
+
+    def draft(self, seed: int, start: str = WARM) -> Path:
+        folder = self.work / f"seed-{seed}" / start
+        if not (folder / checkpoint.RECORD).is_file():
+            {WARM: self._train, COLD: self._create}[start](folder, seed)
+        return folder
+
+    def load(self, folder: Path) -> TrainedDrafter:
+        return checkpoint.load(folder, self.target, dtype=torch.float32)
+
+    def data(self, seed: int) -> Path:
+        """Answers of the target to prompts of code: what the warm draft was trained on."""
+        return self.work / f"seed-{seed}" / "data"
+
+    def _train(self, folder: Path, seed: int) -> None:
+        draftsmith(
+            "generate", "--target", self.target.name, "--prompts", "stdlib:code", "--count", 768,
+            "--batch", 32,
+            "--prompt-tokens", PROMPT_TOKENS, "--max-tokens", 48, "--temperature",
+            SAMPLING.temperature, "--seed", seed,
+            "--out", self.data(seed),
+        )  # fmt: skip
+        draftsmith(
+            "train", "eagle3", "--target", self.target.name, "--data", self.data(seed), "--out",
+            folder, "--seed", seed,
+            "--steps", 400, "--batch-size", 8, "--eval-prompts", 0, "--log-every", 50,
+            "optim.lr=3e-3", f"unroll.steps={K}",
+        )  # fmt: skip
+
+    def _create(self, folder: Path, seed: int) -> None:
+        checkpoint.save(
+            FAMILIES["eagle3"].create(Eagle3Options(), self.target, seed=seed), folder, self.target
+        )
+
+    def publish(self, root: Path, drafter: TrainedDrafter) -> None:
+        """A version that no gate has seen."""
+        versions.publish(
+            root, lambda folder: checkpoint.save(drafter, folder, self.target),
+            family=drafter.family,
+            target=checkpoint.identity(self.target), parent=1, data_range={},
+            gate={"reason": "by hand"},
+        )  # fmt: skip
+
+    @contextmanager
+    def room(self, name: str) -> Iterator[Path]:
+        """A folder for one experiment; nothing of it is kept."""
+        folder = self.work / "room" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+        shutil.rmtree(folder)
+
+    def served(
+        self, drafter: ServingDrafter, some: Sequence[Ask], *, seed: int
+    ) -> tuple[list[Answer], list[ServedText]]:
+        """Answers, and the texts as records tell them."""
+        texts = Texts()
+        answers = list(Server(self.target, drafter, seed=seed, sink=texts).serve(some))
+        return answers, texts.taken()
+
+    def texts(
+        self, drafter: ServingDrafter, domain: str, count: int, *, seed: int, begin: int
+    ) -> list[ServedText]:
+        """Of prompts that no stream asks: their numbers begin at `begin`."""
+        return self.served(
+            drafter,
+            list(asks(self.prompts(seed), [domain] * count, begin=begin)),
+            seed=seed + begin,
+        )[1]
+
+    def alpha(self, drafter: TrainedDrafter, texts: Sequence[ServedText]) -> float:
+        """Exactly, at the positions that verification visited."""
+        return float(
+            np.concatenate(
+                [
+                    one.alpha
+                    for one in score(
+                        drafter, self.target, texts, max_depth=K, max_length=MAX_LENGTH
+                    )
+                ]
+            ).mean()
+        )
+
+
+def draftsmith(*arguments: object) -> None:
+    if cli.main([str(argument) for argument in arguments]) != 0:
+        raise SystemExit(f"draftsmith {arguments[0]} failed; its message is above")
+
+
+def open_setting(work: Path, *, target_minutes: float) -> Setting:
+    folder = work / "target"
+    if not folder.exists():
+        make_target(folder, minutes=target_minutes)
+    return Setting(Target.load(str(folder), dtype=torch.float32), work)

@@ -1,0 +1,197 @@
+"""Server and learner of scripts/bench_online in one process: the real engine and the real daemon,
+taking turns.
+
+No thread, no file and no clock stands between them, so a stream of requests gives the same curve
+again.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.distill.buffer.buffer import BufferReader, Reading
+from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.daemon import Daemon
+from draftsmith.distill.status import Status
+from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import RoundRecord
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
+from scripts.bench.online.domains import Ask
+
+K = 3
+BATCH = 16
+SAMPLING = SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True)
+CYCLE = 8  # finished requests between two turns of the learner
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one request."""
+
+    number: int
+    domain: str
+    version: int  # live when it ended
+    accepted: int
+    tried: int  # drafted tokens whose prefix stood
+    tokens: int
+    passes: int  # of the target, the one that read the prompt included
+    serve_s: float  # spent by the engine until it ended, of this thread's CPU time
+    learn_s: float  # and by the learner
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Pipe(BufferReader):
+    """Sink and reader in one: what the engine records, the daemon reads at its next turn."""
+
+    share = 1.0
+
+    def __init__(self, folder: Path):
+        super().__init__(str(folder))
+        self.waiting: list[RoundRecord] = []
+
+    def put(self, record: RoundRecord) -> None:
+        self.waiting.append(record)
+
+    def close(self) -> None:
+        """Nothing waits for a disk."""
+
+    def read(self, *, max_records: int = 4096) -> Reading:
+        records, self.waiting = self.waiting, []
+        return Reading(records, {}, False, 0)
+
+
+class Texts:
+    """A sink that stitches what it is given; `taken` are the requests that are over."""
+
+    share = 1.0
+
+    def __init__(self) -> None:
+        self.open = OpenRequests()
+
+    def put(self, record: RoundRecord) -> None:
+        self.open.add([record])
+
+    def close(self) -> None:
+        """As `Pipe.close`."""
+
+    def taken(self) -> list[ServedText]:
+        return self.open.take(idle_s=0.0)
+
+
+class Server:
+    """An engine that is kept full; `between` is called after every `CYCLE` finished requests."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: ServingDrafter,
+        *,
+        seed: int,
+        sink: Any = None,
+        version: int = 0,
+    ):
+        config = EngineConfig(
+            k=K, max_batch=BATCH, max_queue=4 * BATCH, seed=seed, max_length=128, prefix_cache=False
+        )
+        self.engine = Engine(target, drafter, config, sink=sink, draft_version=str(version))
+        self.serve_s = self.learn_s = 0.0
+
+    def serve(
+        self, asks: Iterable[Ask], between: Callable[[], None] = lambda: None
+    ) -> Iterator[Answer]:
+        """Answers in the order in which they end."""
+        source, running, since = iter(asks), {}, 0
+        while True:
+            while len(running) < BATCH and (ask := next(source, None)) is not None:
+                running[self._submit(ask)] = ask
+            if not running:
+                return
+            begun_s = time.thread_time()
+            self.engine.step()
+            self.serve_s += time.thread_time() - begun_s
+            for request in [request for request in running if request.finished]:
+                yield self._answer(request, running.pop(request))
+                since += 1
+            if since >= CYCLE:
+                since = 0
+                begun_s = time.thread_time()
+                between()
+                self.learn_s += time.thread_time() - begun_s
+
+    def _submit(self, ask: Ask) -> Request:
+        return self.engine.submit(ask.prompt, SAMPLING, text=False, request_class=ask.domain)
+
+    def _answer(self, request: Request, ask: Ask) -> Answer:
+        stats = request.speculation
+        tried = sum(
+            min(accepted + 1, offered)
+            for accepted, offered in zip(stats.accepted, stats.offered, strict=True)
+        )
+        return Answer(
+            ask.number, ask.domain, int(self.engine.stats.draft_version), sum(stats.accepted),
+            tried,
+            stats.num_committed, stats.num_passes, self.serve_s, self.learn_s,
+        )  # fmt: skip
+
+
+class World:
+    """A server that learns: the daemon has its turn between rounds, what it publishes is swapped in
+    before the next one."""
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Path,
+        folder: Path,
+        learn: LearnConfig,
+        *,
+        gate: GateConfig,
+        seed: int,
+        pipe: type[Pipe] = Pipe,
+    ):
+        config = DistillConfig(
+            target=target.name, draft=str(draft), buffer=str(folder / "buffer"),
+            versions=str(folder / "versions"),
+            learn=learn, gate=gate, seed=seed, save_s=1e9, dtype="float32",
+        )  # fmt: skip
+        self.target, self.root = target, folder / "versions"
+        self.log = io.StringIO()
+        self.daemon = Daemon(
+            config, Status(self.root, self.log), Throttle(1.0, NoGuard(), threading.Event())
+        )
+        live = self.daemon.publisher.load(versions.folder_of(self.root, self.live))
+        self.pipe = self.daemon.reader = pipe(folder / "buffer")
+        self.server = Server(target, live, seed=seed, sink=self.pipe, version=self.live)
+
+    @property
+    def live(self) -> int:
+        return self.daemon.publisher.version
+
+    def serve(self, asks: Iterable[Ask]) -> Iterator[Answer]:
+        return self.server.serve(asks, self.learn)
+
+    def learn(self) -> None:
+        """Until it has caught up: the server waits, so that the curve does not depend on how fast
+        the machine learns."""
+        self.daemon.cycle()
+        self.follow()
+
+    def follow(self) -> None:
+        live = versions.latest(self.root)
+        if str(live) != self.server.engine.stats.draft_version:
+            self.server.engine.swap(str(versions.open_version(self.root, live)), str(live))
