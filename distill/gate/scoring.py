@@ -24,6 +24,7 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.sampling.filters import process
+from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
@@ -173,7 +174,9 @@ def _alphas(
             for step, one in zip(chosen, positions, strict=True)
         ]
     )
-    logits = full_vocabulary(hidden @ drafter.head_weight().T, drafter.vocab_map, target.vocab_size)
+    logits = scatter_to_target_vocab(
+        (hidden @ drafter.head_weight().T).float(), drafter.vocab_map, target.vocab_size
+    )
     rows = [position.row for position in positions]
     before = [position.absolute - 1 for position in positions]
     logged = [position.logged for position in positions]
@@ -186,18 +189,6 @@ def _alphas(
     return Rows(
         torch.where(is_finite, alpha, math.nan).cpu(), disagreement(logged, target_logits), told
     )
-
-
-def full_vocabulary(
-    logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int
-) -> torch.Tensor:
-    """Draft logits [n, Vd] -> [n, V], tokens that the draft does not know at -inf."""
-    spread = torch.full((logits.shape[0], vocab_size), -math.inf, device=logits.device)
-    if vocab_map is None:
-        shared = min(vocab_size, logits.shape[1])
-        spread[:, :shared] = logits[:, :shared]
-        return spread
-    return spread.index_copy_(1, vocab_map.to(logits.device), logits.float())
 
 
 def _gather(row: int, positions: Sequence[Position], alphas: Rows) -> Scored:

@@ -14,6 +14,7 @@ import torch
 from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 
 
 class Draw(NamedTuple):
@@ -140,10 +141,10 @@ class Drawing:
         self.lengths[chosen] = depth + 1
         if self.best is not None:
             self.best[chosen, depth] = drawn.best.float()
-        elif self.vocab_map is None:
-            self.logits[chosen, depth] = drawn.distribution
         else:
-            self.logits[rows[:, None], depth, self.vocab_map[None, :]] = drawn.distribution
+            self.logits[chosen, depth] = scatter_to_target_vocab(
+                drawn.distribution, self.vocab_map, self.shape[2]
+            )
 
     def shorten(self, lengths: torch.Tensor) -> None:
         """Offers no more than `lengths` [B] of what was drawn."""
@@ -167,13 +168,7 @@ def adjusted(
 ) -> torch.Tensor:
     """What the requests `rows` [R] ask of their distributions, still over the draft's ids: every
     row draws as it would alone. [R, Vd]."""
-    full = logits
-    if vocab_map is not None:
-        full = torch.full(
-            (len(rows), vocab_size), -torch.inf, dtype=logits.dtype, device=logits.device
-        )
-        full[:, vocab_map] = logits
-    changed = adjust(full, rows, prefixes)
+    changed = adjust(scatter_to_target_vocab(logits, vocab_map, vocab_size), rows, prefixes)
     if vocab_map is not None:
         changed = changed[:, vocab_map]
     # A draft that knows no token that may come has not failed: what it draws instead is rejected.

@@ -16,6 +16,7 @@ from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.trees.nodes import TreeNodes
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
+from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 
 
 class Parents(NamedTuple):
@@ -83,9 +84,8 @@ class TreeDistributions:
         seeds, places = self.seeds.repeat_interleave(width), positions.repeat_interleave(width)
         ids = sample_without_replacement(distribution, seeds, places, Purpose.DRAFT, count)
         ids = torch.where(ids < 0, ids[:, :1], ids).clamp(min=0)
-        return self._target_ids(ids).unflatten(0, parents.at.shape), self._over_target_ids(
-            distribution
-        )
+        tokens = self._target_ids(ids).unflatten(0, parents.at.shape)
+        return tokens, scatter_to_target_vocab(distribution, self.vocab_map, self.vocab_size)
 
     def _distribution(self, parents: Parents, sampling: SamplingRows) -> torch.Tensor:
         """[R * W, Vd] processed."""
@@ -106,15 +106,3 @@ class TreeDistributions:
 
     def _target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return ids if self.vocab_map is None else self.vocab_map[ids]
-
-    def _over_target_ids(self, distribution: torch.Tensor) -> torch.Tensor:
-        if self.vocab_map is None:
-            return distribution
-        whole = torch.full(
-            (len(distribution), self.vocab_size),
-            -torch.inf,
-            dtype=distribution.dtype,
-            device=distribution.device,
-        )
-        whole[:, self.vocab_map] = distribution
-        return whole

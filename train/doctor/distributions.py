@@ -11,6 +11,7 @@ import torch
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import overlap
+from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.doctor.data_tokens import Row
 from draftsmith.train.doctor.finding import Finding, ok, warn
 
@@ -104,10 +105,7 @@ def first_alpha(
     known = positions >= step.offset
     sources = positions[known] - step.offset
     q_logits = (step.hidden[0, sources] @ draft.head_weight().T).float()
-    if draft.vocab_map is not None:
-        wide = torch.full_like(logits[known], -torch.inf)
-        wide[:, draft.vocab_map] = q_logits
-        q_logits = wide
+    q_logits = scatter_to_target_vocab(q_logits, draft.vocab_map, logits.shape[-1])
     return overlap(logits[known], q_logits)
 
 

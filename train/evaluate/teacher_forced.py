@@ -23,6 +23,7 @@ from draftsmith.kernels.acceptance import (
     overlap,
 )
 from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.calibration import Reliability
@@ -231,24 +232,14 @@ def _compare(
         p_logits = process(target.head(before[part]), rows)
         draft_logits = predicted.hidden[part] @ head.T.to(predicted.hidden.dtype)
         q_logits = process(
-            over_target_vocabulary(draft_logits, drafter.vocab_map, target.vocab_size), rows
+            scatter_to_target_vocab(draft_logits.float(), drafter.vocab_map, target.vocab_size),
+            rows,
         )
         keeps.append(keep_probability(p_logits, q_logits, tokens))
         impossible.append(p_logits.gather(1, tokens[:, None])[:, 0] == -torch.inf)
         if with_alpha:
             alphas.append(overlap(p_logits, q_logits))
     return _Compared(torch.cat(keeps), torch.cat(impossible), torch.cat(alphas))
-
-
-def over_target_vocabulary(
-    draft_logits: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int
-) -> torch.Tensor:
-    """[R, Vd] -> [R, V], -inf for tokens the draft does not know."""
-    if vocab_map is None:
-        return draft_logits.float()
-    spread = torch.full((len(draft_logits), vocab_size), -torch.inf, device=draft_logits.device)
-    spread[:, vocab_map] = draft_logits.float()
-    return spread
 
 
 def _document(
