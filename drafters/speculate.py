@@ -1,9 +1,20 @@
-"""Rounds of a draft and its target over a batch of prompts, outside any server: what tau is
-measured by while a draft trains, and where on-policy text comes from.
+"""Lossless speculative decoding of a batch of prompts, whole and without a server. Read this first.
 
-Distributions, streams and caches are those of serving (tested equal); what a server adds, that
-requests come, wait and go, is not here. Legend: B rows, T ragged tokens, n position of a row's
-newest token, which the target has not read yet.
+A round writes one or more tokens of every unfinished row:
+
+1. propose: the drafter reads the tokens committed since its last round and draws up to k tokens,
+   one after another, each from its own distribution q.
+2. forward: one target pass reads the newest committed token and the drafted ones. It gives the
+   target's distribution p at every drafted position and at the one after them.
+3. verify: from the left, drafted token x is accepted with probability min(1, p(x) / q(x)). A draw
+   from max(0, p - q), normalised, replaces the first rejected one. If none is rejected, a bonus
+   token is drawn from p. Either way the output is distributed as p, whatever q is.
+4. commit: the accepted tokens and that last one join the text, cut at an end-of-text token or at
+   the length limit. Keys and values of rejected tokens are overwritten by the next round.
+
+All draws depend on (seed of the row, position, purpose) alone. `serve/engine` runs the same round
+over requests that come and go, and is tested to write the same tokens. Legend: B rows, K drafted
+positions, T ragged tokens, V vocabulary, H width of the taps.
 """
 
 from __future__ import annotations
@@ -21,35 +32,31 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import round_seeds
 from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.verdict import Verdict
 
 BLOCK_SIZE = 16
 
 
 class Round(NamedTuple):
-    start: int  # position of its first drafted token: all tokens before it are the round's context
+    start: int  # position of the first drafted token; all tokens before it are its context
     drafted: list[int]
-    # how many of `drafted` were kept; an end of text among them takes the later ones away again
-    accepted: int
-    # tokens that the round added to the text: kept drafts and one of the target, trimmed
-    committed: int
+    accepted: int  # leading tokens of `drafted` that verification kept
+    committed: int  # tokens added to the text: accepted ones and the target's, after the cut
 
 
 class SpeculatedText(NamedTuple):
-    tokens: list[int]  # prompt and answer; an end-of-text token included where it was reached
+    tokens: list[int]  # prompt and answer, with the end-of-text token that was reached
     num_prompt: int
-    rounds: list[Round]  # in order; together they wrote the whole answer
+    rounds: list[Round]  # in order; their committed tokens are the whole answer
 
     def counts(self) -> AcceptanceCounts:
         counts = AcceptanceCounts()
-        counts.add(
-            [len(one.drafted) for one in self.rounds],
-            [one.accepted for one in self.rounds],
-            [one.committed for one in self.rounds],
-        )
+        for one in self.rounds:
+            counts.add([len(one.drafted)], [one.accepted], [one.committed])
         return counts
 
 
-class Rounds(NamedTuple):
+class SpeculatedBatch(NamedTuple):
     texts: list[SpeculatedText]  # in the order of the prompts
 
     def counts(self) -> AcceptanceCounts:
@@ -69,195 +76,177 @@ def speculate(
     temperature: float,
     seeds: Sequence[int],
     max_new_tokens: int,
-) -> Rounds:
-    """Lossless decoding of one batch: every answer follows the target's distribution at
-    `temperature`, whatever the draft is.
+) -> SpeculatedBatch:
+    """Decode one batch. Every answer follows the target's distribution at `temperature`.
 
-    All prompts are decoded at once, so the caller decides how many keys and values are held.
-    `seeds` gives each its own random streams. The draft is run as it is: put it in evaluation mode
-    first.
+    All prompts are decoded at once: the caller bounds the memory of keys and values by their
+    number. `seeds` [B] separate the random streams of the rows. The drafter must be in evaluation
+    mode. A prompt without tokens raises a `ValueError`.
     """
-    rows = [
-        _Row(list(prompt), len(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
-    if not rows or min(row.num_prompt for row in rows) < 1:
+    if not prompts or min(map(len, prompts)) < 1:
         raise ValueError(
             "a prompt without tokens has nothing to go on from; give every prompt one token or more"
         )
-    batch = _Batch(
-        drafter, target, rows, k=k, temperature=temperature, max_new_tokens=max_new_tokens
-    )
-    batch.read_prompts()
-    while batch.active():
-        batch.play_round()
-    return Rounds([SpeculatedText(row.tokens, row.num_prompt, row.rounds) for row in rows])
+    rows = [
+        _Row(index, list(prompt), len(prompt), seed)
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    batch = _Batch(drafter, target, rows, k, temperature, max_new_tokens)
+    batch.prefill()
+    while unfinished := batch.unfinished():
+        batch.run_round(unfinished)
+    return SpeculatedBatch([SpeculatedText(row.tokens, row.num_prompt, row.rounds) for row in rows])
 
 
 @dataclass
 class _Row:
-    tokens: list[int]
+    index: int
+    tokens: list[int]  # committed so far, prompt included
     num_prompt: int
     seed: int
+    max_length: int = 0
+    finished: bool = False
     rounds: list[Round] = field(default_factory=list)
-    done: bool = False
-    draft_cached: int = 0  # positions that the draft's cache holds
-    taps: torch.Tensor | None = None  # [m, n * H] of positions draft_cached .. n - 1
+    draft_cached: int = 0  # leading positions whose state the drafter's cache holds
+    taps: torch.Tensor | None = None  # [m, H] of the positions that the drafter has not read
 
 
 class _Batch:
+    """Rows, their paged keys and values in both models, and the four steps of a round."""
+
     def __init__(
         self,
         drafter: ServingDrafter,
         target: Target,
         rows: list[_Row],
-        *,
         k: int,
         temperature: float,
         max_new_tokens: int,
     ):
-        self.drafter, self.target, self.rows, self.k, self.temperature = (
-            drafter,
-            target,
-            rows,
-            k,
-            temperature,
-        )
-        self.device = target.device
-        self.limits = [min(row.num_prompt + max_new_tokens, target.max_positions) for row in rows]
-        for row, limit in zip(rows, self.limits):
-            row.done = row.num_prompt >= limit
-        width = -(-max(self.limits) // BLOCK_SIZE)
-        self.tables = torch.arange(len(rows) * width, device=self.device).view(len(rows), width)
-        num_blocks = self.tables.numel()
+        self.drafter, self.target, self.rows = drafter, target, rows
+        self.k, self.temperature, self.device = k, temperature, target.device
+        for row in rows:
+            row.max_length = min(row.num_prompt + max_new_tokens, target.max_positions)
+            row.finished = row.num_prompt >= row.max_length
+        # every row owns the blocks of its whole text from the start
+        width = -(-max(row.max_length for row in rows) // BLOCK_SIZE)
+        self.block_tables = torch.arange(len(rows) * width, device=self.device).view(-1, width)
+        num_blocks = self.block_tables.numel()
         self.target_pool = target.new_pool(num_blocks, BLOCK_SIZE)
-        self.draft_pool = drafter.new_pool(
-            num_blocks, BLOCK_SIZE, self.device, _dtype_of(drafter, target)
-        )
+        # a draft in training may be wider than the target
+        is_module = isinstance(drafter, torch.nn.Module)
+        dtype = next(drafter.parameters()).dtype if is_module else target.dtype
+        self.draft_pool = drafter.new_pool(num_blocks, BLOCK_SIZE, self.device, dtype)
 
-    def active(self) -> list[int]:
-        return [index for index, row in enumerate(self.rows) if not row.done]
+    def unfinished(self) -> list[_Row]:
+        return [row for row in self.rows if not row.finished]
 
-    def read_prompts(self) -> None:
-        """All of each prompt but its last token, with which the first round begins."""
-        long = [index for index in self.active() if self.rows[index].num_prompt > 1]
-        if not long:
-            return
-        pieces = [self.rows[index].tokens[:-1] for index in long]
-        # Nothing is decided yet, but a head cannot run on no rows.
-        output = self._forward(long, pieces, [0] * len(long), [0])
-        self._keep_taps(
-            long, [len(piece) for piece in pieces], [len(piece) for piece in pieces], output
-        )
+    def prefill(self) -> None:
+        """Read all of each prompt but its last token, which the first round begins with."""
+        rows = [row for row in self.unfinished() if row.num_prompt > 1]
+        if rows:
+            pieces = [row.tokens[:-1] for row in rows]
+            # no logits are needed, but a head cannot run on no rows
+            output = self.forward(rows, pieces, [0] * len(rows), logit_rows=[0])
+            self.append_taps(rows, pieces, [len(piece) for piece in pieces], output)
 
-    def play_round(self) -> None:
-        active = self.active()
-        rows = [self.rows[index] for index in active]
-        proposal = self._propose(active)
-        lengths: list[int] = proposal.lengths.tolist()
-        drafts = [tokens[:length] for tokens, length in zip(proposal.tokens.tolist(), lengths)]
-        pieces = [[row.tokens[-1], *drafted] for row, drafted in zip(rows, drafts)]
-        output = self._forward(active, pieces, [len(row.tokens) - 1 for row in rows])
-        distribution = SamplingRows.of([self.temperature] * len(output.logits), device=self.device)
-        starts = [len(row.tokens) for row in rows]
-        verdict = verify_chain(
-            process(output.logits, distribution),
-            proposal.tokens,
-            proposal.lengths,
-            proposal.logits,
-            torch.tensor([row.seed for row in rows], device=self.device),
-            torch.tensor(starts, device=self.device),
-        )
+    def run_round(self, rows: list[_Row]) -> None:
+        proposal = self.propose(rows)
+        lengths = proposal.lengths.tolist()
+        drafted = [row[:length] for row, length in zip(proposal.tokens.tolist(), lengths)]
+        pieces = [[row.tokens[-1], *tokens] for row, tokens in zip(rows, drafted)]
+        output = self.forward(rows, pieces, [len(row.tokens) - 1 for row in rows])
+        verdict = self.verify(rows, proposal, output)
         accepted: list[int] = verdict.accepted.tolist()
-        self._keep_taps(
-            active, [len(piece) for piece in pieces], [kept + 1 for kept in accepted], output
-        )
-        for index, drafted, kept, tokens in zip(active, drafts, accepted, verdict.tokens.tolist()):
-            self._commit(index, drafted, kept, tokens[: kept + 1])
+        self.append_taps(rows, pieces, [count + 1 for count in accepted], output)
+        for row, offered, count, emitted in zip(rows, drafted, accepted, verdict.tokens.tolist()):
+            self.commit(row, offered, count, emitted[: count + 1])
 
-    def _propose(self, active: list[int]) -> Proposal:
-        rows = [self.rows[index] for index in active]
+    def propose(self, rows: list[_Row]) -> Proposal:
         unread = [row.tokens[row.draft_cached :] for row in rows]
-        # The target adds a token of its own, so the last one is never drafted.
-        room = [
-            min(self.k, self.limits[index] - len(self.rows[index].tokens) - 1) for index in active
-        ]
         taps = [row.taps for row in rows if row.taps is not None]
-        seeds = torch.tensor([row.seed for row in rows], device=self.device)
-        positions = torch.tensor([len(row.tokens) for row in rows], device=self.device)
+        room = [row.max_length - len(row.tokens) for row in rows]
+        seeds, starts = self.tensor([row.seed for row in rows]), self.starts(rows)
         inputs = DraftInputs(
-            tokens=torch.tensor(
-                [token for tokens in unread for token in tokens], device=self.device
-            ),
+            tokens=self.tensor([token for tokens in unread for token in tokens]),
             starts=torch.tensor([row.draft_cached for row in rows]),
             lengths=torch.tensor([len(tokens) for tokens in unread]),
             taps=torch.cat(taps) if taps else None,
-            num_draft=torch.tensor(room),
+            # the target emits a token after the drafted ones
+            num_draft=torch.tensor([min(self.k, left - 1) for left in room]),
             sampling=SamplingRows.of([self.temperature] * len(rows), device=self.device),
-            seeds=round_seeds(seeds, positions),
+            seeds=round_seeds(seeds, starts),
             pool=self.draft_pool,
-            block_tables=self.tables[active],
+            block_tables=self.tables(rows),
             histories=[row.tokens for row in rows],
         )
         return self.drafter.propose(inputs)
 
-    def _forward(
+    def forward(
         self,
-        active: list[int],
+        rows: list[_Row],
         pieces: list[list[int]],
-        begins: list[int],
+        starts: list[int],
         logit_rows: list[int] | None = None,
     ) -> TargetOutput:
-        """`pieces[b]` are read at positions `begins[b]` and on; logits of all of them unless
-        `logit_rows` are named."""
+        """Target pass over `pieces[b]` at positions `starts[b]` and on. Logits [T, V] are those of
+        all tokens, or of `logit_rows` alone."""
         lengths = [len(piece) for piece in pieces]
-        places = [
-            begin + offset for begin, length in zip(begins, lengths) for offset in range(length)
-        ]
-        positions = torch.tensor(places, device=self.device)
-        context = PagedPass(
-            self.target_pool,
-            self.tables[active],
-            positions,
-            torch.tensor(lengths, device=self.device),
+        positions = self.tensor(
+            [start + at for start, length in zip(starts, lengths) for at in range(length)]
         )
-        ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.device)
-        wanted = torch.tensor(
-            list(range(len(places))) if logit_rows is None else logit_rows, device=self.device
-        )
-        return self.target.forward(ids, positions[None], context, wanted, self.drafter.taps)
+        context = PagedPass(self.target_pool, self.tables(rows), positions, self.tensor(lengths))
+        ids = self.tensor([token for piece in pieces for token in piece])
+        chosen = self.tensor(range(sum(lengths)) if logit_rows is None else logit_rows)
+        return self.target.forward(ids[None], positions[None], context, chosen, self.drafter.taps)
 
-    def _keep_taps(
-        self, active: list[int], lengths: list[int], kept: list[int], output: TargetOutput
+    def verify(self, rows: list[_Row], proposal: Proposal, output: TargetOutput) -> Verdict:
+        sampling = SamplingRows.of([self.temperature] * len(output.logits), device=self.device)
+        return verify_chain(
+            process(output.logits, sampling),
+            proposal.tokens,
+            proposal.lengths,
+            proposal.logits,
+            self.tensor([row.seed for row in rows]),
+            self.starts(rows),
+        )
+
+    def append_taps(
+        self, rows: list[_Row], pieces: list[list[int]], kept: list[int], output: TargetOutput
     ) -> None:
-        """The first `kept[b]` of a row's `lengths[b]` tokens in this pass are part of its text."""
+        """Store the taps of the first `kept[b]` tokens of each piece, which are committed."""
         if output.taps is None:
             return
-        for index, taps, count in zip(active, output.taps.split(lengths), kept):
-            row = self.rows[index]
+        lengths = [len(piece) for piece in pieces]
+        for row, taps, count in zip(rows, output.taps.split(lengths), kept):
             row.taps = taps[:count] if row.taps is None else torch.cat([row.taps, taps[:count]])
 
-    def _commit(self, index: int, drafted: list[int], accepted: int, emitted: list[int]) -> None:
-        row = self.rows[index]
-        last = len(row.tokens) - 1
+    def commit(self, row: _Row, drafted: list[int], accepted: int, emitted: list[int]) -> None:
+        """Append `emitted`, the accepted tokens and the target's own, and what the drafter's cache
+        holds of them. A target distribution of NaN (token -1) raises a `ValueError`."""
+        start = len(row.tokens)
         if emitted[-1] < 0:
             raise ValueError(
-                f"the target's distribution at position {last + accepted + 1} is NaN; its weights "
+                f"the target's distribution at position {start + accepted} is NaN; its weights "
                 "are damaged"
             )
-        cached = self.drafter.cached_after(last, len(drafted), accepted)
+        cached = self.drafter.cached_after(start - 1, len(drafted), accepted)
         if row.taps is not None:
             row.taps = row.taps[cached - row.draft_cached :]
         row.draft_cached = cached
-        committed = emitted[: self.limits[index] - len(row.tokens)]
+        committed = emitted[: row.max_length - start]
         ends = [at for at, token in enumerate(committed) if token in self.target.eos_token_ids]
         committed = committed[: ends[0] + 1] if ends else committed
-        row.rounds.append(Round(len(row.tokens), drafted, accepted, len(committed)))
         row.tokens += committed
-        row.done = bool(ends) or len(row.tokens) >= self.limits[index]
+        row.rounds.append(Round(start, drafted, accepted, len(committed)))
+        row.finished = bool(ends) or len(row.tokens) >= row.max_length
 
+    def tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-def _dtype_of(drafter: ServingDrafter, target: Target) -> torch.dtype:
-    """A trained draft keeps its own while it trains, wider than the target's perhaps."""
-    if isinstance(drafter, torch.nn.Module):
-        return next(drafter.parameters()).dtype
-    return target.dtype
+    def starts(self, rows: list[_Row]) -> torch.Tensor:
+        """Position [B] of the next token of each row."""
+        return self.tensor([len(row.tokens) for row in rows])
+
+    def tables(self, rows: list[_Row]) -> torch.Tensor:
+        return self.block_tables[[row.index for row in rows]]
