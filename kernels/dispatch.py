@@ -10,7 +10,6 @@ import torch
 
 from draftsmith.errors import UserError
 
-Impl = Literal["auto", "triton", "torch"]
 IMPLS = ("auto", "triton", "torch")
 
 

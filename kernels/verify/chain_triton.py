@@ -72,8 +72,8 @@ def _decide(
     alive = length >= 0
     for depth in range(num_draft):
         token = tl.load(draft_tokens + b * num_draft + depth)
-        offered = alive & (depth < length) & (token >= 0)
-        if offered:
+        alive = alive & (depth < length) & (token >= 0)
+        if alive:
             row = first + depth
             p = clean(tl.load(p_logits + row * p_stride + token))
             p_top, p_log_sum = normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS)
@@ -88,8 +88,6 @@ def _decide(
             keep = (log_u + log_q.to(tl.float64) < log_p.to(tl.float64)) & (log_q > MINUS_INF)
             kept += keep.to(tl.int64)
             alive = keep
-        else:
-            alive = alive & False
     tl.store(accepted + b, kept)
 
 
