@@ -4,7 +4,7 @@ vocabulary, T ragged tokens."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -52,9 +52,8 @@ class DraftInputs:
     block_tables: torch.Tensor  # [B, max_blocks] int64
     # all committed tokens of each row (prompt included), for drafters that match text
     histories: list[list[int]]
-    request_ids: list[str] = field(
-        default_factory=list
-    )  # who each row is, for drafters that remember; empty: nobody in particular
+    # request id of each row, for drafters with state per request; empty when the caller has none
+    request_ids: list[str] = field(default_factory=list)
     # whether a row may be drafted from other requests' text; empty: all may
     shares: list[bool] = field(default_factory=list)
     adjust: Adjust | None = None  # None when no row asks for more than `sampling` says
@@ -78,9 +77,8 @@ class Proposal:
     q_rows: torch.Tensor | None = None
     # [B, K] bool, False where a distribution had no mass; None: where `logits` say so
     sound: torch.Tensor | None = None
-    copied: frozenset[int] = (
-        frozenset()
-    )  # rows that were copied from text whatever `logits` are: no temperature had a part in them
+    # rows copied from text, whatever `logits` are: no temperature had a part in them
+    copied: frozenset[int] = frozenset()
 
 
 class ServingDrafter(Protocol):
@@ -201,10 +199,8 @@ class UnrolledStep:
     # the predicted token is at position t + offset; the target's distribution for it comes from its
     # state at t + offset - 1
     offset: int
-    confidence: torch.Tensor | None = (
-        # [B, L] logits of the draft's guess of its own alpha, made before x is; None: no guess
-        None
-    )
+    # [B, L] logits of the draft's guess of its own alpha, made before x is; None: no guess
+    confidence: torch.Tensor | None = None
 
 
 class TrainedDrafter(ServingDrafter, Protocol):
@@ -217,6 +213,11 @@ class TrainedDrafter(ServingDrafter, Protocol):
     ) -> TrainedDrafter:
         """A new draft in float32. `token_counts` [V] int64 says how often each target id occurs in
         the training data."""
+        ...
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        """Recognise the `config.json` of a folder made elsewhere; `target` is the one it is for."""
         ...
 
     @classmethod

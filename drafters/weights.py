@@ -31,6 +31,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def architecture_of(config: Mapping[str, Any]) -> str:
+    return (config.get("architectures") or ["unknown"])[0]
+
+
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the folder, on the CPU. Missing, damaged and non-finite weights raise a
     `UserError`."""

@@ -13,7 +13,7 @@ themselves are served as in vLLM, k + 1 slots long.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ from draftsmith.drafters.target.taps import check_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
     ReadBytes,
+    architecture_of,
     load_into,
     read_config,
     read_weights,
@@ -87,9 +88,8 @@ class Dflash(nn.Module):
                 "use another draft"
             )
         self.config, self.taps, self.shape = config, taps, shape
-        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary
-        # frequencies.
-        self._target = (target,)
+        self._target = target
+        # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (Qwen3RotaryEmbedding(config),)
         self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -98,6 +98,10 @@ class Dflash(nn.Module):
         )
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.to(target.device)
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        return architecture_of(config) == cls.architecture
 
     @classmethod
     def create(
@@ -145,7 +149,7 @@ class Dflash(nn.Module):
         return self.shape.block_size if self.from_anchor else self.shape.block_size - 1
 
     def head_weight(self) -> torch.Tensor:
-        return output_table(self._target[0]).to(self.fc.weight.dtype)
+        return output_table(self._target).to(self.fc.weight.dtype)
 
     def head_input(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Normed states [..., H] and the token before each draft [...] -> what the head
@@ -173,7 +177,7 @@ class Dflash(nn.Module):
         self, ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
         """Slots [b, t] at positions [b or 1, t] -> normed states [b, t, H]."""
-        states = self._target[0].embed(ids).to(self.fc.weight.dtype)
+        states = self._target.embed(ids).to(self.fc.weight.dtype)
         rotary = self._rotary[0](states, positions)
         for layer in self.layers:
             states = layer(states, position_embeddings=rotary, attention_context=context)
@@ -271,7 +275,7 @@ class Dflash(nn.Module):
         return last
 
     def read_bytes(self) -> ReadBytes:
-        return ReadBytes(proposal=weight_bytes([self], output_table(self._target[0])), token=0)
+        return ReadBytes(proposal=weight_bytes([self], output_table(self._target)), token=0)
 
     def _read_context(self, inputs: DraftInputs) -> None:
         """Writes keys and values of the positions whose true states are new."""
@@ -318,7 +322,7 @@ class Dflash(nn.Module):
         block = {
             "mask_token_id": self.shape.mask_token,
             "target_layer_ids": [tap - 1 for tap in self.taps],
-            "num_target_layers": self._target[0].num_layers,
+            "num_target_layers": self._target.num_layers,
             "causal": self.shape.causal,
             "sample_from_anchor": self.from_anchor,
         }
@@ -328,8 +332,8 @@ class Dflash(nn.Module):
             **config_dict(self.config),
             "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
             "tie_word_embeddings": False,
-            "target_hidden_size": self._target[0].hidden_size,
-            "num_target_layers": self._target[0].num_layers,
+            "target_hidden_size": self._target.hidden_size,
+            "num_target_layers": self._target.num_layers,
             "block_size": self.shape.block_size,
             "dflash_config": block,
         }

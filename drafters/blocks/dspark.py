@@ -80,7 +80,7 @@ class Dspark(Dflash):
         )
 
     def head_weight(self) -> torch.Tensor:
-        table = output_table(self._target[0]).to(self.fc.weight.dtype)
+        table = output_table(self._target).to(self.fc.weight.dtype)
         return torch.cat([table, self.markov_head.markov_w2.weight], dim=1)
 
     def head_input(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:

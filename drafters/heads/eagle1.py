@@ -24,7 +24,13 @@ from draftsmith.drafters.options import Eagle1Options
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
+from draftsmith.drafters.weights import (
+    architecture_of,
+    load_into,
+    read_config,
+    read_weights,
+    write_weights,
+)
 from draftsmith.errors import UserError
 
 # vLLM's name for the layout without a bias, then SGLang's, which always has one.
@@ -49,9 +55,8 @@ class Eagle1(FeatureHead):
     ):
         super().__init__()
         self.config = config
-        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary
-        # frequencies.
-        self._target = (target,)
+        self._target = target
+        # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (LlamaRotaryEmbedding(config),)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         layer = LlamaDecoderLayer(config, layer_idx=0)
@@ -63,6 +68,10 @@ class Eagle1(FeatureHead):
         if self.embed_tokens is not None:
             self.embed_tokens.requires_grad_(False)
         self.to(target.device)
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        return architecture_of(config) in ARCHITECTURES
 
     @classmethod
     def create(
@@ -90,13 +99,13 @@ class Eagle1(FeatureHead):
         return drafter
 
     def head_weight(self) -> torch.Tensor:
-        return output_table(self._target[0]).to(self.fc.weight.dtype)
+        return output_table(self._target).to(self.fc.weight.dtype)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         return taps.to(self.fc.weight.dtype)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embeds = self._target[0].embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        embeds = self._target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
         return embeds.to(self.fc.weight.dtype)
 
     def step(

@@ -43,7 +43,13 @@ from draftsmith.drafters.options import Eagle3Options, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_taps
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
+from draftsmith.drafters.weights import (
+    architecture_of,
+    load_into,
+    read_config,
+    read_weights,
+    write_weights,
+)
 from draftsmith.errors import UserError
 
 ARCHITECTURES = (
@@ -74,8 +80,7 @@ class Eagle3(FeatureHead):
         self.config = config
         self.taps = taps
         self.norms = norms = norms or Norms()
-        # In a tuple, lest nn.Module register the target's weights as ours.
-        self._target = (target,)
+        self._target = target
         self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
         self.input_norm = (
             LlamaRMSNorm(self.fc.in_features, eps=config.rms_norm_eps)
@@ -107,6 +112,10 @@ class Eagle3(FeatureHead):
             "t2d", torch.ones(config.vocab_size, dtype=torch.bool) if subset else None
         )
         self.to(target.device)
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        return architecture_of(config) in ARCHITECTURES
 
     @classmethod
     def create(
@@ -170,7 +179,7 @@ class Eagle3(FeatureHead):
         return self.fc(taps)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embeds = self._target[0].embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        embeds = self._target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
         return embeds.to(self.fc.weight.dtype)
 
     def step(
@@ -200,7 +209,7 @@ class Eagle3(FeatureHead):
             "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
             "tie_word_embeddings": False,
             "draft_vocab_size": self.lm_head.out_features,
-            "target_hidden_size": self._target[0].hidden_size,
+            "target_hidden_size": self._target.hidden_size,
             "num_aux_hidden_states": len(self.taps),
             **asdict(self.norms),
             "eagle_aux_hidden_state_layer_ids": list(self.taps),

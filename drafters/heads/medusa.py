@@ -67,8 +67,7 @@ class Medusa(StateHead):
             num_layers,
             bias,
         )
-        # In a tuple, lest nn.Module register the target's weights as ours.
-        self._target = (target,)
+        self._target = target
         self.heads = nn.ModuleList(
             nn.Sequential(*[ResBlock(size, bias=bias) for _ in range(num_layers)])
             for _ in range(num_heads)
@@ -80,6 +79,13 @@ class Medusa(StateHead):
         )
         self.tables = nn.ModuleList(tables)
         self.to(target.device)
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        return (
+            "medusa_num_heads" in config  # the original layout names nothing else
+            or config.get("model_type") == "medusa"
+        )
 
     @classmethod
     def create(
@@ -121,7 +127,7 @@ class Medusa(StateHead):
                 "this medusa draft has a table for every head and can be served but not trained; "
                 "train one of our own"
             )
-        return output_table(self._target[0]).to(self.heads[0][0].linear.weight.dtype)
+        return output_table(self._target).to(self.heads[0][0].linear.weight.dtype)
 
     def read_bytes(self) -> ReadBytes:
         """Heads wait for nothing, so a table that they share is read once."""
@@ -143,7 +149,7 @@ class Medusa(StateHead):
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
-            "hidden_size": self._target[0].hidden_size,
+            "hidden_size": self._target.hidden_size,
             "vocab_size": self.vocab_size,
             "truncated_vocab_size": self.vocab_size,
             "num_heads": self.max_depth,

@@ -87,6 +87,10 @@ class Mlp(StateHead):
         self.to(target.device)
 
     @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        return config.get("model_type") == "mlp_speculator"
+
+    @classmethod
     def create(
         cls,
         options: MlpOptions,

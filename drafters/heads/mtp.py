@@ -8,6 +8,7 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,18 @@ from transformers.models.llama.modeling_llama import (
 from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp, is_appended
 from draftsmith.drafters.heads.mtp_head import MtpHead
+from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as NATIVE
 from draftsmith.drafters.heads.mtp_mimo import is_native, read_native
 from draftsmith.drafters.init_from_target import fitted_norm
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import load_into, read_config, read_weights, write_weights
+from draftsmith.drafters.weights import (
+    architecture_of,
+    load_into,
+    read_config,
+    read_weights,
+    write_weights,
+)
 from draftsmith.errors import UserError
 
 ARCHITECTURE = "DraftsmithMtp"
@@ -49,6 +57,13 @@ class Mtp(MtpHead):
         if config.attention_bias:
             self.layer.self_attn.o_proj.bias = None
         self.to(target.device)
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        if is_appended(config):
+            # a smaller model of the target's kind is no module of the target, though it has one
+            return target is None or config["num_hidden_layers"] == target.num_layers
+        return architecture_of(config) == NATIVE
 
     @classmethod
     def create(

@@ -45,9 +45,8 @@ class MtpHead(FeatureHead):
         self.config = config
         self.taps = (tap,)
         self.feeds_normed = feeds_normed
-        # In tuples, lest nn.Module register the target's weights as ours, or cast the rotary
-        # frequencies.
-        self._target = (target,)
+        self._target = target
+        # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (rotary,)
         self.enorm = norm()
         self.hnorm = norm()
@@ -60,13 +59,13 @@ class MtpHead(FeatureHead):
         return None
 
     def head_weight(self) -> torch.Tensor:
-        return output_table(self._target[0]).to(self.eh_proj.weight.dtype)
+        return output_table(self._target).to(self.eh_proj.weight.dtype)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         return taps.to(self.eh_proj.weight.dtype)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._target[0].embed(ids).to(self.eh_proj.weight.dtype)
+        return self._target.embed(ids).to(self.eh_proj.weight.dtype)
 
     def step(
         self,

@@ -26,7 +26,7 @@ from draftsmith.drafters.init_from_target import checked_mask_token, probed
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import ReadBytes, read_config
+from draftsmith.drafters.weights import ReadBytes, architecture_of, read_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 
@@ -41,9 +41,15 @@ class Peagle(Eagle3):
 
     def __init__(self, *args: Any, mask_token: int | None = None, **shape: Any):
         super().__init__(*args, **shape)
-        self.mask_token = checked_mask_token(self._target[0], mask_token)
+        self.mask_token = checked_mask_token(self._target, mask_token)
         self.mask_hidden = nn.Parameter(
             torch.zeros(1, self.fc.in_features, device=self.fc.weight.device)
+        )
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        return architecture_of(config) in ARCHITECTURES or (
+            super().matches(config, target) and drafts_in_parallel(config)
         )
 
     @classmethod

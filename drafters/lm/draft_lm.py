@@ -6,8 +6,9 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,6 +63,10 @@ class DraftLm(nn.Module, Recordable, Capturable):
         self.model = model
         self.lm = CausalLM(model, name, check_model)
         self.linear_head = has_linear_head(self.lm)
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+        return True  # any causal LM
 
     @classmethod
     def create(

@@ -80,6 +80,13 @@ def text(target) -> list[int]:
     ).tolist()
 
 
+def test_the_target_is_no_part_of_the_draft(drafter, target):
+    """Drafters hold their target as a plain attribute: saving, casting and training leave it out."""
+    weights = {parameter.data_ptr() for parameter in target.model.parameters()}
+    assert not weights & {parameter.data_ptr() for parameter in drafter.parameters()}
+    assert not {*target.model.modules()} & {*drafter.modules()}
+
+
 def true_taps(drafter, target: Target, tokens: Sequence[int]) -> torch.Tensor | None:
     ids = torch.tensor([list(tokens)])
     taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
