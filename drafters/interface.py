@@ -162,9 +162,7 @@ class TextBatch(TokenBatch):
             }
         )
 
-    def unrolled(
-        self, taps: torch.Tensor | None, num_steps: int, *, flex: bool = False
-    ) -> UnrollBatch:
+    def unrolled(self, taps: torch.Tensor | None, num_steps: int) -> UnrollBatch:
         """Inputs of a drafter that unrolls over this text."""
         return UnrollBatch(
             input_ids=self.input_ids,
@@ -172,7 +170,6 @@ class TextBatch(TokenBatch):
             segments=self.segments,
             taps=taps,
             num_steps=num_steps,
-            flex=flex,
             first=int((self.weights > 0).any(dim=0).int().argmax()),
         )
 
@@ -183,7 +180,6 @@ class UnrollBatch(TokenBatch):
 
     taps: torch.Tensor | None  # [B, L, taps * hidden]
     num_steps: int  # unrolled draft positions wanted
-    flex: bool = False  # heads with attention: see unroll_flex.py
     # no token before this position counts, so what is drafted for them may be anything
     first: int = 0
 

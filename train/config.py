@@ -58,10 +58,6 @@ class UnrollConfig:
         choices=WEIGHTS,
     )
     decay: float = option(0.8, "weight of a step relative to the one before it (exponential)")
-    flex: bool = option(
-        False,
-        "eagle and mtp heads on CUDA: torch's flex attention, compiled, which stores no scores",
-    )
     noise: float = option(
         0.0,
         "uniform noise up to this on the target's states that the draft trains on; EAGLE has 0.1",

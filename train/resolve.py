@@ -19,14 +19,13 @@ from draftsmith.train.config import LIMITS, TrainConfig
 CONTINUABLE = {
     "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts",
     "eval_tokens", "report_to",
-    "target_shares", "gradient_checkpointing", "unroll.flex", "out",
+    "target_shares", "gradient_checkpointing", "out",
     # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
     "accumulate",
 }  # fmt: skip
 
 
 # Their drafts' own attention is what training unrolls.
-UNROLLED = ("eagle1", "eagle3", "mtp")
 
 
 def drafter_options(config: TrainConfig) -> DrafterOptions:
@@ -100,17 +99,12 @@ def check_init(init: str, config: TrainConfig) -> None:
 
 
 def check_objective(config: TrainConfig) -> None:
-    """Checks the options of noise, flex attention and on-policy training."""
+    """Checks the options of noise and of on-policy training."""
     noise, own = config.unroll.noise, config.on_policy
     if noise and config.family == "draft-lm":
         raise UserError(
             f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; "
             "remove it"
-        )
-    if config.unroll.flex and config.family not in UNROLLED:
-        raise UserError(
-            f"option 'unroll.flex' is for {', '.join(UNROLLED)} and the family is "
-            f"{config.family!r}; remove it"
         )
     weights = (own.accepted, own.first_rejected, own.later_rejected)
     if min(weights) < 0 or own.accepted + own.first_rejected == 0:

@@ -43,11 +43,6 @@ def train(config: TrainConfig) -> None:
     corpus = load_corpus(config, target)
     if placement.rank == 0:
         warn_of_cut_texts(config, corpus)
-    if config.unroll.flex and placement.device.type != "cuda":
-        raise UserError(
-            "option 'unroll.flex' needs CUDA: on a CPU torch's flex attention has no backward "
-            "pass; remove it"
-        )
     drafter = new_drafter(config, placement, target, corpus)
     spare = (
         new_drafter(config, placement, target, corpus)

@@ -84,7 +84,6 @@ class Trainee(torch.nn.Module):
             weighting=self.weighting,
             kind=self.kind,
             noise=FeatureNoise(self.unroll.noise, self.seed, step) if self.unroll.noise else None,
-            flex=self.unroll.flex,
         )
         return {
             "loss": unrolled.total / (unrolled.scale * num_items_in_batch),

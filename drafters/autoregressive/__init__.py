@@ -6,7 +6,6 @@ Files in reading order:
 - `chain`: a chain of drafted tokens
 - `chain_graphs`: CUDA graphs of its steps
 - `unroll`: training: all depths of a head over one text
-- `unroll_flex`: the same by flex attention
 
 Other chapters import all of it.
 """

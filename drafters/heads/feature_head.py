@@ -20,7 +20,6 @@ from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.drawing import Drawing
 from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
 from draftsmith.drafters.autoregressive.unroll import UnrollPass
-from draftsmith.drafters.autoregressive.unroll_flex import FlexUnrollPass
 from draftsmith.drafters.heads.recorded_head import RecordedHead, record_head
 from draftsmith.drafters.interface import (
     Capturable,
@@ -115,7 +114,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         # No chain that drafts a token which counts is longer, so before these columns only true
         # states matter.
         first = max(0, batch.first - batch.num_steps)
-        context = (FlexUnrollPass if batch.flex else UnrollPass)(batch.segments, first=first)
+        context = UnrollPass(batch.segments, first=first)
         for depth in range(batch.num_steps):
             step = self.step(embeds, hidden, positions, context)
             missing = batch.input_ids.shape[1] - step.head_input.shape[1]

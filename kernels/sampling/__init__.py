@@ -5,6 +5,7 @@ Files in reading order:
 - `random_streams`: counter-based random streams
 - `random_streams_triton`: the same streams inside Triton kernels
 - `top_tokens`: sparse distributions: top tokens and the mass outside
+- `vocabulary`: draft logits over the target's vocabulary
 
-Other chapters import `filters`, `random_streams` and `top_tokens`.
+Other chapters import `filters`, `random_streams`, `top_tokens` and `vocabulary`.
 """

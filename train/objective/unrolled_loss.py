@@ -75,7 +75,6 @@ def unrolled_loss(
     weighting: StepWeighting,
     kind: Kind = FORWARD_KL,
     noise: FeatureNoise | None = None,
-    flex: bool = False,
 ) -> UnrolledLoss:
     """Loss over the unroll. The target's signals are read once, the draft runs once per step.
     Gradients reach the draft only."""
@@ -86,7 +85,7 @@ def unrolled_loss(
             if noise is None or signals.taps is None
             else noise.added(signals.taps, text.input_ids)
         )
-    steps = list(drafter.unroll(text.unrolled(taps, num_steps, flex=flex)))
+    steps = list(drafter.unroll(text.unrolled(taps, num_steps)))
     predicted = [select(step, text) for step in steps]
     factors = weighting.factors(
         text.weights, num_steps, lambda: depth_stats(drafter, signals, predicted, text, num_steps)

@@ -119,10 +119,6 @@ def test_a_divergence_that_is_none_is_named_before_anything_loads():
         ({"optim": OptimConfig(max_grad_norm=-1.0)}, "option 'optim.max_grad_norm' is -1.0"),
         ({"unroll": UnrollConfig(decay=-1.0)}, "option 'unroll.decay' is -1.0"),
         ({"unroll": UnrollConfig(steps=0)}, "option 'unroll.steps' is 0"),
-        (
-            {"unroll": UnrollConfig(flex=True), "family": "medusa"},
-            "option 'unroll.flex' is for eagle1, eagle3, mtp and the family",
-        ),
     ],
 )
 def test_numbers_that_no_run_could_use_are_refused_before_anything_loads(changes, said):
