@@ -60,8 +60,8 @@ def llama_config(shape: dict[str, Any]) -> LlamaConfig:
 
 
 def layer_config(kind: type[Config], shape: dict[str, Any]) -> Config:
-    """From `config.json` values; our attention is set, so that a context can own keys
-    and values."""
+    """Config of a decoder layer from `config.json` values, with our attention set, so that a
+    context can own keys and values."""
     missing = [
         key for key in SHAPE_KEYS if key not in shape and key not in ("head_dim", "attention_bias")
     ]

@@ -1,4 +1,4 @@
-"""What a new feature head takes from its target before any training."""
+"""Initial values that a new feature head takes from its target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBE_ROWS, PROBE_LENGTH = 4, 64
 
 
 def shares_embeddings(target: Target) -> bool:
-    """Whether the input embedding is a plain table. One that also scales (Gemma) would be read
+    """True where the input embedding is a plain table. One that also scales (Gemma) would be read
     differently by every engine, so a draft of such a target keeps a table of its own with the scale
     in it."""
     return type(target.model.get_input_embeddings()) is torch.nn.Embedding
@@ -161,7 +161,7 @@ def frequent_tokens(
 
 def unused_token(target: Target) -> int:
     """An id that no text holds, for the slots to be drafted: the tokenizer's mask token, else one
-    it does not know, else padding, else the last id."""
+    it does not use, else padding, else the last id."""
     tokenizer = target.tokenizer()
     if tokenizer.mask_token_id is not None:
         return tokenizer.mask_token_id

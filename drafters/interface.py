@@ -1,5 +1,5 @@
-"""What a drafter is to the engine and to the trainer. Shapes: B rows, K draft positions, V target
-vocabulary, T ragged tokens."""
+"""Drafter interfaces of the engine and the trainer, and the values they exchange. Shapes: B rows, K
+draft positions, V target vocabulary, T ragged tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DraftInputs:
     starts: torch.Tensor  # [B] int64, on the host
     lengths: torch.Tensor  # [B] int64, >= 1, on the host
     # [T - B, taps * hidden]: positions starts[b] .. n_b - 1 of each row; None when the drafter
-    # wants none
+    # reads none
     taps: torch.Tensor | None
     # [B] int64, on the host, k of each row, 0 <= k; rows with 0 only catch up
     num_draft: torch.Tensor
@@ -56,7 +56,7 @@ class DraftInputs:
     request_ids: list[str] = field(default_factory=list)
     # whether a row may be drafted from other requests' text; empty: all may
     shares: list[bool] = field(default_factory=list)
-    adjust: Adjust | None = None  # None when no row asks for more than `sampling` says
+    adjust: Adjust | None = None  # None when `sampling` is all that any row asks for
     # A drafter that guesses how its drafts survive ends a row where the chance of all being kept
     # falls below this; it decides on each before it is drawn (invariant 4). 0: never.
     least_survival: float = 0.0
@@ -75,8 +75,8 @@ class Proposal:
     parents: torch.Tensor | None = None
     # [B, K + 1] int64: the row of `logits` that the children of each slot were drawn from
     q_rows: torch.Tensor | None = None
-    # [B, K] bool, False where a distribution had no mass; None: where `logits` say so
-    sound: torch.Tensor | None = None
+    # [B, K] bool, False where a distribution had no mass; None: see `logits`
+    has_mass: torch.Tensor | None = None
     # rows copied from text, whatever `logits` are: no temperature had a part in them
     copied: frozenset[int] = frozenset()
 
@@ -85,7 +85,7 @@ class ServingDrafter(Protocol):
     """The engine's whole view of a drafter."""
 
     family: str
-    taps: tuple[int, ...]  # raw layer ids wanted from the target; () for none
+    taps: tuple[int, ...]  # raw layer ids read from the target; () for none
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
@@ -94,8 +94,8 @@ class ServingDrafter(Protocol):
     def propose(self, inputs: DraftInputs) -> Proposal: ...
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        """How many positions of the draft cache are right once `accepted` of `drafted` tokens after
-        position `last` were kept."""
+        """Number of leading positions of the draft cache that are right once `accepted` of
+        `drafted` tokens after position `last` were accepted."""
         ...
 
 
@@ -114,7 +114,7 @@ class GrowsTrees(Protocol):
     """A drafter that can offer several continuations at once."""
 
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
-        """At most `num_draft` nodes a row, see `drafters/tree_shape.py`."""
+        """Propose trees of at most `num_draft` nodes per row, see `drafters/tree_shape.py`."""
         ...
 
 
@@ -207,8 +207,8 @@ class TrainedDrafter(ServingDrafter, Protocol):
     def create(
         cls, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None
     ) -> TrainedDrafter:
-        """A new draft in float32. `token_counts` [V] int64 says how often each target id occurs in
-        the training data."""
+        """A new draft in float32. `token_counts` [V] int64: occurrences of each target id in the
+        training data."""
         ...
 
     @classmethod

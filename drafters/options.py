@@ -178,7 +178,7 @@ class SuffixOptions:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """What engines assume, (2, L // 2, L - 3), moved into 1 .. L - 1 and without repetition for a
-    target of few layers."""
+    """Taps that engines assume, (2, L // 2, L - 3), moved into 1 .. L - 1 and without repetition
+    for a target of few layers."""
     last = max(1, num_layers - 1)
     return tuple(sorted({min(max(tap, 1), last) for tap in (2, num_layers // 2, num_layers - 3)}))

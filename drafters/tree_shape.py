@@ -1,4 +1,4 @@
-"""What draft trees are grown to, and the text that says so. Torch-free."""
+"""Shapes of draft trees and the text that names them. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do two tokenizers mean the same by an id? Drafts and targets talk in ids alone."""
+"""Comparison of two tokenizers' ids: drafts and targets exchange ids alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SAMPLED = 128  # tokens that a record keeps
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the mapping from tokens to ids; templates and padding settings do not matter."""
+    """Hash of the mapping from tokens to ids; templates and padding settings do not matter."""
     mapping = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(mapping, ensure_ascii=True).encode()).hexdigest()[:16]
 
 
 def tokenizer_record(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of a tokenizer that may not be at hand later: what tells it from others, and enough to show a
+    """Record of a tokenizer that may not be at hand later: a hash, and enough tokens to show a
     difference."""
     names = {index: token for token, index in tokenizer.get_vocab().items()}
     sampled = sorted(names)[:: -(-len(names) // SAMPLED)]
@@ -37,8 +37,8 @@ def tokenizer_record(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 def tokenizer_difference(
     record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> str | None:
-    """None where `record`, by `tokenizer_record`, is of this tokenizer or of none, else what is
-    known of the difference: what the recorded one says and what this one does."""
+    """Difference between a `record` by `tokenizer_record` and this tokenizer, in words; None where
+    there is none or nothing was recorded."""
     digests = record.get("tokenizer_hash"), tokenizer_hash(tokenizer)
     if digests[0] in (None, digests[1]):
         return None
@@ -59,7 +59,7 @@ def template_hash(template: str | None) -> str:
 
 
 def check_same_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
-    """Raises a `UserError` that shows how they differ."""
+    """Raise a `UserError` that shows the difference where two tokenizers differ."""
     theirs, ours = draft.get_vocab(), target.get_vocab()
     moved = [
         token

@@ -1,4 +1,4 @@
-"""Weights and config of a folder, with every way they can be wrong told in one sentence."""
+"""Weights and config of a folder, with one sentence for every way they can be wrong."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _load_pickled(path: Path) -> dict[str, torch.Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """As far as names go; whether they are there is for the reader to say."""
+    """Names of the weight files of a folder; reading them finds out whether they exist."""
     if not (folder / INDEX).is_file():
         plain = folder / WEIGHTS
         return (
@@ -123,8 +123,8 @@ def write_weights(
 
 
 class ReadBytes(NamedTuple):
-    """What must be read, whatever an implementation reads again: a pass over several tokens reads a
-    weight once."""
+    """Bytes that drafting must read, whatever an implementation reads again: a pass over several
+    tokens reads a weight once."""
 
     proposal: int  # by a proposal of any length
     token: int  # besides, by each token of it

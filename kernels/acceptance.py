@@ -60,7 +60,7 @@ def expected_rounds(keep: torch.Tensor) -> float:
 
 
 class ExpectedCounts(NamedTuple):
-    """What the rounds that emit a text do on average: `AcceptanceCounts`, in expectation."""
+    """Expected `AcceptanceCounts` of the rounds that emit a text."""
 
     rounds: float
     offered: torch.Tensor  # [K] float64
@@ -140,8 +140,8 @@ def bootstrap_ratio(
 
 @dataclass
 class AcceptanceCounts:
-    """What happened in rounds, summed. Position i counts as offered only where every position
-    before it was kept."""
+    """Sums over rounds. Position i counts as offered only where every position before it was
+    accepted."""
 
     # [K] rounds whose position i was before the target with its prefix kept
     offered: list[int] = field(default_factory=list)

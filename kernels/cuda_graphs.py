@@ -1,5 +1,5 @@
-"""Recording what a device is told to do, to tell it again with one launch; and for which numbers of
-rows that is worth doing."""
+"""CUDA graphs: work captured once and launched again with one call, and the numbers of rows that
+are worth a graph of their own."""
 
 from __future__ import annotations
 

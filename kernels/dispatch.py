@@ -1,4 +1,4 @@
-"""The one place where an implementation is chosen."""
+"""Choice of the implementation, for all kernels."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["trit
 
 
 def reads_freely(device: torch.device) -> bool:
-    """Whether looking at a value costs nothing. Elsewhere it waits for all that was launched, and
-    no CUDA graph can hold it."""
+    """True where looking at a value costs nothing. Elsewhere it waits for all that was launched,
+    and no CUDA graph can hold it."""
     return device.type == "cpu"
 
 
@@ -45,7 +45,7 @@ def interpreted() -> bool:
 
 
 def _obstacle(device: torch.device) -> str:
-    """Why Triton cannot run there; empty when it can."""
+    """Reason why Triton cannot run there; empty when it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; install it or use impl 'torch'"
     if device.type != "cuda" and not interpreted():

@@ -160,7 +160,7 @@ def _pool(
 
 
 def _num_pooled(expected: torch.Tensor, min_expected: float) -> int:
-    """How many of the rarest cells, expectations ascending, are joined: until the pool and every
+    """Number of the rarest cells, expectations ascending, to be joined until the pool and every
     other cell are large enough."""
     reach = torch.cumsum(expected, 0)
     num_pooled = int((expected < min_expected).sum())

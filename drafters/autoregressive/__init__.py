@@ -2,7 +2,7 @@
 
 Files in reading order:
 - `state`: states and protocols
-- `drawing`: draws drafted tokens and keeps their distributions
+- `draft_sampler`: draws drafted tokens and keeps their distributions
 - `chain`: a chain of drafted tokens
 - `chain_graphs`: CUDA graphs of its steps
 - `unroll`: training: all depths of a head over one text

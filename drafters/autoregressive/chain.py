@@ -1,5 +1,5 @@
-"""Drafting a chain one token at a time: what drafters that read their own drafts (feature heads,
-draft LMs) share.
+"""Drafting a chain one token at a time, for drafters that read their own drafted tokens (feature
+heads, draft LMs).
 
 R rows that draft, H hidden width, T ragged positions.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from draftsmith.drafters.autoregressive.drawing import Depth, Drawing
-from draftsmith.drafters.autoregressive.state import CatchUp, Front, ReadsOwnDrafts
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, RowsAtDepth
+from draftsmith.drafters.autoregressive.state import ChainState, DraftPrefill, ReadsOwnDrafts
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
 
@@ -22,49 +22,49 @@ if TYPE_CHECKING:
 def draft_chain(
     drafter: ReadsOwnDrafts,
     inputs: DraftInputs,
-    caught: CatchUp,
-    drawing: Drawing,
+    prefill: DraftPrefill,
+    sampler: DraftSampler,
     graphs: ChainGraphs | None,
 ) -> None:
-    """Every row that has caught up drafts as many tokens as it may, into `drawing`."""
-    depths = drawing.depths(caught.indices)
+    """Draft as many tokens as each prefilled row may, into `sampler`."""
+    depths = sampler.rows_at_depth(prefill.indices)
     if not depths:
         return
-    _, positions, tables, step = caught
+    _, positions, tables, step = prefill
     if depths[0].kept is not None:
         positions, tables, step = (
             positions[depths[0].kept],
             tables[depths[0].kept],
             step.select(depths[0].kept),
         )
-    tokens = drawing.draw(
+    tokens = sampler.draw(
         depths[0].rows, 0, drafter.draft_logits(step.head_input), positions + drafter.ahead
     )
-    front = Front(tokens, step.next_hidden, positions, tables)
-    # What a request asks of its distribution beyond filters is worked out on the host.
+    state = ChainState(tokens, step.next_hidden, positions, tables)
+    # Penalties, bans and masks of a request are worked out on the host.
     if (
         graphs is None
         or inputs.adjust is not None
-        or not graphs.draft(front, inputs, drawing, depths[1:])
+        or not graphs.draft(state, inputs, sampler, depths[1:])
     ):
-        _draft_eagerly(drafter, inputs, front, drawing, depths[1:])
+        _draft_eagerly(drafter, inputs, state, sampler, depths[1:])
 
 
 def _draft_eagerly(
     drafter: ReadsOwnDrafts,
     inputs: DraftInputs,
-    front: Front,
-    drawing: Drawing,
-    depths: list[Depth],
+    state: ChainState,
+    sampler: DraftSampler,
+    depths: list[RowsAtDepth],
 ) -> None:
-    ones = torch.ones_like(front.tokens)
+    ones = torch.ones_like(state.tokens)
     for depth, (rows, kept, _) in enumerate(depths, start=1):
         if kept is not None:
-            front = front.select(kept)
-        positions = front.positions + 1
-        context = PagedPass(inputs.pool, front.tables, positions, ones[: len(rows)])
-        step = drafter.read_drafts(front.tokens, front.hidden, positions, context)
-        tokens = drawing.draw(
+            state = state.select(kept)
+        positions = state.positions + 1
+        context = PagedPass(inputs.pool, state.tables, positions, ones[: len(rows)])
+        step = drafter.read_drafts(state.tokens, state.hidden, positions, context)
+        tokens = sampler.draw(
             rows, depth, drafter.draft_logits(step.head_input), positions + drafter.ahead
         )
-        front = Front(tokens, step.next_hidden, positions, front.tables)
+        state = ChainState(tokens, step.next_hidden, positions, state.tables)

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from draftsmith.drafters.autoregressive.drawing import Depth, Draw, Drawing, draw_tokens
+from draftsmith.drafters.autoregressive.draft_sampler import (
+    DraftSampler,
+    DraftStep,
+    RowsAtDepth,
+    draw_tokens,
+)
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import NULL_BLOCK, PagedPool
@@ -27,13 +32,13 @@ from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.autoregressive.state import Front, ReadsOwnDrafts
+    from draftsmith.drafters.autoregressive.state import ChainState, ReadsOwnDrafts
 
 log = logging.getLogger(__name__)
 
 
 class ChainBuffers:
-    """The state of as many rows as a batch may have, at fixed addresses; a bucket uses the first of
+    """State of as many rows as a batch may have, at fixed addresses. A bucket uses the first of
     them."""
 
     def __init__(self, num_rows: int, max_blocks: int, hidden: torch.Tensor):
@@ -47,17 +52,17 @@ class ChainBuffers:
         self.top_k = torch.zeros(num_rows, **whole)
 
     def fill(
-        self, front: Front, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows
+        self, state: ChainState, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows
     ) -> None:
         """`left` [R]: how many tokens each row may still draft."""
-        count, width = front.tables.shape
+        count, width = state.tables.shape
         self.left.zero_()
         self.tables[:count, width:] = NULL_BLOCK
-        self.tables[:count, :width].copy_(front.tables)
+        self.tables[:count, :width].copy_(state.tables)
         pairs = [
-            (self.tokens, front.tokens),
-            (self.hidden, front.hidden),
-            (self.positions, front.positions),
+            (self.tokens, state.tokens),
+            (self.hidden, state.hidden),
+            (self.positions, state.positions),
             (self.left, left),
         ]
         pairs += [
@@ -88,7 +93,7 @@ class ChainGraphs:
         )
         self.rows = row_buckets(max_batch)
         self._buffers: ChainBuffers | None = None
-        self._graphs: dict[tuple[int, Passes], tuple[Graph, Draw]] = {}
+        self._graphs: dict[tuple[int, Passes], tuple[Graph, DraftStep]] = {}
         self._broken = False
 
     @property
@@ -96,31 +101,35 @@ class ChainGraphs:
         return len(self._graphs)
 
     def draft(
-        self, front: Front, inputs: DraftInputs, drawing: Drawing, depths: Sequence[Depth]
+        self,
+        state: ChainState,
+        inputs: DraftInputs,
+        sampler: DraftSampler,
+        depths: Sequence[RowsAtDepth],
     ) -> bool:
-        """The depths after the first, from `front` on, into `drawing`; False where they must be
-        drafted without graphs."""
+        """Draft the depths after the first from `state` on, into `sampler`. False where they must
+        be drafted without graphs."""
         if not depths or self._broken or inputs.pool is not self.pool:
             return not depths
         if depths[0].kept is not None:
-            front = front.select(depths[0].kept)
+            state = state.select(depths[0].kept)
         rows, passes = depths[0].rows, for_graphs(inputs.sampling.passes)
         if self._buffers is None:
-            self._buffers = ChainBuffers(self.rows[-1], self.max_blocks, front.hidden)
+            self._buffers = ChainBuffers(self.rows[-1], self.max_blocks, state.hidden)
         key = (self.rows[bisect.bisect_left(self.rows, len(rows))], passes)
         if key not in self._graphs and not self._capture(*key):
             return False
         left = torch.tensor(
-            [drawing.budgets[row] - 1 for row in depths[0].indices], device=rows.device
+            [sampler.budgets[row] - 1 for row in depths[0].indices], device=rows.device
         )
-        self._buffers.fill(front, left, inputs.seeds[rows], inputs.sampling.select(rows))
+        self._buffers.fill(state, left, inputs.seeds[rows], inputs.sampling.select(rows))
         graph, drawn = self._graphs[key]
         alive: torch.Tensor | slice = slice(len(rows))
         for depth, (rows, kept, _) in enumerate(depths, start=1):
             if depth > 1 and kept is not None:
                 alive = kept if isinstance(alive, slice) else alive[kept]
             graph.replay()
-            drawing.keep(rows, depth, drawn.select(alive))
+            sampler.keep(rows, depth, drawn.select(alive))
         return True
 
     def _capture(self, num_rows: int, passes: Passes) -> bool:
@@ -142,7 +151,7 @@ class ChainGraphs:
             return False
         return True
 
-    def _step(self, buffers: ChainBuffers, num_rows: int, passes: Passes) -> Draw:
+    def _step(self, buffers: ChainBuffers, num_rows: int, passes: Passes) -> DraftStep:
         first = slice(num_rows)
         alive = buffers.left[first] > 0
         positions = torch.where(alive, buffers.positions[first] + 1, 0)

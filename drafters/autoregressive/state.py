@@ -17,18 +17,18 @@ class HeadStep(NamedTuple):
         return HeadStep(self.next_hidden[chosen], self.head_input[chosen])
 
 
-class CatchUp(NamedTuple):
-    """The drafter's state after all it could read of the committed text; rows without any have
-    nothing to draft from."""
+class DraftPrefill(NamedTuple):
+    """Drafter state after it read all committed tokens that it can. Rows without any have nothing
+    to draft from."""
 
     indices: list[int]  # of the rows that can draft, ascending
     positions: torch.Tensor  # [R] their last position with a state
     tables: torch.Tensor  # [R, max_blocks]
     step: HeadStep  # [R, H]
 
-    def select(self, chosen: torch.Tensor, indices: list[int]) -> CatchUp:
-        """`chosen` [R'] of the R rows, which are `indices` of the batch."""
-        return CatchUp(
+    def select(self, chosen: torch.Tensor, indices: list[int]) -> DraftPrefill:
+        """Keep `chosen` [R'] of the R rows, which are `indices` of the batch."""
+        return DraftPrefill(
             indices, self.positions[chosen], self.tables[chosen], self.step.select(chosen)
         )
 
@@ -54,14 +54,13 @@ class ReadsOwnDrafts(Protocol):
         ...
 
 
-class Front(NamedTuple):
-    """Where a chain stands: its newest drafted token of each row and the state that it was drawn
-    from."""
+class ChainState(NamedTuple):
+    """Newest drafted token of each row of a chain and the state that it was drawn from."""
 
     tokens: torch.Tensor  # [R]
     hidden: torch.Tensor  # [R, H]
     positions: torch.Tensor  # [R] of the state
     tables: torch.Tensor  # [R, max_blocks]
 
-    def select(self, chosen: torch.Tensor) -> Front:
-        return Front(*(part[chosen] for part in self))
+    def select(self, chosen: torch.Tensor) -> ChainState:
+        return ChainState(*(part[chosen] for part in self))

@@ -32,8 +32,8 @@ LONG = 1024
 
 
 class UnrollPass:
-    """An `AttentionContext` for the attention layers of a head; call `next_step()` between steps.
-    Steps after step 0 have the columns from `first` on alone."""
+    """Attention context of a head's unroll; call `next_step()` between steps. Steps after step 0
+    have the columns from `first` on alone."""
 
     def __init__(self, segments: torch.Tensor | None = None, *, first: int = 0) -> None:
         self.first = first
@@ -94,8 +94,8 @@ class UnrollPass:
 def is_hidden(
     columns: torch.Tensor, key_columns: torch.Tensor, step: int, begins: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of true keys: those behind the column at which a query's draft is anchored, and those before
-    its text `begins`."""
+    """Mask of step-0 keys that a query must not see: those behind the column where its draft is
+    anchored, and those before its text `begins`."""
     hidden = key_columns > columns - step
     return hidden if begins is None else hidden | (key_columns < begins)
 
@@ -141,6 +141,6 @@ def _attend(
 
 
 def _shifted(states: torch.Tensor, back: int, place: slice) -> torch.Tensor:
-    """What lies `back` before each of these, [B, kv_heads, 1, C, D]; before the first there are
-    zeros, unused."""
+    """States `back` columns before each of `place`, [B, kv_heads, 1, C, D]. Before the first column
+    they are zeros, unused."""
     return pad(states, (0, 0, back, 0))[:, :, None, place]

@@ -53,7 +53,8 @@ class BlockPass:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of (L - first) * S slots, block after block, behind the slots that stand alone."""
+        """Attention of (L - first) * S slots, block after block, behind the slots that stand
+        alone."""
         if sliding_window is not None or softcap is not None or sinks is not None:
             raise ValueError(
                 "a block drafter with a sliding window, soft cap or sinks cannot be trained; use "

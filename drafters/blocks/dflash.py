@@ -7,7 +7,7 @@ from the target's states.
     logits of x_{n+i} = target's head(norm(state of the mask at n + i))
 
 Drafts do not see each other, so q of a chain is a product. In a causal block a draft does not
-depend on how many follow it, which is what a server that changes k wants; blocks that see all of
+depend on how many follow it, which a server that changes k needs; blocks that see all of
 themselves are served as in vLLM, k + 1 slots long.
 """
 
@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from draftsmith.drafters.autoregressive.drawing import Drawing, sent
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.shape import BlockShape, check_block, shape_in
 from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of
@@ -60,7 +60,7 @@ from draftsmith.kernels.dispatch import reads_freely
 
 
 class Block(NamedTuple):
-    """What was read of R rows; slots are counted over all of them."""
+    """States read for R rows. Slots are counted over all rows."""
 
     states: torch.Tensor  # [T, H] normed
     begins: torch.Tensor  # [R] first slot
@@ -129,7 +129,7 @@ class Dflash(nn.Module):
             drafter = cls(
                 layer_config(Qwen3Config, shape), target, taps, cls.shape_from(options, target)
             )
-        # The head is frozen, so the last norm must speak its language.
+        # The head is frozen, so the last norm must fit it.
         drafter.norm.weight.data.copy_(fitted_norm(target))
         average_taps(drafter.fc)
         adopt_layers(target, drafter.layers)
@@ -157,8 +157,8 @@ class Dflash(nn.Module):
         return states
 
     def confidence(self, head_input: torch.Tensor) -> torch.Tensor | None:
-        """What the head multiplies -> logits [...] of the chance that a draft read off it is kept;
-        None without a guess."""
+        """Head inputs -> logits [...] of the chance that the token drafted from each is accepted;
+        None without a confidence head."""
         return None
 
     def context(self, taps: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Dflash(nn.Module):
     def context_keys(
         self, context: torch.Tensor, positions: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of every layer, keys and values [b, kv_heads, t, D] of context states [b, t, H] at
+        """Keys and values [b, kv_heads, t, D] of every layer, of context states [b, t, H] at
         `positions` [b or 1, t]."""
         rotary = self._rotary[0](context, positions)
         for layer in self.layers:
@@ -233,19 +233,21 @@ class Dflash(nn.Module):
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        drawing = Drawing(inputs, vocab_size=self.config.vocab_size)
+        sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size)
         self._read_context(inputs)
         # A block without any context was never trained.
         rows = ((inputs.num_draft > 0) & (inputs.starts + inputs.lengths > 1)).nonzero()[:, 0]
         if len(rows) == 0:
-            return drawing.proposal()
+            return sampler.proposal()
         block = self._read_blocks(inputs, rows)
         begins, newest, tokens = block.begins, block.newest, block.tokens
         head, skipped = self.head_weight().T, 0 if self.from_anchor else 1
         # the chance that all drafts of a row are kept, as guessed
         survival = torch.ones_like(tokens, dtype=torch.float32)
-        offered = torch.zeros_like(drawing.lengths)
-        for depth, (chosen, kept, _) in enumerate(drawing.depths(rows.tolist(), self.max_depth)):
+        offered = torch.zeros_like(sampler.lengths)
+        for depth, (chosen, kept, _) in enumerate(
+            sampler.rows_at_depth(rows.tolist(), self.max_depth)
+        ):
             if kept is not None:
                 begins, newest, tokens, survival = (
                     begins[kept],
@@ -265,10 +267,10 @@ class Dflash(nn.Module):
                 offered[chosen] += sure
             else:
                 offered[chosen] += 1
-            tokens = drawing.draw(chosen, depth, head_input @ head, newest + 1 + depth)
+            tokens = sampler.draw(chosen, depth, head_input @ head, newest + 1 + depth)
         if inputs.least_survival > 0:
-            drawing.shorten(offered)
-        return drawing.proposal()
+            sampler.shorten(offered)
+        return sampler.proposal()
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """The block's own keys stand where the context's come next."""
@@ -294,7 +296,7 @@ class Dflash(nn.Module):
             pool_values.index_copy_(0, slots, values[0].transpose(0, 1).to(pool_values.dtype))
 
     def _read_blocks(self, inputs: DraftInputs, rows: torch.Tensor) -> Block:
-        """From the newest token of each of `rows` [R] (on the host) on."""
+        """Read a block from the newest token of each of `rows` [R] (on the host) on."""
         newest = (inputs.starts + inputs.lengths - 1)[rows]
         counts = inputs.num_draft[rows].clamp(max=self.max_depth) + (0 if self.from_anchor else 1)
         begins = counts.cumsum(0) - counts
@@ -309,7 +311,7 @@ class Dflash(nn.Module):
         tree = (
             None
             if self.shape.causal
-            else TreeLayout(places=positions, ancestors=(1 << size) - 1, first=first)
+            else TreeLayout(kv_indices=positions, ancestors=(1 << size) - 1, first=first)
         )
         context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, counts, tree=tree)
         return Block(self.body(ids[None], positions[None], context)[0], begins, newest, tokens)
@@ -318,7 +320,7 @@ class Dflash(nn.Module):
         write_weights(Path(folder), self.portable_config(), self.state_dict())
 
     def portable_config(self) -> dict[str, Any]:
-        """As vLLM and SGLang read it: the tapped layers are counted by their outputs."""
+        """Config that vLLM and SGLang read: tapped layers are counted by their outputs."""
         block = {
             "mask_token_id": self.shape.mask_token,
             "target_layer_ids": [tap - 1 for tap in self.taps],

@@ -1,4 +1,4 @@
-"""What a block drafter is told besides its layers, from options or from a `config.json`."""
+"""Settings of a block drafter besides its layers, from options or a `config.json`."""
 
 from __future__ import annotations
 

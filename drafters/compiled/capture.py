@@ -2,8 +2,8 @@
 can be run through.
 
 The forward is not copied or rewritten: it runs once with stand-in tensors whose token count is a
-symbol, and what it does is written down. Attention is one opaque operation of the graph that asks
-the pass's own context, so the graph knows nothing of pools, windows of context or trees.
+symbol, and what it does is written down. Attention is one opaque operation of the graph that
+calls the pass's own context, so the graph is independent of pools, windows of context and trees.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _OpaqueExperts(TorchFunctionMode):
 
 
 def experts(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """What the graph calls where the model multiplied the rows of every expert with its weights."""
+    """Product of the rows of every expert with its weights, as the graph calls it."""
     return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
 
 
@@ -94,7 +94,7 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the graph calls where the model called its attention."""
+    """Attention of the pass's own context, as the graph calls it."""
     return context.attend(
         layer,
         query,

@@ -77,7 +77,7 @@ class PackedLinear:
 
 
 def packable(weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes it: 2-D, on a CPU, of a type it multiplies."""
+    """True for weights that oneDNN takes: 2-D, on a CPU, of a dtype it multiplies."""
     return (
         torch.backends.mkldnn.is_available()
         and weight.device.type == "cpu"

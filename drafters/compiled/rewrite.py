@@ -1,8 +1,8 @@
-"""What a recorded forward is put through before it is replayed: the same numbers, to float
-rounding, in fewer operations.
+"""Rewriting of a captured forward before it is replayed: the same numbers, to float rounding, in
+fewer operations.
 
-On a small model an operation costs more to call than to compute, so every pass removes calls. None
-knows a model family: each looks for a pattern that is worth it wherever it stands.
+On a small model an operation costs more to call than to compute, so every pass removes calls. No
+pass depends on a model family: each looks for a pattern that is worth it wherever it stands.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): one decoder layer over the target's final
-state, speaking through its head.
+state, read by its head.
 
 state at t   = the target's final state at t (what its head multiplies), or the layer's own output
 at t - 1 next state   = decoder layer(fc(cat(embed(x_{t+1}), state))), without a norm before its

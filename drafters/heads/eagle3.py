@@ -130,7 +130,7 @@ class Eagle3(FeatureHead):
         taps = options.taps or default_taps(target.num_layers)
         check_taps(taps, target.num_layers)
         vocab_size = min(options.draft_vocab_size or target.vocab_size, target.vocab_size)
-        # The initial weights depend on the seed alone, and nobody else's random numbers on them.
+        # The initial weights depend on the seed alone, and no other random numbers on them.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             norms = Norms(
@@ -283,7 +283,7 @@ def chosen_shape(options: Eagle3Options) -> dict[str, int]:
 @torch.no_grad()
 def start_from_target(drafter: Eagle3, target: Target) -> None:
     """Head, last norm and layer are the target's, and fc averages the taps: the draft starts as the
-    target's last layer over an early state, speaking the language of the target's head. After 60
+    target's last layer over an early state, in the space of the target's head. After 60
     steps on the quickstart's target this gave tau 1.44, with a layer of random weights 1.33, with a
     random head too 1.21."""
     rows = output_table(target)

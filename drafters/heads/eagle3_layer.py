@@ -16,7 +16,7 @@ from draftsmith.drafters.target.attention import AttentionContext
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
-    """Which norms a draft has, by the names of its `config.json`."""
+    """Norms that a draft has, under the names of its `config.json`."""
 
     norm_before_residual: bool = False  # the residual stream starts from the normed state
     norm_before_fc: bool = False  # one norm over all taps

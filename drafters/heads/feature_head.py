@@ -1,4 +1,4 @@
-"""What feature heads (eagle3, mtp) share: unrolling for training and drafting over the paged pool.
+"""Base of feature heads (eagle3, mtp): unrolling for training, drafting over the paged pool.
 
 A head reads, at position t, the target's state there and the token at t + 1, and predicts the token
 at t + 2. Drafting further, it takes its own previous output for the state. H hidden width, B rows,
@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 
 from draftsmith.drafters.autoregressive.chain import draft_chain
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
-from draftsmith.drafters.autoregressive.drawing import Drawing
-from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
+from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
 from draftsmith.drafters.autoregressive.unroll import UnrollPass
 from draftsmith.drafters.heads.recorded_head import RecordedHead, record_head
 from draftsmith.drafters.interface import (
@@ -133,11 +133,11 @@ class FeatureHead(nn.Module, Recordable, Capturable):
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        caught = self._catch_up(inputs)
-        drawing = Drawing(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
-        if caught is not None:
-            draft_chain(self, inputs, caught, drawing, self._graphs)
-        return drawing.proposal()
+        prefill = self._prefill(inputs)
+        sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
+        if prefill is not None:
+            draft_chain(self, inputs, prefill, sampler, self._graphs)
+        return sampler.proposal()
 
     @torch.no_grad()
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
@@ -146,14 +146,14 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         if passes.greedy and not passes.all_greedy:
             # The only look at the device, while it has nothing else to do.
             greedy = (inputs.sampling.temperature == 0).tolist()
-        return grow(self, inputs, self._catch_up(inputs), shape, greedy)
+        return grow(self, inputs, self._prefill(inputs), shape, greedy)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """Drafted positions were written from the head's own states; they are read again with the
         target's."""
         return last
 
-    def _catch_up(self, inputs: DraftInputs) -> CatchUp | None:
+    def _prefill(self, inputs: DraftInputs) -> DraftPrefill | None:
         """Reads the true states of positions `starts .. starts + lengths - 2` of every row."""
         if self._recorded is not None:
             self._recorded.refresh()  # a swap writes new weights in place
@@ -169,7 +169,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         if not rows:
             return None
         last = [end - 1 for end in itertools.accumulate(lengths)]
-        # All that the host knows arrives in one copy.
+        # Everything from the host arrives in one copy.
         parts = torch.tensor(
             places + following + rows + lengths + last, device=inputs.tokens.device
         )
@@ -179,7 +179,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         step = self.read_ragged(
             self.embed(inputs.tokens[following]), self.fused(inputs.taps), positions, context
         )
-        return CatchUp(rows, positions[ends], tables, step.select(ends))
+        return DraftPrefill(rows, positions[ends], tables, step.select(ends))
 
     def capture(
         self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder

@@ -144,8 +144,8 @@ class Medusa(StateHead):
         )
 
     def portable_config(self) -> dict[str, Any]:
-        """As vLLM read it while it served Medusa. `original_lm_head`: the heads share
-        the target's."""
+        """Config as vLLM read it while it served Medusa. `original_lm_head`: the heads share the
+        target's."""
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -243,7 +243,7 @@ def numbers_of(values: Mapping[str, Any], folder: Path) -> tuple[int, int]:
 
 
 def check_shape(values: Mapping[str, Any], target: Target, folder: Path) -> None:
-    """The original layout leaves shapes out; its tensors tell."""
+    """Shapes of the original layout, which leaves them out, from its tensors."""
     wanted = {
         "vocab_size": target.vocab_size,
         "truncated_vocab_size": target.vocab_size,

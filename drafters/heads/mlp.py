@@ -156,7 +156,7 @@ class Mlp(StateHead):
         )
 
     def portable_config(self) -> dict[str, Any]:
-        """As IBM's checkpoints have it, which vLLM read while it served them."""
+        """Config of IBM's checkpoints, which vLLM read while it served them."""
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "mlp_speculator",

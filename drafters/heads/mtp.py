@@ -81,7 +81,7 @@ class Mtp(MtpHead):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(llama_config(shape), target)
-        # The head is frozen, so the module must speak its language: outputs of the size of the
+        # The head is frozen, so the module must fit it: outputs of the size of the
         # target's own final states. The layer stays random: begun as the target's last one it
         # learned more slowly (tau 1.40 against 1.62 after 60 steps).
         drafter.norm.weight.data.copy_(fitted_norm(target))

@@ -21,7 +21,7 @@ import torch
 from draftsmith.drafters.heads.mtp_head import MtpHead
 from draftsmith.drafters.heads.mtp_mimo import module_tensors
 from draftsmith.drafters.target.attention import register
-from draftsmith.drafters.target.probe import LayerShape, Recorder
+from draftsmith.drafters.target.probe import AttentionShapes, LayerShape
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.drafters.weights import load_into, read_config, write_weights
 from draftsmith.errors import UserError
@@ -51,7 +51,7 @@ def prefix_of(config: Mapping[str, Any]) -> str:
 
 
 def own_names(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
-    """From published names, without their prefix, to those of our module."""
+    """Rename published tensors, without their prefix, to our module's names."""
     renamed = {}
     for name, tensor in stacked_experts(tensors, where).items():
         if name == THEIR_NORM:
@@ -153,15 +153,15 @@ class AppendedMtp(MtpHead):
 
     @torch.no_grad()
     def cache_shape(self) -> LayerShape:
-        """What the layer asks of its attention: its config says so in other words for every kind of
-        attention."""
+        """Shape of the keys and values that the layer hands to its attention, found by running it:
+        every kind of attention has other config keys for it."""
         weight = self.eh_proj.weight
         state = torch.zeros(1, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
-        recorder = Recorder()
+        attention = AttentionShapes()
         self.step(
-            state, state, torch.zeros(1, 1, dtype=torch.int64, device=weight.device), recorder
+            state, state, torch.zeros(1, 1, dtype=torch.int64, device=weight.device), attention
         )
-        return recorder.shapes[0]
+        return attention.shapes[0]
 
     def save(self, folder: Path) -> None:
         values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))

@@ -1,5 +1,5 @@
-"""What an MTP module computes (DeepSeek-V3, arXiv 2412.19437, section 2.2), applied again and again
-to its own output.
+"""Forward of an MTP module (DeepSeek-V3, arXiv 2412.19437, section 2.2), applied again and again to
+its own output.
 
     input at t  = eh_proj(cat(enorm(embed(x_{t+1})), hnorm(state)))        state: the target's last
     one, or the module's own

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.drawing import Drawing, sent
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.heads.eagle3 import Eagle3, flattened
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
@@ -31,7 +31,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 
 ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PEagleSpeculator")
-# Where trainers say which token stands in the slots to be drafted.
+# Keys under which trainers name the token of the slots to be drafted.
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
@@ -102,10 +102,10 @@ class Peagle(Eagle3):
     def propose(self, inputs: DraftInputs) -> Proposal:
         if self._recorded is not None:
             self._recorded.refresh()  # a swap writes new weights in place
-        drawing = Drawing(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
+        sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
         slots = Slots.of(inputs)
         if len(slots.row) == 0:
-            return drawing.proposal()
+            return sampler.proposal()
         states = self._read(inputs, slots)
         # A row draws from its last true state and the masks after it.
         rows = slots.rows[inputs.num_draft[slots.rows] > 0]
@@ -115,11 +115,11 @@ class Peagle(Eagle3):
             inputs.tokens.device, drafting, budgets.cumsum(0) - budgets, newest
         )
         logits = self.draft_logits(states[drafting])
-        for depth, (chosen, kept, _) in enumerate(drawing.depths(rows.tolist())):
+        for depth, (chosen, kept, _) in enumerate(sampler.rows_at_depth(rows.tolist())):
             if kept is not None:
                 begins, newest = begins[kept], newest[kept]
-            drawing.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
-        return drawing.proposal()
+            sampler.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
+        return sampler.proposal()
 
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(proposal=super().read_bytes().token, token=0)
@@ -146,8 +146,8 @@ class Peagle(Eagle3):
         return self.read_ragged(self.embed(ids), hidden, position, context).head_input
 
     def portable_config(self) -> dict[str, Any]:
-        """vLLM reads it as EAGLE-3 and is told `parallel_drafting` in its own options; the key here
-        says so to others."""
+        """EAGLE-3's config with the keys of parallel drafting. vLLM takes `parallel_drafting` from
+        its own options instead."""
         return super().portable_config() | {
             "parallel_drafting": True,
             "mask_token_id": self.mask_token,
@@ -167,7 +167,7 @@ class Peagle(Eagle3):
 
 
 class Slots(NamedTuple):
-    """What a pass reads, on the host: the new true states of every row that has any, and k - 1
+    """Slots of one pass, on the host: the new true states of every row that has any, and k - 1
     masks. T slots, R rows."""
 
     rows: torch.Tensor  # [R] of the proposal
@@ -196,7 +196,7 @@ class Slots(NamedTuple):
 
 
 def drafts_in_parallel(values: Mapping[str, Any]) -> bool:
-    """Whether an EAGLE-3 `config.json` is of a draft like this; trainers name it by one of these
+    """True for an EAGLE-3 `config.json` of a parallel drafter; trainers mark it by one of these
     keys alone."""
     return bool(values.get("parallel_drafting")) or any(
         values.get(key) is not None for key in MASK_KEYS

@@ -45,13 +45,13 @@ class RecordedHead(NamedTuple):
     logits: Replay  # [T, H] -> [T, Vd]
 
     def refresh(self) -> None:
-        """After weights were written in place."""
+        """Take over weights that were written in place."""
         for part in self:
             part.refresh()
 
 
 def record_head(head: HeadForward) -> RecordedHead | None:
-    """None, and the reason in the log, where the head cannot be recorded or its recording is not
+    """Capture the head's parts. None, with the reason in the log, where that fails or is not
     exact."""
     return attempt(head.family, lambda: _record(head))
 

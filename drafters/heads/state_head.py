@@ -1,7 +1,7 @@
-"""What heads without attention (medusa, mlp) share: they draft from one final state of the target
-and the drafted tokens.
+"""Base of heads without attention (medusa, mlp), which draft from one final state of the target and
+the drafted tokens.
 
-At position t they know the state there and the token at t + 1, and predict the token at t + 2
+At position t they have the state there and the token at t + 1, and predict the token at t + 2
 first, the one at t + 2 + s at depth s. There is no cache, so nothing has to be read again. H width
 of the state, B rows, L columns, R rows that draft.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.drawing import Drawing, sent
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
 from draftsmith.drafters.heads.feature_head import HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.taps import FINAL
@@ -78,11 +78,11 @@ class StateHead(nn.Module, ABC):
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        drawing = Drawing(inputs, vocab_size=self.vocab_size)
+        sampler = DraftSampler(inputs, vocab_size=self.vocab_size)
         rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
-        depths = drawing.depths(rows.tolist(), self.max_depth)
+        depths = sampler.rows_at_depth(rows.tolist(), self.max_depth)
         if not depths:
-            return drawing.proposal()
+            return sampler.proposal()
         # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
         columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
         newest = (inputs.starts + inputs.lengths - 1)[rows]
@@ -92,13 +92,12 @@ class StateHead(nn.Module, ABC):
             if kept is not None:
                 positions, tokens, state = positions[kept], tokens[kept], state[kept]
             step = self.advance(state, tokens, depth)
-            tokens = drawing.draw(
+            tokens = sampler.draw(
                 chosen, depth, step.head_input @ self.head_at(depth).T, positions + 1 + depth
             )
             state = step.next_hidden
-        return drawing.proposal()
+        return sampler.proposal()
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        """There is no cache; the state of one position is wanted, the one before the
-        newest token."""
+        """There is no cache; one state is needed, that before the newest token."""
         return last + accepted

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftsmith.drafters.autoregressive.chain import draft_chain
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
-from draftsmith.drafters.autoregressive.drawing import Drawing
-from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
+from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
 from draftsmith.drafters.compiled.recorded import record_lm
 from draftsmith.drafters.interface import (
     Capturable,
@@ -157,11 +157,11 @@ class DraftLm(nn.Module, Recordable, Capturable):
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.lm.refresh()  # a swap writes new weights in place
-        drawing = Drawing(inputs, vocab_size=self.vocab_size, vocab_map=self.vocab_map)
-        draft_chain(self, inputs, self._catch_up(inputs), drawing, self._graphs)
-        return drawing.proposal()
+        sampler = DraftSampler(inputs, vocab_size=self.vocab_size, vocab_map=self.vocab_map)
+        draft_chain(self, inputs, self._prefill(inputs), sampler, self._graphs)
+        return sampler.proposal()
 
-    def _catch_up(self, inputs: DraftInputs) -> CatchUp:
+    def _prefill(self, inputs: DraftInputs) -> DraftPrefill:
         starts, lengths = inputs.starts.tolist(), inputs.lengths.tolist()
         places = [
             place
@@ -169,12 +169,12 @@ class DraftLm(nn.Module, Recordable, Capturable):
             for place in range(start, start + length)
         ]
         ends = [end - 1 for end in itertools.accumulate(lengths)]
-        # All that the host knows arrives in one copy.
+        # Everything from the host arrives in one copy.
         parts = torch.tensor(places + lengths + ends, device=inputs.tokens.device)
         positions, counts, last = parts.split([len(places), len(lengths), len(lengths)])
         context = PagedPass(inputs.pool, inputs.block_tables, positions, counts)
         states = self.lm.paged(inputs.tokens[None], positions[None], context).final[0, last]
-        return CatchUp(
+        return DraftPrefill(
             list(range(len(lengths))),
             positions[last],
             inputs.block_tables,
@@ -242,8 +242,8 @@ def match_vocabulary(model: PreTrainedModel, target: Target) -> None:
 
 
 def check_tokenizer(name: str | Path, target: Target) -> None:
-    """By the tokenizer of a folder or Hub id; a folder without one, as a draft is saved, must at
-    least have as many ids."""
+    """Compare the tokenizer of a folder or Hub id with the target's. A folder without one, as a
+    draft is saved, must at least have as many ids."""
     folder = Path(name)
     has_files = (folder / "tokenizer.json").is_file() or (
         folder / "tokenizer_config.json"
@@ -266,8 +266,8 @@ def check_tokenizer(name: str | Path, target: Target) -> None:
 
 @torch.no_grad()
 def has_linear_head(lm: CausalLM) -> bool:
-    """Whether logits are the state times one table, which is what the training loss
-    multiplies by."""
+    """True where logits are the state times one table, which is what the training loss multiplies
+    by."""
     weight = lm.model.get_output_embeddings().weight
     states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     plain, own = states @ weight.T, lm.head(states)

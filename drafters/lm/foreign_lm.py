@@ -1,9 +1,9 @@
 """A draft LM with another tokenizer than its target's: it reads the text token by token in its own
-ids and drafts what both know.
+ids and drafts tokens of both vocabularies.
 
 The draft's distribution is taken over the tokens both have (token-level intersection, Timor et al.,
-arXiv 2502.05202), and told as such: q is what was sampled, so speculation is as lossless as with
-any other draft.
+arXiv 2502.05202), and reported as such: q is what was sampled, so speculation is as lossless as
+with any other draft.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.autoregressive.state import CatchUp, HeadStep
+from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.target.attention import AttentionContext
@@ -66,8 +66,8 @@ class ForeignLm(DraftLm):
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         return super().unroll(replace(batch, input_ids=self.to_draft[batch.input_ids]))
 
-    def _catch_up(self, inputs: DraftInputs) -> CatchUp:
-        return super()._catch_up(replace(inputs, tokens=self.to_draft[inputs.tokens]))
+    def _prefill(self, inputs: DraftInputs) -> DraftPrefill:
+        return super()._prefill(replace(inputs, tokens=self.to_draft[inputs.tokens]))
 
     def read_drafts(
         self,

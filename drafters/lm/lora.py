@@ -10,7 +10,7 @@ from draftsmith.drafters.options import LoraOptions
 
 
 def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
-    """In place, on every linear layer but the head; everything else is frozen."""
+    """Add adapters in place to every linear layer but the head; freeze everything else."""
     from peft import LoraConfig, inject_adapter_in_model
 
     head = model.get_output_embeddings()

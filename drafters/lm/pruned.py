@@ -17,7 +17,7 @@ from draftsmith.errors import UserError
 
 
 def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
-    """A float32 model of the target's class with copies of `layers`, ascending. It speaks badly
+    """A float32 model of the target's class with copies of `layers`, ascending. It predicts badly
     until it is trained, but its tables are the target's, which a new draft spends most of a short
     training on."""
     chosen = list(layers)

@@ -19,7 +19,7 @@ class Canary(NamedTuple):
 
 
 def read_canary(root: str | Path) -> Canary | None:
-    """None when no version is on trial."""
+    """Read the version on trial; None without one."""
     path = Path(root) / CANARY
     if not path.is_file():
         return None

@@ -53,7 +53,7 @@ def next_folder(root: str | Path) -> str:
 
 
 def read_pool(root: str | Path) -> DraftPool | None:
-    """None when there is no pool."""
+    """Read the pool; None without one."""
     path = pool_root(root) / POOL_FILE
     if not path.is_file():
         return None

@@ -1,5 +1,5 @@
-"""Which kind of prompt is this? Nearest of a few centroids of hashed token counts, for requests
-without a tag. Torch-free.
+"""Clusters of prompts for requests without a tag: nearest of a few centroids of hashed token
+counts. Torch-free.
 
 A prompt is the unit vector of its token counts, hashed into buckets, damped by a logarithm and
 weighted by how rare a bucket is.
@@ -69,7 +69,7 @@ def cluster_name(number: int) -> str:
 
 
 def is_cluster_name(name: str) -> bool:
-    """Whether a client's tag of that name would be taken for a cluster."""
+    """True for a client's tag that would be taken for a cluster."""
     return CLUSTER_NAME.fullmatch(name) is not None
 
 

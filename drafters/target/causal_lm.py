@@ -57,7 +57,7 @@ class RecordedLm(NamedTuple):
 
 @dataclass(frozen=True)
 class States:
-    """What the body gives for [B, T] tokens."""
+    """States of the body for [B, T] tokens."""
 
     final: torch.Tensor  # [B, T, H], what the head multiplies
     taps: torch.Tensor | None  # [B, T, n * H] in the order asked for; None when none were
@@ -98,7 +98,7 @@ class CausalLM:
         return self._recorded is not None
 
     def refresh(self) -> None:
-        """To be called after weights were written in place."""
+        """Take over weights that were written in place."""
         if self._recorded is not None:
             self._recorded.body.refresh()
             self._recorded.head.refresh()

@@ -1,5 +1,5 @@
-"""The one place where transformers loads a configuration, a tokenizer or a model from a folder or
-Hub id.
+"""Loading of configurations, tokenizers and models by transformers, from a folder or Hub id;
+nothing else loads them.
 
 Such a folder may bring Python code of its own (`auto_map` in its JSON files). transformers asks on
 the terminal where a call leaves `trust_remote_code` out, so every loader here takes it and passes
@@ -49,7 +49,7 @@ def load_model(
             **plan,
         )
     except KeyError as error:
-        # Families that choose among their own attention classes by name (Falcon) do not know ours.
+        # Families with attention classes of their own, by name (Falcon), have no entry for ours.
         raise UserError(
             f"model {str(path)!r} cannot be served: it knows no attention named {error}; use "
             "another model"

@@ -1,5 +1,5 @@
-"""What a causal LM is asked when it is loaded: are its keys and values ours to keep, is its head
-where we think it is, and does a text's state depend on that text alone?"""
+"""Probe of a causal LM at load: keys and values that a context can own, a head where it is
+expected, states that depend on their own text alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT_TOKENS = 9  # of the text beside the long one
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
-class Recorder:
+class AttentionShapes:
     """An `AttentionContext` that attends causally within the pass and notes the shapes every layer
     asks for."""
 
@@ -76,10 +76,10 @@ def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
     _compare(
         lm, lm.head(final), expected, "its logits are not its head times its last hidden state"
     )
-    recorder = Recorder()
-    lm.paged(ids, positions[None], recorder)
-    check_layers(lm, recorder)
-    layers = [recorder.shapes[layer] for layer in range(lm.num_layers)]
+    attention = AttentionShapes()
+    lm.paged(ids, positions[None], attention)
+    check_layers(lm, attention)
+    layers = [attention.shapes[layer] for layer in range(lm.num_layers)]
     paged = torch.cat(
         [lm.head(chunk) for chunk in _paged_chunks(lm, layers, ids, positions)], dim=1
     )
@@ -147,8 +147,8 @@ def _paged_chunks(
     return chunks
 
 
-def check_layers(lm: CausalLM, recorder: Recorder) -> None:
-    missing = [layer for layer in range(lm.num_layers) if layer not in recorder.shapes]
+def check_layers(lm: CausalLM, attention: AttentionShapes) -> None:
+    missing = [layer for layer in range(lm.num_layers) if layer not in attention.shapes]
     if missing:
         raise UserError(
             refusal(
@@ -160,7 +160,7 @@ def check_layers(lm: CausalLM, recorder: Recorder) -> None:
     kinds = set(lm.config.to_dict().get("layer_types") or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise UserError(refusal(lm, f"attention of type {sorted(unknown)[0]!r} is not supported"))
-    if "sliding_attention" in kinds and not recorder.windowed:
+    if "sliding_attention" in kinds and not attention.windowed:
         raise UserError(
             refusal(lm, "it hides its sliding window in a mask instead of telling its attention")
         )

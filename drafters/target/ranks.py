@@ -32,7 +32,7 @@ class Gone(Exception):
 
 
 class Channel:
-    """From rank 0 to all others, in order. Over gloo, whatever the calls themselves use."""
+    """Values from rank 0 to all others, in order, over gloo whatever the calls themselves use."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -56,8 +56,8 @@ def rope_limit(config: PreTrainedConfig) -> RopeLimit | None:
 
 
 def _parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Of every kind of layer: in a mapping of its own, or one for all; under the new name and the
-    old one."""
+    """Rotary parameters of every kind of layer: from a mapping of its own, or one for all; under
+    the new name and the old one."""
     for name in ("rope_parameters", "rope_scaling"):
         given = getattr(config, name, None)
         if isinstance(given, Mapping):

@@ -34,7 +34,7 @@ def positions_of(segments: torch.Tensor) -> torch.Tensor:
 
 
 def stretches_of(segments: torch.Tensor) -> list[list[Stretch]]:
-    """Of every row, its texts and its padding in order."""
+    """Texts and padding of every row, in order."""
     rows = []
     for numbers in segments.tolist():
         begins = [at for at in range(len(numbers)) if at == 0 or numbers[at] != numbers[at - 1]]
@@ -63,7 +63,7 @@ class Sight(NamedTuple):
 
 
 class Sights:
-    """Of all chunks of `size` columns."""
+    """Sights of all chunks of `size` columns."""
 
     def __init__(self, segments: torch.Tensor | None, size: int):
         self.size = size
@@ -72,7 +72,7 @@ class Sights:
         self.firsts = None if self.begins is None else self.begins[:, ::size].amin(dim=0).tolist()
 
     def of(self, begin: int, end: int) -> Sight:
-        """Of these columns, all of one chunk."""
+        """Sight of these columns, all of one chunk."""
         if self.begins is None:
             return Sight(0, None)
         return Sight(self.firsts[begin // self.size], self.begins[:, begin:end])

@@ -62,8 +62,8 @@ class Ngram:
 
 
 def find(text: np.ndarray, min_n: int, max_n: int) -> int | None:
-    """Where the continuation of the longest repeated suffix of at most `max_n` tokens starts; None
-    when none is `min_n` long."""
+    """Start of the continuation of the longest repeated suffix of at most `max_n` tokens; None when
+    none is `min_n` long."""
     ends = np.arange(len(text) - 1)  # candidates for the last token of an earlier occurrence
     best: np.ndarray = ends[:0]
     for n in range(1, min(max_n, len(text) - 1) + 1):

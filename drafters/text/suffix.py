@@ -33,8 +33,8 @@ class Draft(NamedTuple):
 
 
 class Suffix:
-    """What requests share is bounded by `max_cached_requests` and `max_cached_tokens`, the oldest
-    going first."""
+    """Suffix decoding. Text shared between requests is bounded by `max_cached_requests` and
+    `max_cached_tokens`; the oldest goes first."""
 
     family = "suffix"
     taps: tuple[int, ...] = ()
@@ -124,7 +124,7 @@ class OwnText:
         self.num_read = 0
 
     def read(self, history: list[int]) -> None:
-        """What is new of it."""
+        """Read the new part of a text."""
         if self.num_read == 0 or self.index.capacity < min(len(history), WINDOW):
             self.index = SuffixIndex(min(2 * len(history), WINDOW))
             self.index.begin_text()

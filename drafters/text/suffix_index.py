@@ -148,8 +148,8 @@ class SuffixIndex:
             self._link(order, places, slots.astype(np.int64))
 
     def _link(self, order: int, places: np.ndarray, slots: np.ndarray) -> None:
-        """As one place after the other would: those of one slot point back to each other, the first
-        to the head there."""
+        """Link positions as one after the other would: those of one slot point back to each other,
+        the first to the head there."""
         if len(places) == 0:
             return
         sequence = np.argsort(slots, kind="stable")

@@ -90,9 +90,9 @@ def joined(modelled: Proposal, texts: dict[int, Draft], width: int) -> Proposal:
         if logits is not None:
             logits[row] = -torch.inf
             logits[row, torch.arange(len(draft.tokens)), draft.tokens] = 0.0
-    sound = None
-    if modelled.sound is not None:
-        sound = torch.nn.functional.pad(modelled.sound, (0, missing), value=True)
+    has_mass = None
+    if modelled.has_mass is not None:
+        has_mass = torch.nn.functional.pad(modelled.has_mass, (0, missing), value=True)
     return Proposal(
-        tokens=tokens, lengths=lengths, logits=logits, sound=sound, copied=frozenset(texts)
+        tokens=tokens, lengths=lengths, logits=logits, has_mass=has_mass, copied=frozenset(texts)
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.drawing import adjusted
+from draftsmith.drafters.autoregressive.draft_sampler import adjusted
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.trees.nodes import TreeNodes
 from draftsmith.kernels.sampling.filters import SamplingRows, process
@@ -20,12 +20,12 @@ from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 
 
 class Parents(NamedTuple):
-    """The nodes of a level whose children are wanted."""
+    """Nodes of a level whose children are to be found."""
 
     logits: torch.Tensor  # [R, W, Vd] raw
     nodes: TreeNodes
     at: torch.Tensor  # [R, W] where they are among `nodes`, -1 for the root
-    alive: torch.Tensor  # [R, W] bool; what is found for the others means nothing
+    alive: torch.Tensor  # [R, W] bool; results of the others are arbitrary
 
 
 class Children(NamedTuple):
@@ -81,8 +81,8 @@ class TreeDistributions:
         """
         width = parents.at.shape[1]
         distribution = self._distribution(parents, self.sampling)
-        seeds, places = self.seeds.repeat_interleave(width), positions.repeat_interleave(width)
-        ids = sample_without_replacement(distribution, seeds, places, Purpose.DRAFT, count)
+        seeds, positions = self.seeds.repeat_interleave(width), positions.repeat_interleave(width)
+        ids = sample_without_replacement(distribution, seeds, positions, Purpose.DRAFT, count)
         ids = torch.where(ids < 0, ids[:, :1], ids).clamp(min=0)
         tokens = self._target_ids(ids).unflatten(0, parents.at.shape)
         return tokens, scatter_to_target_vocab(distribution, self.vocab_map, self.vocab_size)
@@ -93,8 +93,7 @@ class TreeDistributions:
         owners = torch.arange(num_rows, device=parents.at.device).repeat_interleave(width)
         logits = parents.logits.flatten(0, 1)
         if self.inputs.adjust is not None:
-            # What requests ask beyond filters is worked out on the host, from the tokens drafted so
-            # far.
+            # Penalties, bans and masks are worked out on the host, from the tokens drafted so far.
             chosen = parents.alive.flatten().nonzero()[:, 0]
             prefixes = parents.nodes.prefixes(owners[chosen], parents.at.flatten()[chosen])
             rows = self.rows[owners[chosen]]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.state import CatchUp
+from draftsmith.drafters.autoregressive.state import DraftPrefill
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.tree_shape import DynamicTree, SampledShape, SampledTree, TreeShape
 from draftsmith.drafters.trees.candidates import Parents, TreeDistributions
@@ -20,7 +20,7 @@ from draftsmith.drafters.trees.tree_reader import Level, TreeDrafter, TreeReader
 
 
 class Growth(NamedTuple):
-    """What growing trees of one kind needs."""
+    """Collaborators and budgets of trees of one kind."""
 
     inputs: DraftInputs
     distributions: TreeDistributions
@@ -32,39 +32,39 @@ class Growth(NamedTuple):
 def grow(
     head: TreeDrafter,
     inputs: DraftInputs,
-    caught: CatchUp | None,
+    prefill: DraftPrefill | None,
     shape: TreeShape,
     greedy: list[bool],
 ) -> Proposal:
-    """A tree for every row that has caught up, of `shape` but with no more than the row's
-    `num_draft` nodes; `greedy` says which rows of the batch are."""
+    """Grow a tree for every prefilled row, of `shape` but with no more than the row's `num_draft`
+    nodes. `greedy` marks the greedy rows of the batch."""
     if isinstance(shape, SampledShape):
         by_distribution = {True: shape.greedy, False: shape.sampled}
         grown = [
             _grow_rows(
                 head,
                 inputs,
-                caught,
+                prefill,
                 by_distribution[distribution],
                 [one == distribution for one in greedy],
             )
             for distribution in sorted({*greedy})
         ]
         return grown[0] if len(grown) == 1 else merged(*grown)
-    return _grow_rows(head, inputs, caught, shape, [True] * len(greedy))
+    return _grow_rows(head, inputs, prefill, shape, [True] * len(greedy))
 
 
 def _grow_rows(
     head: TreeDrafter,
     inputs: DraftInputs,
-    caught: CatchUp | None,
+    prefill: DraftPrefill | None,
     shape: DynamicTree | SampledTree,
     wanted: list[bool],
 ) -> Proposal:
     device, allowed = inputs.tokens.device, inputs.num_draft.tolist()
-    indices = [] if caught is None else caught.indices
+    indices = [] if prefill is None else prefill.indices
     chosen = [at for at, row in enumerate(indices) if wanted[row] and allowed[row] > 0]
-    if caught is None or not chosen:
+    if prefill is None or not chosen:
         none = torch.empty(0, 1, dtype=torch.int64, device=device)
         return TreeNodes(0, device).proposal(inputs, none[:, 0], None, none, none[:, 0] > 0)
     budgets = [min(allowed[indices[at]], shape.nodes) for at in chosen]
@@ -72,12 +72,12 @@ def _grow_rows(
         [chosen, budgets, [indices[at] for at in chosen]], device=device
     )
     if len(chosen) < len(indices):
-        caught = caught.select(picked, [indices[at] for at in chosen])
+        prefill = prefill.select(picked, [indices[at] for at in chosen])
     distributions = TreeDistributions(
         inputs, rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map
     )
     growth = Growth(
-        inputs, distributions, TreeReader(head, inputs, caught, limits), limits, max(budgets)
+        inputs, distributions, TreeReader(head, inputs, prefill, limits), limits, max(budgets)
     )
     return (
         SampledGrowth(growth).grow(shape)
@@ -97,13 +97,13 @@ def grow_dynamic(growth: Growth, shape: DynamicTree) -> Proposal:
     level = reader.root
     at = torch.full_like(budgets, -1)[:, None]  # [R, W] the nodes of the level
     ranks = torch.zeros(at.shape, device=at.device)
-    sound = torch.ones_like(budgets, dtype=torch.bool)
+    has_mass = torch.ones_like(budgets, dtype=torch.bool)
     for depth in range(deepest):
         children = distributions.likeliest(
             Parents(level.logits, nodes, at, ranks > -torch.inf), shape.width
         )
         if depth == 0:
-            sound = children.logprobs[:, 0, 0] > -torch.inf
+            has_mass = children.logprobs[:, 0, 0] > -torch.inf
         worth = (ranks[..., None] + children.logprobs).flatten(1)
         tokens, first = children.tokens.flatten(1), nodes.count
         nodes.add(tokens, at.repeat_interleave(shape.width, dim=1), worth)
@@ -119,8 +119,10 @@ def grow_dynamic(growth: Growth, shape: DynamicTree) -> Proposal:
         bits = level.bits.gather(1, above)
         level = reader.read(tokens.gather(1, best.indices), states, bits, ranks > -torch.inf, depth)
     kept = nodes.best(budgets, min(shape.nodes, most))
-    q_rows = torch.full((len(sound), kept.count + 1), -1, dtype=torch.int64, device=sound.device)
-    return kept.proposal(inputs, distributions.rows, None, q_rows, sound)
+    q_rows = torch.full(
+        (len(has_mass), kept.count + 1), -1, dtype=torch.int64, device=has_mass.device
+    )
+    return kept.proposal(inputs, distributions.rows, None, q_rows, has_mass)
 
 
 class SampledGrowth:
@@ -135,7 +137,7 @@ class SampledGrowth:
     def __init__(self, growth: Growth):
         self.growth = growth
         self.nodes = TreeNodes(len(growth.budgets), growth.budgets.device)
-        self.sound = torch.ones_like(growth.budgets, dtype=torch.bool)
+        self.has_mass = torch.ones_like(growth.budgets, dtype=torch.bool)
         self.q_rows: list[torch.Tensor] = []  # [R, W] a level
         self.q_logits: list[torch.Tensor] = []
         self.num_distributions = 0
@@ -160,10 +162,12 @@ class SampledGrowth:
             level = reader.read(
                 tokens[:, :num_read], level.next_hidden[:, above], level.bits[:, above], read, depth
             )
-        told = torch.cat(self.q_rows, dim=1)
-        q_rows = torch.nn.functional.pad(told, (0, self.nodes.count + 1 - told.shape[1]), value=-1)
+        rows_of_q = torch.cat(self.q_rows, dim=1)
+        q_rows = torch.nn.functional.pad(
+            rows_of_q, (0, self.nodes.count + 1 - rows_of_q.shape[1]), value=-1
+        )
         logits = torch.cat(self.q_logits) if self.q_logits else None
-        return self.nodes.proposal(inputs, distributions.rows, logits, q_rows, self.sound)
+        return self.nodes.proposal(inputs, distributions.rows, logits, q_rows, self.has_mass)
 
     def _branch(self, level: Level, at: torch.Tensor, depth: int, count: int) -> torch.Tensor:
         """Gives `count` children to each of the nodes `at` [R, W] that have any; their tokens [R, W
@@ -176,7 +180,7 @@ class SampledGrowth:
             Parents(level.logits, self.nodes, at, alive),
             distributions.sampling.passes,
         )
-        tokens, told = (
+        tokens, rows_of_q = (
             torch.zeros(*at.shape, count, dtype=torch.int64, device=at.device),
             torch.full_like(at, -1),
         )
@@ -185,12 +189,16 @@ class SampledGrowth:
             tokens, distribution = distributions.draw(
                 parents, self.growth.reader.first + 1 + depth, count
             )
-            told = torch.where(alive & ~greedy, self._tell(distribution).view(at.shape), -1)
+            rows_of_q = torch.where(
+                alive & ~greedy, self._q_rows_of(distribution).view(at.shape), -1
+            )
         if passes.greedy:
             children = distributions.likeliest(parents, count)
             tokens = torch.where(greedy[..., None], children.tokens, tokens)
-            self.sound &= ~(alive & greedy & (children.logprobs[..., 0] == -torch.inf)).any(dim=1)
-        self.q_rows.append(told)
+            self.has_mass &= ~(alive & greedy & (children.logprobs[..., 0] == -torch.inf)).any(
+                dim=1
+            )
+        self.q_rows.append(rows_of_q)
         self.nodes.add(
             tokens.flatten(1),
             at.repeat_interleave(count, dim=1),
@@ -198,8 +206,8 @@ class SampledGrowth:
         )
         return tokens.flatten(1)
 
-    def _tell(self, distribution: torch.Tensor) -> torch.Tensor:
-        """The rows of q that processed distributions [n, V] get."""
+    def _q_rows_of(self, distribution: torch.Tensor) -> torch.Tensor:
+        """Append processed distributions [n, V] to q; their rows."""
         self.q_logits.append(distribution)
         self.num_distributions += len(distribution)
         return torch.arange(

@@ -101,18 +101,18 @@ class LevelGraphs:
 
 
 def spare_blocks(pool: PagedPool) -> int:
-    """The places of a whole level beyond the last that is reserved for a row."""
+    """The kv indices of a whole level beyond the last that is reserved for a row."""
     return MAX_NODES // pool.block_size + 1
 
 
 def empty_level(num_rows: int, width: int, max_blocks: int, hidden: torch.Tensor) -> LevelInputs:
-    """Nodes of nobody at fixed addresses: each sees itself in the null block."""
+    """Padding nodes at fixed addresses: each sees itself in the null block."""
     device, shape = hidden.device, (num_rows, width)
-    tokens, positions, places, first = torch.zeros(4, *shape, dtype=torch.int64, device=device)
+    tokens, positions, kv_indices, first = torch.zeros(4, *shape, dtype=torch.int64, device=device)
     ancestors = torch.full(shape, -1, device=device)
     tables = torch.full((num_rows, max_blocks), NULL_BLOCK, device=device)
     states = torch.zeros(*shape, hidden.shape[-1], dtype=hidden.dtype, device=device)
-    return LevelInputs(tokens, states, positions, TreeLayout(places, ancestors, first), tables)
+    return LevelInputs(tokens, states, positions, TreeLayout(kv_indices, ancestors, first), tables)
 
 
 def fill(static: LevelInputs, inputs: LevelInputs) -> None:
@@ -125,7 +125,7 @@ def fill(static: LevelInputs, inputs: LevelInputs) -> None:
         static.tokens,
         static.hidden,
         static.positions,
-        static.layout.places,
+        static.layout.kv_indices,
         static.layout.first,
     ):
         part[count:].zero_()

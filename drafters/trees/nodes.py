@@ -72,10 +72,10 @@ class TreeNodes:
         rows: torch.Tensor,
         logits: torch.Tensor | None,
         q_rows: torch.Tensor,
-        sound: torch.Tensor,
+        has_mass: torch.Tensor,
     ) -> Proposal:
-        """Rows [R] of the batch get these nodes, the others none; q_rows [R, C + 1]. `sound` [R]:
-        all their distributions had mass."""
+        """Proposal in which rows [R] of the batch get these nodes and the others none; q_rows [R, C
+        + 1]. `has_mass` [R]: all their distributions had mass."""
         size = len(inputs.num_draft)
         tokens, parents = (
             torch.full((size, self.count), -1, dtype=torch.int64, device=rows.device)
@@ -89,14 +89,14 @@ class TreeNodes:
         real = self.ranks > -torch.inf
         tokens[rows] = torch.where(real, self.tokens, -1)
         parents[rows], distributions[rows], lengths[rows] = self.parents, q_rows, real.sum(dim=1)
-        whole[rows] = sound[:, None].expand(-1, self.count)
+        whole[rows] = has_mass[:, None].expand(-1, self.count)
         return Proposal(
             tokens=tokens,
             lengths=lengths,
             logits=logits,
             parents=parents,
             q_rows=distributions,
-            sound=whole,
+            has_mass=whole,
         )
 
 
@@ -119,7 +119,7 @@ def merged(one: Proposal, other: Proposal) -> Proposal:
         logits=logits,
         parents=torch.where(chosen, theirs.parents, mine.parents),
         q_rows=torch.where(chosen, distributions, mine.q_rows),
-        sound=mine.sound & theirs.sound,
+        has_mass=mine.has_mass & theirs.has_mass,
     )
 
 
@@ -127,24 +127,24 @@ class _Parts(NamedTuple):
     tokens: torch.Tensor
     parents: torch.Tensor
     q_rows: torch.Tensor
-    sound: torch.Tensor
+    has_mass: torch.Tensor
 
 
 def _parts(proposal: Proposal, width: int) -> _Parts:
-    """What a proposal has a column of for every node, for `width` nodes."""
-    tokens, parents, distributions, sound = (
+    """Parts of a proposal with a column per node, padded to `width` nodes."""
+    tokens, parents, distributions, has_mass = (
         proposal.tokens,
         proposal.parents,
         proposal.q_rows,
-        proposal.sound,
+        proposal.has_mass,
     )
-    assert parents is not None and distributions is not None and sound is not None
+    assert parents is not None and distributions is not None and has_mass is not None
     missing, pad = (0, width - tokens.shape[1]), torch.nn.functional.pad
     return _Parts(
         pad(tokens, missing, value=-1),
         pad(parents, missing, value=-1),
         pad(distributions, missing, value=-1),
-        pad(sound, missing, value=True),
+        pad(has_mass, missing, value=True),
     )
 
 

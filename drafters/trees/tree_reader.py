@@ -1,5 +1,5 @@
 """Reads the nodes of growing draft trees with a feature head, a level at a time, over scratch
-places of the draft's own pool."""
+kv indices of the draft's own pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from transformers import LlamaConfig
 
-from draftsmith.drafters.autoregressive.state import CatchUp, ReadsOwnDrafts
+from draftsmith.drafters.autoregressive.state import DraftPrefill, ReadsOwnDrafts
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.tree_shape import MAX_NODES
 from draftsmith.drafters.trees.level_graphs import (
@@ -28,8 +28,8 @@ class TreeDrafter(ReadsOwnDrafts, Protocol):
 
 
 class Level(NamedTuple):
-    """What the head says after the nodes of one level; W nodes for each of R rows, arbitrary where
-    a node is not alive."""
+    """Head outputs at the nodes of one level, W nodes for each of R rows. Arbitrary where a node is
+    not alive."""
 
     next_hidden: torch.Tensor  # [R, W, H]
     logits: torch.Tensor  # [R, W, Vd] raw
@@ -37,24 +37,24 @@ class Level(NamedTuple):
 
 
 class TreeReader:
-    """The i-th node read of a row keeps its keys at place n + i, n being the row's newest committed
-    token, which has no state.
+    """Reader of a tree's nodes. The i-th node read of a row keeps its keys at kv index n + i, n
+    being that of the row's newest committed token, which has no state.
 
-    The engine has reserved a place for every token it may be offered there; what is left behind is
+    The engine has reserved an index for every token it may be offered there; what is left behind is
     overwritten by true states. A level is read whole: nodes that are not alive come last in it and
-    take the places after the others, where the next level writes over them or, beyond what is
+    take the indices after the others, where the next level writes over them or, beyond what is
     reserved, the null block has them.
     """
 
     def __init__(
-        self, head: TreeDrafter, inputs: DraftInputs, caught: CatchUp, budgets: torch.Tensor
+        self, head: TreeDrafter, inputs: DraftInputs, prefill: DraftPrefill, budgets: torch.Tensor
     ):
         assert inputs.pool is not None
         self.head, self.pool = head, inputs.pool
-        self.first = caught.positions + 1
-        self.tables = reserved(caught.tables, self.first + budgets, self.pool)
+        self.first = prefill.positions + 1
+        self.tables = reserved(prefill.tables, self.first + budgets, self.pool)
         self.used = torch.zeros_like(self.first)
-        step = caught.step
+        step = prefill.step
         self.root = Level(
             step.next_hidden[:, None],
             head.draft_logits(step.head_input)[:, None],
@@ -91,8 +91,8 @@ class TreeReader:
 
 
 def reserved(tables: torch.Tensor, last: torch.Tensor, pool: PagedPool) -> torch.Tensor:
-    """Block tables [R, n] with the null block for all places after `last` [R], and enough of it for
-    a whole level more."""
+    """Block tables [R, n] with the null block for all kv indices after `last` [R], and enough of it
+    for a whole level more."""
     tables = torch.nn.functional.pad(tables, (0, spare_blocks(pool)), value=NULL_BLOCK)
     begins = torch.arange(tables.shape[1], device=tables.device) * pool.block_size
     return torch.where(begins <= last[:, None], tables, NULL_BLOCK)

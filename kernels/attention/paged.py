@@ -2,9 +2,9 @@
 tree has masks of its own.
 
 Legend: T tokens of the pass, rows one after another; B rows; L layers; S = num_blocks * block_size
-slots. Place p of a row lives in slot `block_tables[row, p // block_size] * block_size + p %
-block_size`. A token's place is its position, but for the nodes of a tree: several have one
-position, each has a place of its own.
+slots. Kv index p of a row lives in slot `block_tables[row, p // block_size] * block_size + p %
+block_size`. A token's kv index is its position, but for the nodes of a tree: several have one
+position, each has a kv index of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PagedPass:
         pool: where keys and values live; written in place.
         block_tables: [B, max_blocks] int64.
         positions: [T] int64, absolute, ascending within a row without a tree; a row's context is
-        everything up to its last place.
+        everything up to its last kv index.
         lengths: [B] int64, tokens of each row in this pass, each >= 1; sums to T.
         tree: None when no row is a tree.
         impl: "auto", "triton" or "torch". With Triton nothing is read back from the device, so a
@@ -49,11 +49,11 @@ class PagedPass:
     ):
         self.pool = pool
         self.layout = PassLayout(block_tables, lengths, tree)
-        places = positions if tree is None else tree.places
+        kv_indices = positions if tree is None else tree.kv_indices
         rows = (
             0 if len(lengths) == 1 else torch.repeat_interleave(lengths, output_size=len(positions))
         )
-        self.slots = pool.slots_of(block_tables, rows, places)
+        self.slots = pool.slots_of(block_tables, rows, kv_indices)
         self.context = _context(impl, pool.keys[0])(
             pool.block_size, block_tables, positions, lengths, tree
         )
@@ -88,7 +88,7 @@ class PagedPass:
 
 
 def _context(impl: str, keys: torch.Tensor) -> Callable[..., GatheredContext | TritonContext]:
-    """How the passes of a pool attend."""
+    """Attention context class for the passes of a pool."""
     if choose(impl, keys.device, keys.dtype) == "torch":
         return GatheredContext
     from draftsmith.kernels.attention.paged_triton import TritonContext

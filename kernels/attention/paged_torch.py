@@ -39,13 +39,13 @@ class _Run(NamedTuple):
     num_rows: int
     begin: int  # where they start in T
     length: int  # tokens of each row
-    context: int  # places of the longest context
+    context: int  # kv indices of the longest context
 
 
-def _find_runs(lengths: list[int], places: torch.Tensor) -> list[_Run]:
+def _find_runs(lengths: list[int], kv_indices: torch.Tensor) -> list[_Run]:
     ends = list(itertools.accumulate(lengths))
-    # On a CPU one copy of all places is cheaper than picking the last ones.
-    every = places.tolist()
+    # On a CPU one copy of all kv indices is cheaper than picking the last ones.
+    every = kv_indices.tolist()
     contexts = [every[end - 1] + 1 for end in ends]
     runs: list[_Run] = []
     for row, (length, end, context) in enumerate(zip(lengths, ends, contexts)):
@@ -119,8 +119,8 @@ class _Part:
 
 
 class GatheredContext:
-    """What the tokens of one pass see: the same for every layer of one window, so it is worked out
-    once. Args as `PagedPass`."""
+    """Keys and masks of the tokens of one pass, worked out once per window and shared by its
+    layers. Args as `PagedPass`."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class GatheredContext:
             positions,
             tree,
         )
-        self.places = positions if tree is None else tree.places
-        self._runs = _find_runs(lengths.tolist(), self.places)
+        self.kv_indices = positions if tree is None else tree.kv_indices
+        self._runs = _find_runs(lengths.tolist(), self.kv_indices)
         self._parts: dict[int | None, list[_Part]] = {}
 
     def attend(
@@ -180,29 +180,32 @@ class GatheredContext:
             start = 0 if window is None else max(0, run.context - window)
             if (found := self._neighbours(run, start)) is not None:
                 return _Part(run, found, None)
-        places, positions = self.places[tokens].view(shape), self.positions[tokens].view(shape)
+        kv_indices, positions = (
+            self.kv_indices[tokens].view(shape),
+            self.positions[tokens].view(shape),
+        )
         # Nobody looks further back than the window of the earliest query of the run.
         start = 0 if window is None else max(0, int(positions.min()) - window + 1)
-        context = torch.arange(start, run.context, device=places.device)
+        context = torch.arange(start, run.context, device=kv_indices.device)
         slots = self._neighbours(run, start)
         if slots is None:
-            slots = self._slots(run, context, places)
+            slots = self._slots(run, context, kv_indices)
         visible = None
         if self.tree is not None:
             ancestors, first = (
                 self.tree.ancestors[tokens].view(shape),
                 self.tree.first[tokens].view(shape),
             )
-            visible = _tree_sight(context, places, positions, ancestors, first, window)[:, None]
+            visible = _tree_sight(context, kv_indices, positions, ancestors, first, window)[:, None]
         elif run.num_rows > 1 or run.length > 1:
-            visible = context <= places
+            visible = context <= kv_indices
             if window is not None:
-                visible &= places - context < window
+                visible &= kv_indices - context < window
             visible = visible[:, None]
         return _Part(run, slots, visible)
 
     def _neighbours(self, run: _Run, start: int) -> slice | None:
-        """The slots of a lone row's places from `start` on, if its blocks lie side by side."""
+        """The slots of a lone row's kv indices from `start` on, if its blocks lie side by side."""
         # On an accelerator asking would cost a synchronisation, and gathering is cheap.
         if run.num_rows > 1 or self.block_tables.is_cuda:
             return None
@@ -213,15 +216,15 @@ class GatheredContext:
         begin = blocks[0] * size + start % size
         return slice(begin, begin + run.context - start)
 
-    def _slots(self, run: _Run, context: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """[num_rows * n], of the places `context` [n] of every row."""
+    def _slots(self, run: _Run, context: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
+        """[num_rows * n], of the kv indices `context` [n] of every row."""
         size = self.block_size
         table = self.block_tables[run.first_row : run.first_row + run.num_rows]
         slots = table[:, context // size] * size + context % size
         if run.num_rows > 1:
             # Padding reads slot 0. What an earlier owner left in a row's own blocks could be NaN,
             # and 0 * NaN is NaN.
-            slots = torch.where(context <= places[:, -1], slots, 0)
+            slots = torch.where(context <= kv_indices[:, -1], slots, 0)
         return slots.flatten()
 
 
@@ -248,20 +251,22 @@ def _unspoiled(
 
 def _tree_sight(
     context: torch.Tensor,
-    places: torch.Tensor,
+    kv_indices: torch.Tensor,
     positions: torch.Tensor,
     ancestors: torch.Tensor,
     first: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """Places `context` [n] seen by tokens [rows, length, 1] -> [rows, length, n] bool."""
+    """Kv indices `context` [n] seen by tokens [rows, length, 1] -> [rows, length, n] bool."""
     index = context - first
     # [rows, length, NUM_BITS]
     bits = (ancestors >> torch.arange(NUM_BITS, device=context.device)) & 1
     node = index.clamp(0, NUM_BITS - 1)
     plain = ancestors == -1
     visible = torch.where(
-        plain, context <= places, (index < 0) | ((index < NUM_BITS) & (bits.gather(-1, node) == 1))
+        plain,
+        context <= kv_indices,
+        (index < 0) | ((index < NUM_BITS) & (bits.gather(-1, node) == 1)),
     )
     if window is None:
         return visible

@@ -7,10 +7,10 @@ mix of rows.
    decoding). Softmax runs online.
 2. `_merge`: puts the splits of a (token, head) together. Left out when there is one.
 
-What a token sees is worked out from positions, places and ancestor bits block by block: no mask is
-stored. All sizes of a launch come from the shapes of tensors, never from their values: nothing
-waits for the device, a CUDA graph can hold the pass. `paged_attention_torch.py` is the reference.
-Legend as in `paged_attention.py`.
+The tokens that a token sees are worked out from positions, kv indices and ancestor bits block by
+block: no mask is stored. All sizes of a launch come from the shapes of tensors, never from their
+values: nothing waits for the device, a CUDA graph can hold the pass. `paged_torch.py` is the
+reference. Legend as in `paged.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MINUS_INF = tl.constexpr(float("-inf"))
-_FAR = tl.constexpr(1 << 60)  # a place beyond every context
+_FAR = tl.constexpr(1 << 60)  # a kv index beyond every context
 
-# Queries of a tile (tokens times grouped heads): tensor cores want 16 at least, registers hold
+# Queries of a tile (tokens times grouped heads): tensor cores need 16 at least, registers hold
 # results for no more than 64.
 _FEWEST_QUERIES, _MOST_QUERIES = 16, 64
 # A split shorter than this costs more in merging than it gains.
@@ -61,7 +61,7 @@ def _attend(
     block_tables,
     starts,
     positions,
-    places,
+    kv_indices,
     ancestors,
     first,
     query_head_stride,
@@ -89,9 +89,12 @@ def _attend(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """With one split `out` [T, heads, VALUE_DIM] gets the result; else its float32 [SPLITS, T,
-    heads, VALUE_DIM] sums of a split, `maxima` and `sums` [SPLITS, T, heads] what they are relative
-    to (scores in units of log 2)."""
+    """Attention of one tile of queries over one split of the context.
+
+    With one split `out` [T, heads, VALUE_DIM] gets the result; else its float32 [SPLITS, T, heads,
+    VALUE_DIM] sums of a split, `maxima` and `sums` [SPLITS, T, heads] what they are relative to
+    (scores in units of log 2).
+    """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Row b owns tiles from starts[b] // TILE + b on: always enough of them, and known without
     # asking anyone.
@@ -108,9 +111,9 @@ def _attend(
     real = (lanes < TILE * GROUPS) & (tokens < end)
     heads = kv_head * GROUPS + lanes % GROUPS
     position = tl.load(positions + tokens, mask=real, other=_FAR)
-    place = tl.load(places + tokens, mask=real, other=-1)
-    context = tl.max(place, axis=0) + 1
-    nearest = tl.min(tl.where(real, place, _FAR), axis=0)  # before it all queries see everything
+    kv_index = tl.load(kv_indices + tokens, mask=real, other=-1)
+    context = tl.max(kv_index, axis=0) + 1
+    nearest = tl.min(tl.where(real, kv_index, _FAR), axis=0)  # before it all queries see everything
     lowest = tl.zeros((), tl.int64)
     if HAS_WINDOW:
         lowest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
@@ -120,7 +123,7 @@ def _attend(
     nearest_root = tl.zeros((), tl.int64)
     if HAS_TREE:
         bits = tl.load(ancestors + tokens, mask=real, other=-1)
-        # A token without a tree sees all places up to its own, as if its tree began beyond them.
+        # A token without a tree sees all up to its own index, as if its tree began beyond them.
         root = tl.where(bits == -1, _FAR, tl.load(first + tokens, mask=real, other=_FAR))
         nearest_root = tl.min(root, axis=0)
         nearest = tl.minimum(nearest, nearest_root)
@@ -160,7 +163,7 @@ def _attend(
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        seen = inside[None, :] & (at[None, :] <= place[:, None])
+        seen = inside[None, :] & (at[None, :] <= kv_index[:, None])
         distance = position[:, None] - at[None, :]
         if HAS_TREE:  # noqa: SIM102
             # Blocks before the trees, nearly all of a long context, need no bits.
@@ -237,7 +240,7 @@ def _merge(
     totals = tl.load(sums + flat, mask=inside, other=0.0)
     # Every token sees itself, so that one split at least has a maximum.
     weights = tl.exp2(tops - tl.max(tops, axis=0))
-    # A split that nobody looked into has left nothing.
+    # A split without keys has left nothing.
     mask = (tops > _MINUS_INF)[:, None] & (dims[None, :] < VALUE_DIM)
     rows = tl.load(parts + flat[:, None] * VALUE_DIM + dims[None, :], mask=mask, other=0.0)
     result = tl.sum(rows * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
@@ -246,8 +249,8 @@ def _merge(
 
 @dataclass(frozen=True)
 class TritonContext:
-    """What the tokens of one pass see, as the kernel reads it. Args as `PagedPass`; every tensor
-    stays where it is."""
+    """Layout of one pass in the kernel's terms. Args as `PagedPass`; every tensor stays where it
+    is."""
 
     block_size: int
     block_tables: torch.Tensor  # [B, max_blocks]
@@ -297,7 +300,7 @@ class TritonContext:
             maxima = torch.empty(2, *parts.shape[:-1], device=query.device, dtype=torch.float32)
         # Unused pointers of a variant get any tensor.
         tree = self.tree
-        places = self.positions if tree is None else tree.places
+        kv_indices = self.positions if tree is None else tree.kv_indices
         widths = [max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim)]
         _attend[num_tiles, kv_heads, num_splits](
             query,
@@ -310,9 +313,9 @@ class TritonContext:
             self.block_tables,
             self.starts,
             self.positions,
-            places,
-            places if tree is None else tree.ancestors,
-            places if tree is None else tree.first,
+            kv_indices,
+            kv_indices if tree is None else tree.ancestors,
+            kv_indices if tree is None else tree.first,
             query.stride(1),
             query.stride(2),
             self.block_tables.stride(0),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-# nobody's: what is written there is never read, see serve/cache/blocks.py, which knows no torch
+# padding block: what is written there is never read; serve/cache/blocks.py, torch-free, has it too
 NULL_BLOCK = 0
 
 
@@ -50,17 +50,19 @@ class PagedPool:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def slots_of(
-        self, block_tables: torch.Tensor, rows: torch.Tensor | int, places: torch.Tensor
+        self, block_tables: torch.Tensor, rows: torch.Tensor | int, kv_indices: torch.Tensor
     ) -> torch.Tensor:
-        """`places` [n] of `rows` [n] of `block_tables` [B, max_blocks] -> [n] int64."""
+        """`kv_indices` [n] of `rows` [n] of `block_tables` [B, max_blocks] -> [n] int64."""
         size = self.block_size
-        return block_tables[rows, places // size] * size + places % size
+        return block_tables[rows, kv_indices // size] * size + kv_indices % size
 
-    def move(self, block_table: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> None:
-        """Copies keys and values of a row's places `sources` [n] to `places` [n] in every layer;
-        the two may overlap."""
+    def move(
+        self, block_table: torch.Tensor, sources: torch.Tensor, kv_indices: torch.Tensor
+    ) -> None:
+        """Copy keys and values of a row's kv indices `sources` [n] to `kv_indices` [n] in every
+        layer; the two may overlap."""
         tables = block_table[None]
-        self.move_slots(self.slots_of(tables, 0, sources), self.slots_of(tables, 0, places))
+        self.move_slots(self.slots_of(tables, 0, sources), self.slots_of(tables, 0, kv_indices))
 
     def move_slots(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
         """The same for slots [n] of any rows; no two of `slots` are equal."""
@@ -70,22 +72,22 @@ class PagedPool:
 
 
 class TreeLayout(NamedTuple):
-    """Where the tokens of a pass keep their keys and what they see, when some rows are trees.
-    Without it places are positions.
+    """Kv indices and visibility of the tokens of a pass in which some rows are trees. Without it kv
+    indices are positions.
 
     A node's position is its depth in the tree, which rotary embeddings and sliding windows go by.
     """
 
-    places: torch.Tensor  # [T] int64, consecutive within a row
-    # [T] int64, bit j: sees place first + j (its own bit is its highest); -1: sees all places up to
-    # its own
+    kv_indices: torch.Tensor  # [T] int64, consecutive within a row
+    # [T] int64, bit j: sees kv index first + j (its own bit is its highest); -1: sees all up to its
+    # own
     ancestors: torch.Tensor
-    # [T] int64: all places before it are seen; not read where `ancestors` is -1
+    # [T] int64: all kv indices before it are seen; not read where `ancestors` is -1
     first: torch.Tensor
 
 
 class PassLayout(NamedTuple):
-    """Which tokens a pass holds and where their rows keep keys; see `PagedPass`."""
+    """Tokens of a pass and the blocks of their rows; see `PagedPass`."""
 
     block_tables: torch.Tensor
     lengths: torch.Tensor

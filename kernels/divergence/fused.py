@@ -174,7 +174,7 @@ def _from_distribution(
 
 
 class _Job(NamedTuple):
-    """What one call knows besides hidden states and head."""
+    """Arguments of one call besides hidden states and head."""
 
     rows: ChunkRows
     weights: torch.Tensor  # [T]

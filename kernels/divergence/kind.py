@@ -1,4 +1,4 @@
-"""Which divergence a draft is trained by, as a value: a name and, for some, one parameter.
+"""Divergence that a draft is trained by, as a value: a name and, for some, one parameter.
 Torch-free."""
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class RowInputs(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """What one chunk yields. A row of weight 0 may hold anything, NaN included; its loss and grad
+    """Results of one chunk. A row of weight 0 may hold anything, NaN included; its loss and grad
     are 0 all the same."""
 
     loss: torch.Tensor  # [t], not weighted

@@ -96,7 +96,7 @@ def _root(x):
 
 @triton.jit
 def _arc_sine(x):
-    """Of 0 <= x <= 1: a polynomial on [0, 1/2] (fitted, off by 5e-9), the half-angle
+    """Arc sine of 0 <= x <= 1: a polynomial on [0, 1/2] (fitted, off by 5e-9), the half-angle
     formula above."""
     small = x <= 0.5
     y = tl.where(small, x, tl.sqrt((1 - x) * 0.5))

@@ -68,8 +68,8 @@ def sparse_rows(
     weights: torch.Tensor,
     vocab_map: torch.Tensor | None,
 ) -> RowTerms:
-    """As `divergence_rows`, of bucketed distributions. `alpha` is the part that the kept tokens
-    prove; `keep` is not known."""
+    """`divergence_rows` of bucketed distributions. `alpha` is the part that the kept tokens prove;
+    `keep` is not known."""
     counted = weights != 0
     logits = (
         draft_logits.detach().to(weights.dtype).masked_fill(~counted[:, None], 0.0).requires_grad_()

@@ -26,8 +26,8 @@ HEAD = 512
 
 
 class Passes(NamedTuple):
-    """Which passes over its logits a batch needs, known to the host, so that nothing has to be read
-    back from a device.
+    """Passes over its logits that a batch needs, decided on the host, so that nothing has to be
+    read back from a device.
 
     More than needed is harmless.
     """
@@ -79,8 +79,8 @@ class SamplingRows:
         min_p: Sequence[float] | None = None,
         device: torch.device | str = "cpu",
     ) -> SamplingRows:
-        """From one Python value a row; a filter left out is off. A value outside its range raises a
-        `UserError`."""
+        """Build from one Python value per row; a filter left out is off. A value outside its range
+        raises a `UserError`."""
         num_rows = len(temperature)
         top_k = [0] * num_rows if top_k is None else top_k
         top_p = [1.0] * num_rows if top_p is None else top_p
@@ -116,8 +116,8 @@ class SamplingRows:
         return self.select(torch.tensor(rows, device=self.temperature.device))
 
     def ranking(self) -> SamplingRows:
-        """The distributions that order tokens by how likely they are: a greedy row says nothing
-        about second choices, and is taken at temperature 1 and unfiltered."""
+        """The distributions that order tokens by how likely they are: a greedy row has no
+        second choices, and is taken at temperature 1 and unfiltered."""
         greedy = self.temperature == 0
         return SamplingRows(
             torch.where(greedy, 1.0, self.temperature),

@@ -4,7 +4,7 @@ purpose, number).
 The hash is SplitMix64's finaliser over int64, so CPU, CUDA and Triton give the same bits, and a
 request draws the same numbers in any batch row, after preemption and with any chunking.
 
-The number tells the draws of one stream apart: a race over the vocabulary takes token id + 1. No
+The number separates the draws of one stream: a race over the vocabulary takes token id + 1. No
 race is run on the ACCEPT stream, whose numbers count tests instead: the siblings of a tree (0 for
 the first, which is a chain's only one), the drafted tokens of a block. Key plus number times
 `GOLDEN`, finalised, is the published SplitMix64 sequence started at the key.
@@ -40,8 +40,8 @@ FEW = 32
 
 
 class Purpose(IntEnum):
-    """What a draw decides. One stream for two purposes would bias the output: an accept draw would
-    know the draft draw."""
+    """Decision that a draw serves. One stream for two purposes would bias the output: an accept
+    draw would depend on the draft draw."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -109,8 +109,8 @@ def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Draws(Protocol):
-    """Where verification takes its random numbers from. What is served takes `STREAMS`; an
-    enumeration chooses its own."""
+    """Source of verification's random numbers. Serving uses `STREAMS`; an enumeration chooses its
+    own."""
 
     def uniform(
         self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None
@@ -219,7 +219,7 @@ def token_noise(keys: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -
 
 @lru_cache(maxsize=16)
 def _token_offsets(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """What each token adds to a row's key; 0 belongs to `uniform`."""
+    """Summand of each token in a row's key; 0 belongs to `uniform`."""
     return torch.arange(1, num_tokens + 1, device=device) * GOLDEN
 
 

@@ -63,7 +63,7 @@ def verify_block(
 
 
 class BlockDistribution(NamedTuple):
-    """How far N drafted paths of K tokens reach, and where they may stop."""
+    """Reach of N drafted paths of K tokens, and the chances to stop on them."""
 
     log_reach: torch.Tensor  # [N, K + 1]
     # [N, K + 1], h_i in float64; h_0 is 1, for the path without drafts stands; 0 beyond a row's
@@ -81,10 +81,13 @@ def block_distribution(
     places = torch.arange(depth + 1, device=tokens.device)
     offered = (places[:depth] < lengths[:, None]) & (tokens >= 0)
     ids = torch.where(offered, tokens, 0)[..., None]
-    told_p, told_q = log_p[:, :depth].gather(-1, ids)[..., 0], log_q.gather(-1, ids)[..., 0]
-    drawn = offered & (told_q > -math.inf)
+    token_log_p, token_log_q = (
+        log_p[:, :depth].gather(-1, ids)[..., 0],
+        log_q.gather(-1, ids)[..., 0],
+    )
+    drawn = offered & (token_log_q > -math.inf)
     last = drawn.long().cumprod(dim=1).sum(dim=1)
-    log_ratio = torch.where(places[:depth] < last[:, None], told_p - told_q, -math.inf)
+    log_ratio = torch.where(places[:depth] < last[:, None], token_log_p - token_log_q, -math.inf)
     reaches = [torch.zeros_like(log_p[:, 0, 0])]
     for step in range(depth):
         reaches.append((reaches[-1] + log_ratio[:, step]).clamp(max=0))

@@ -89,9 +89,9 @@ def verify_chain_torch(
     ids = torch.where(offered, draft_tokens, 0)
     places = torch.arange(num_rows, device=device)
     log_q = None if q_logits is None else log_distribution(q_logits)
-    told_q = 0.0 if log_q is None else log_q.gather(-1, ids[..., None])[..., 0]
+    token_log_q = 0.0 if log_q is None else log_q.gather(-1, ids[..., None])[..., 0]
     log_u = draws.uniform(seeds[:, None], positions[:, None] + depths).log()
-    keep = offered & accepts(log_u, log_p[p_rows, ids], torch.as_tensor(told_q, device=device))
+    keep = offered & accepts(log_u, log_p[p_rows, ids], torch.as_tensor(token_log_q, device=device))
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
     rejected = accepted < lengths
 

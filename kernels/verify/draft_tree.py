@@ -49,8 +49,8 @@ def depths(tree: DraftTree) -> torch.Tensor:
 
 
 def ancestor_bits(tree: DraftTree) -> torch.Tensor:
-    """[B, N] int64: what each node may see. Bit 0 is the last committed token, bit i + 1 node i; a
-    node has its own bit.
+    """Nodes that each node may see, [B, N] int64. Bit 0 is the last committed token, bit i + 1 node
+    i; a node has its own bit.
 
     0 beyond a row's nodes.
     """
@@ -62,8 +62,8 @@ def ancestor_bits(tree: DraftTree) -> torch.Tensor:
 
 
 def slot_prefixes(tree: DraftTree) -> list[list[list[int]]]:
-    """Of each row, for each of its `lengths[b] + 1` slots: the drafted tokens from the root to the
-    slot, its own included."""
+    """Drafted tokens from the root to each of a row's `lengths[b] + 1` slots, the slot's own
+    included."""
     prefixes = []
     for tokens, parents, length in zip(
         tree.tokens.tolist(), tree.parents.tolist(), tree.lengths.tolist()
@@ -76,7 +76,7 @@ def slot_prefixes(tree: DraftTree) -> list[list[list[int]]]:
 
 
 def well_formed(tree: DraftTree) -> torch.Tensor:
-    """[B] bool: whether a row's lengths and parents keep the promises of `DraftTree`; nothing else
+    """Mask [B] of rows whose lengths and parents keep the promises of `DraftTree`; nothing else
     here checks them."""
     num_nodes = tree.tokens.shape[1]
     places = torch.arange(num_nodes, device=tree.parents.device)

@@ -3,7 +3,7 @@ not the target's distribution.
 
 A drafted token is kept while p(x) > min(epsilon, delta exp(-H(p))), H the entropy of the target's
 distribution there; the token after the kept ones is drawn from p. At temperature 0 that is the
-greedy rule. An opt-in, for those who want its speed and know it.
+greedy rule. An opt-in, for speed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def verify_typical(
     depths = torch.arange(draft_tokens.shape[1], device=p_logits.device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     rows = torch.where(offered, first_rows[:, None] + depths, 0)
-    told = log_p[rows, draft_tokens.clamp(min=0)].exp()
+    token_probs = log_p[rows, draft_tokens.clamp(min=0)].exp()
     entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
-    keep = offered & (told > (delta * torch.exp(-entropy)).clamp(max=epsilon)[rows])
+    keep = offered & (token_probs > (delta * torch.exp(-entropy)).clamp(max=epsilon)[rows])
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
     emitted = sample(
         clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS

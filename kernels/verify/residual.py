@@ -53,7 +53,7 @@ def log_distribution(logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [..., V] of logits; NaN counts as -inf, and a row without mass is -inf
     everywhere."""
     distribution = torch.log_softmax(wide(logits), dim=-1)
-    # One NaN, one +inf or no mass at all makes the whole row NaN, so one column tells.
+    # One NaN, one +inf or no mass at all makes the whole row NaN, so one column is enough.
     if not bool(distribution[..., :1].isnan().any()):
         return distribution
     distribution = torch.log_softmax(clean(wide(logits)), dim=-1)

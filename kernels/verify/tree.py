@@ -78,20 +78,20 @@ def verify_tree(
 
 
 class Siblings(NamedTuple):
-    """What is left at N nodes once some of their children were rejected; logprobs [N, V]."""
+    """Distributions left at N nodes once some of their children were rejected; logprobs [N, V]."""
 
     log_p: torch.Tensor  # the distribution still to be met; -inf everywhere where no mass is left
     # the distribution the next child was drawn from; None when no node's children were drawn
     log_q: torch.Tensor | None
 
 
-def reject(left: Siblings, tokens: torch.Tensor, told: torch.Tensor) -> Siblings:
-    """What is left once the next children `tokens` [N] are rejected; `told` [N] says whose were
-    drawn, from `left.log_q`."""
+def reject(left: Siblings, tokens: torch.Tensor, is_drawn: torch.Tensor) -> Siblings:
+    """Distributions left once the next children `tokens` [N] are rejected. `is_drawn` [N] marks
+    nodes whose children were drawn, from `left.log_q`."""
     log_p = left.log_p.scatter(-1, tokens[:, None], -math.inf)
     if left.log_q is None:
         return Siblings(log_distribution(log_p), None)
-    log_p = torch.where(told[:, None], residual_distribution(left.log_p, left.log_q), log_p)
+    log_p = torch.where(is_drawn[:, None], residual_distribution(left.log_p, left.log_q), log_p)
     return Siblings(
         log_distribution(log_p),
         log_distribution(left.log_q.scatter(-1, tokens[:, None], -math.inf)),
@@ -99,7 +99,7 @@ def reject(left: Siblings, tokens: torch.Tensor, told: torch.Tensor) -> Siblings
 
 
 class SiblingDistribution(NamedTuple):
-    """What a node's ordered children come to, exactly."""
+    """Exact outcome of testing a node's ordered children."""
 
     keep: torch.Tensor  # [M], the chance that child j is kept, once those before it were rejected
     left: torch.Tensor  # [V] logprobs of the token that follows when all are rejected
@@ -110,7 +110,7 @@ def sibling_distribution(
 ) -> SiblingDistribution:
     """The test of children `tokens` [M] under the target's distribution log_p [V], for enumeration;
     log_q [V] None: deterministic."""
-    told = torch.tensor([log_q is not None], device=log_p.device)
+    is_drawn = torch.tensor([log_q is not None], device=log_p.device)
     left = Siblings(log_p[None], None if log_q is None else log_q[None])
     keep = torch.zeros(len(tokens), dtype=log_p.dtype, device=log_p.device)
     for place, token in enumerate(tokens[:, None]):
@@ -118,7 +118,7 @@ def sibling_distribution(
         if int(token) < 0 or drawn == -math.inf:
             continue
         keep[place] = (left.log_p[0, token] - drawn).exp().clamp(max=1)[0]
-        left = reject(left, token, told)
+        left = reject(left, token, is_drawn)
         if not bool((left.log_p > -math.inf).any()):
             left = Siblings(log_p[None], left.log_q)
     return SiblingDistribution(keep, left.log_p[0])
@@ -161,8 +161,8 @@ def verify_tree_torch(
 
 
 class _Walk:
-    """Where each of B rows stands, and what is left of the distributions there once its children
-    are tested."""
+    """Node that each of B rows has reached, and the distributions left there once its children are
+    tested."""
 
     def __init__(
         self,
@@ -181,7 +181,9 @@ class _Walk:
         self.p_rows = torch.cumsum(tree.lengths + 1, 0) - (tree.lengths + 1)
         self.accepted, self.tested = torch.zeros_like(tree.lengths), torch.zeros_like(tree.lengths)
         self.nodes = torch.full_like(tree.tokens, -1)
-        self.told, self.lost = (torch.zeros_like(tree.lengths, dtype=torch.bool) for _ in range(2))
+        self.is_drawn, self.lost = (
+            torch.zeros_like(tree.lengths, dtype=torch.bool) for _ in range(2)
+        )
         dtype = torch.promote_types(p_logits.dtype, torch.float32)
         # A row is filled when the first child of its node is tested: most nodes have none.
         self.log_p = torch.zeros(
@@ -199,7 +201,7 @@ class _Walk:
         log_q = (
             torch.zeros_like(log_u)
             if self.log_q is None
-            else torch.where(self.told[rows], self.log_q[rows, ids], 0.0)
+            else torch.where(self.is_drawn[rows], self.log_q[rows, ids], 0.0)
         )
         possible = (tokens >= 0) & (log_q > -math.inf)
         keep = possible & accepts(log_u, self.log_p[rows, ids], log_q)
@@ -221,9 +223,9 @@ class _Walk:
         if self.q_logits is None or self.q_rows is None or self.log_q is None:
             return
         distributions = self.q_rows[rows, torch.tensor(self.slots, device=rows.device)[rows]]
-        told = distributions >= 0
-        self.told[rows] = told
-        self.log_q[rows[told]] = log_distribution(self.q_logits[distributions[told]]).to(
+        is_drawn = distributions >= 0
+        self.is_drawn[rows] = is_drawn
+        self.log_q[rows[is_drawn]] = log_distribution(self.q_logits[distributions[is_drawn]]).to(
             self.log_q.dtype
         )
 
@@ -231,7 +233,7 @@ class _Walk:
         left = reject(
             Siblings(self.log_p[rows], None if self.log_q is None else self.log_q[rows]),
             tokens,
-            self.told[rows],
+            self.is_drawn[rows],
         )
         has_mass = (left.log_p > -math.inf).any(dim=-1)
         self.log_p[rows] = left.log_p

@@ -74,7 +74,8 @@ def _log_mass(row, num_tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tried(columns, tokens, parents, node, begin, end):
-    """Which columns are tokens of children of `node` among the nodes `begin` .. `end` - 1."""
+    """Mask of columns that are tokens of children of `node` among the nodes `begin` .. `end` -
+    1."""
     tried = columns < 0
     for other in range(begin, end):
         tried = tried | ((tl.load(parents + other) == node) & (columns == tl.load(tokens + other)))
@@ -88,7 +89,7 @@ def _left_over(
     p_log_sum,
     q_row,
     q_top,
-    told,
+    is_drawn,
     log_scale,
     tokens,
     parents,
@@ -102,12 +103,12 @@ def _left_over(
     """(mass left of p, log of what is left of the sum of q, relative to `q_top`) once some children
     are rejected.
 
-    The second one is 0 when q is not told.
+    The second one is 0 where no q was given.
     """
     mass = tl.zeros([BLOCK], tl.float32)
     tops = tl.full([BLOCK], MINUS_INF, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
-    num_told = tl.where(told, num_tokens, 0)
+    num_drawn = tl.where(is_drawn, num_tokens, 0)
     for start in range(0, num_tokens, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < num_tokens
@@ -116,11 +117,11 @@ def _left_over(
             clean(tl.load(p_row + columns, mask=inside, other=MINUS_INF)), p_top, p_log_sum
         )
         if HAS_Q:
-            q = clean(tl.load(q_row + columns, mask=columns < num_told, other=MINUS_INF)) - finite(
+            q = clean(tl.load(q_row + columns, mask=columns < num_drawn, other=MINUS_INF)) - finite(
                 q_top
             )
             left = tl.where(
-                told, log_residual(log_p, q + log_scale), tl.where(tried, MINUS_INF, log_p)
+                is_drawn, log_residual(log_p, q + log_scale), tl.where(tried, MINUS_INF, log_p)
             )
             q = tl.where(tried, MINUS_INF, q)
             higher = tl.maximum(tops, q)
@@ -131,7 +132,7 @@ def _left_over(
         mass += tl.exp(left)
     top, log_sum = log_total(tops, totals)
     log_rest = top.to(tl.float64) + log_sum.to(tl.float64)
-    return tl.sum(mass, axis=0).to(tl.float64), tl.where(told, log_rest, 0.0)
+    return tl.sum(mass, axis=0).to(tl.float64), tl.where(is_drawn, log_rest, 0.0)
 
 
 @triton.jit
@@ -190,20 +191,20 @@ def _walk(
         if (i < length) & (tl.load(parents + i) == node):
             token = tl.load(tokens + i)
             p_row = p_logits + (first + node + 1) * p_stride
-            told = length < 0
+            is_drawn = length < 0
             q_row = q_logits
             if HAS_Q:
                 distribution = tl.load(q_rows + node + 1)
-                told = distribution >= 0
+                is_drawn = distribution >= 0
                 q_row = q_logits + tl.maximum(distribution, 0) * q_stride
             if number == 0:
                 begin = number + i
                 p_top, p_log_sum = _log_mass(p_row, num_tokens, BLOCK)
-                if told:
+                if is_drawn:
                     q_top, q_log_sum = _log_mass(q_row, num_tokens, BLOCK)
                     log_step = -q_log_sum.to(tl.float64)
             q = tl.zeros((), tl.float32)
-            if told:
+            if is_drawn:
                 q = clean(tl.load(q_row + token, mask=token >= 0, other=MINUS_INF)) - finite(q_top)
             seen = _tried(token, tokens, parents, node, begin, i)
             if (token >= 0) & (q > MINUS_INF) & (seen == 0):
@@ -214,7 +215,7 @@ def _walk(
                         p_log_sum,
                         q_row,
                         q_top,
-                        told,
+                        is_drawn,
                         log_scale.to(tl.float32),
                         tokens,
                         parents,
@@ -242,7 +243,7 @@ def _walk(
                     log_scale = log_step + MINUS_INF
                 else:
                     pending = kept >= 0
-                    if told:
+                    if is_drawn:
                         log_scale = _log_add(log_scale, log_step)
             number += 1
     tl.store(accepted + b, kept)

@@ -104,7 +104,7 @@ class StaticInputs:
         assert self.tree is not None and inputs.tree is not None
         for static, given in zip(self.tree, inputs.tree):
             static[:num_tokens].copy_(given)
-        self.tree.places[num_tokens:].copy_(self.positions[num_tokens:])
+        self.tree.kv_indices[num_tokens:].copy_(self.positions[num_tokens:])
         self.tree.ancestors[num_tokens:] = -1
         self.tree.first[num_tokens:] = 0
 

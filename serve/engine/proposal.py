@@ -70,8 +70,8 @@ def leading(flags: Sequence[int], length: int) -> int:
 def _massive(proposal: Proposal) -> torch.Tensor | None:
     """[B, K], whether each token has mass in the distribution it was drawn from: one that gives
     none to its own draw is no distribution."""
-    if proposal.sound is not None or proposal.logits is None or proposal.parents is not None:
-        return proposal.sound
+    if proposal.has_mass is not None or proposal.logits is None or proposal.parents is not None:
+        return proposal.has_mass
     tokens = proposal.tokens.clamp(0, proposal.logits.shape[2] - 1)
     return torch.isfinite(proposal.logits.gather(2, tokens[:, :, None])[:, :, 0])
 

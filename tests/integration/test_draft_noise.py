@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.autoregressive import drawing
+from draftsmith.drafters.autoregressive import draft_sampler
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
@@ -112,7 +112,10 @@ def test_no_two_drafted_tokens_share_noise(family: str, way: str, target: Target
 def test_one_noise_for_all_depths_is_seen(
     family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((drawing, "sample"), (tree_distributions, "sample_without_replacement")):
+    for module, name in (
+        (draft_sampler, "sample"),
+        (tree_distributions, "sample_without_replacement"),
+    ):
         monkeypatch.setattr(module, name, at_one_position(getattr(module, name)))
     seen = repeats(target, family, way)
     assert seen.same_depths > 0.5 * seen.num_depths

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.drafters.autoregressive.drawing import Drawing
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mlp import Mlp
@@ -106,19 +106,19 @@ class Planted:
     def propose(self, inputs: DraftInputs) -> Proposal:
         positions = inputs.starts + inputs.lengths
         phases = positions % len(self.sizes)
-        drawing = Drawing(inputs, vocab_size=len(P))
-        for depth, (rows, _, _) in enumerate(drawing.depths(range(len(phases)))):
+        sampler = DraftSampler(inputs, vocab_size=len(P))
+        for depth, (rows, _, _) in enumerate(sampler.depths(range(len(phases)))):
             likely = (phases[rows] == 0) & (depth > 0) | (phases[rows] == 1) & (depth == 0)
             logits = torch.where(likely[:, None], logits_of(P), logits_of((0, 0, 1, 0)))
-            logits = self.damaged(logits, phases[rows], drawing.tokens[rows, :depth])
-            drawing.draw(rows, depth, logits, positions[rows] + depth)
+            logits = self.damaged(logits, phases[rows], sampler.tokens[rows, :depth])
+            sampler.draw(rows, depth, logits, positions[rows] + depth)
         for name, phase, tokens in zip(
-            inputs.request_ids, phases.tolist(), drawing.tokens.tolist()
+            inputs.request_ids, phases.tolist(), sampler.tokens.tolist()
         ):
             if phase == 0 and len(tokens) > 1:
                 self.discarded[name] = tokens[1]
-        drawing.shorten(self.lengths(phases, drawing.tokens))
-        return drawing.proposal()
+        sampler.shorten(self.lengths(phases, sampler.tokens))
+        return sampler.proposal()
 
     def damaged(
         self, logits: torch.Tensor, phases: torch.Tensor, tokens: torch.Tensor

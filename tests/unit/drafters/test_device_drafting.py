@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
-from draftsmith.drafters.autoregressive.drawing import Draw
+from draftsmith.drafters.autoregressive.draft_sampler import DraftStep
 from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.heads.feature_head import FeatureHead
 from draftsmith.drafters.interface import DraftInputs, Proposal
@@ -84,7 +84,7 @@ class BlindContext:
             for size in (block_size, tables.shape[1] * block_size)
         )
         self.slots = (tables[:, :, None] * block_size + inner).flatten(1)[rows]  # [T, n]
-        seen = places <= (positions if tree is None else tree.places)[:, None]
+        seen = places <= (positions if tree is None else tree.kv_indices)[:, None]
         if tree is not None:
             index = places - tree.first[:, None]
             bits = (tree.ancestors[:, None] >> index.clamp(0, 62)) & 1 == 1
@@ -117,7 +117,7 @@ class ReplayingGraph:
     """As a CUDA graph does: reads and writes the tensors it was recorded with, whatever they hold
     by then."""
 
-    def __init__(self, run: Callable[[], Draw], output: Draw):
+    def __init__(self, run: Callable[[], DraftStep], output: DraftStep):
         self.run, self.output = run, output
 
     def replay(self) -> None:
@@ -130,7 +130,7 @@ class FakeRecorder:
     def __init__(self) -> None:
         self.captures = 0
 
-    def record(self, run: Callable[[], Draw]) -> tuple[ReplayingGraph, Draw]:
+    def record(self, run: Callable[[], DraftStep]) -> tuple[ReplayingGraph, DraftStep]:
         self.captures += 1
         output = run()
         return ReplayingGraph(run, output), output
@@ -290,7 +290,7 @@ def assert_equal(found: Proposal, expected: Proposal) -> None:
     real = torch.arange(found.tokens.shape[1], device=found.tokens.device) < found.lengths[:, None]
     assert torch.equal(found.tokens[real], expected.tokens[real])
     if expected.logits is None:
-        assert found.logits is None and torch.equal(found.sound, expected.sound)
+        assert found.logits is None and torch.equal(found.has_mass, expected.has_mass)
     else:
         torch.testing.assert_close(
             found.logits[real].softmax(-1), expected.logits[real].softmax(-1), atol=1e-4, rtol=1e-4
@@ -361,7 +361,7 @@ def assert_captured_trees_are_the_plain_ones(
             torch.testing.assert_close(
                 found.logits.softmax(-1), expected.logits.softmax(-1), atol=1e-4, rtol=1e-4
             )
-        assert found.sound.all() and expected.sound.all()
+        assert found.has_mass.all() and expected.has_mass.all()
     return drafter.level_graphs.num_graphs
 
 
@@ -403,7 +403,7 @@ def test_broken_weights_leave_the_null_block_alone(target: Target) -> None:
     inputs = inputs_for(drafter, target, (3, 0, 5), (3, 3, 3), GREEDY, pool)
     inputs.taps[:2] = torch.nan
     broken = drafter.propose(inputs)
-    assert good.sound.all() and not broken.sound[0].any() and broken.sound[1:].all()
+    assert good.has_mass.all() and not broken.has_mass[0].any() and broken.has_mass[1:].all()
     drafter.propose(inputs_for(drafter, target, (3, 0), (1, 4), GREEDY, pool))
     assert all(torch.isfinite(tensor[:BLOCK]).all() for tensor in (*pool.keys, *pool.values))
 
@@ -412,7 +412,7 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing:
-        def record(self, run: Callable[[], Draw]) -> None:
+        def record(self, run: Callable[[], DraftStep]) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     drafter = make_drafter("eagle3", target)

@@ -188,8 +188,8 @@ def test_refused_with_a_reason(model_type, tmp_path):
 def test_an_attention_the_pool_does_not_know_is_refused(tiny_target):
     """Though its tensors come through the interface."""
     target = Target.load(tiny_target("mistral"))
-    recorder = probe.Recorder()
-    recorder.shapes = {layer: LayerShape(2, 8, 8) for layer in range(4)}
+    attention = probe.AttentionShapes()
+    attention.shapes = {layer: LayerShape(2, 8, 8) for layer in range(4)}
     target.config.layer_types = [
         "full_attention",
         "chunked_attention",
@@ -197,15 +197,15 @@ def test_an_attention_the_pool_does_not_know_is_refused(tiny_target):
         "full_attention",
     ]
     with pytest.raises(UserError, match="attention of type 'chunked_attention' is not supported"):
-        probe.check_layers(target, recorder)
+        probe.check_layers(target, attention)
     target.config.layer_types = ["full_attention", "sliding_attention"] * 2
     with pytest.raises(UserError, match="hides its sliding window in a mask"):
-        probe.check_layers(target, recorder)
-    recorder.windowed = True
-    probe.check_layers(target, recorder)
-    del recorder.shapes[2]
+        probe.check_layers(target, attention)
+    attention.windowed = True
+    probe.check_layers(target, attention)
+    del attention.shapes[2]
     with pytest.raises(UserError, match="layer 2 has no attention"):
-        probe.check_layers(target, recorder)
+        probe.check_layers(target, attention)
 
 
 def test_a_pass_that_loses_keys_is_noticed(tiny_target, monkeypatch):

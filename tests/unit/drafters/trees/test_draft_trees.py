@@ -322,8 +322,8 @@ def test_broken_weights_are_told(
             )
             assert not torch.isfinite(proposal.logits[proposal.q_rows[row, 0]]).any()
         else:
-            assert not proposal.sound[row].any()
-    assert propose(drafter, target, texts, (5, 5, 5), (temperature,) * 3, shape).sound.all()
+            assert not proposal.has_mass[row].any()
+    assert propose(drafter, target, texts, (5, 5, 5), (temperature,) * 3, shape).has_mass.all()
 
 
 def test_who_grows_trees(drafter) -> None:

@@ -162,7 +162,7 @@ def run_rows(
         for i in (0, 1)
     ]
     layout = TreeLayout(
-        places=torch.tensor([place for row in rows for place in row.places], device=device),
+        kv_indices=torch.tensor([place for row in rows for place in row.places], device=device),
         ancestors=torch.tensor([bits for row in rows for bits in row.ancestors], device=device),
         first=torch.tensor([row.first for row in rows for _ in row.places], device=device),
     )

@@ -91,7 +91,7 @@ class Greedy:
     def propose(self, inputs: DraftInputs) -> Proposal:
         sound = torch.tensor([[True, True], [True, False], [True, True]])
         tokens = torch.tensor([[1, 2], [3, 4], [5, 6]])
-        return Proposal(tokens=tokens, lengths=torch.tensor([2, 2, 1]), logits=None, sound=sound)
+        return Proposal(tokens=tokens, lengths=torch.tensor([2, 2, 1]), logits=None, has_mass=sound)
 
 
 def test_a_greedy_draft_says_where_a_distribution_was_broken() -> None:

@@ -72,11 +72,11 @@ def test_places_and_ancestors_are_those_of_the_tree(forest: list[list[int]], cou
     token = 0
     for row, parents in enumerate(forest):
         for known in range(count):
-            assert laid.positions[token] == int(laid.layout.places[token]) == 5 + known
+            assert laid.positions[token] == int(laid.layout.kv_indices[token]) == 5 + known
             assert int(laid.layout.ancestors[token]) == -1
             token += 1
         for node in range(len(parents)):
-            assert int(laid.layout.places[token]) == 5 + count + node
+            assert int(laid.layout.kv_indices[token]) == 5 + count + node
             assert (
                 laid.positions[token] == 5 + count + int(deep[row, node])
                 and int(laid.layout.first[token]) == 5 + count - 1

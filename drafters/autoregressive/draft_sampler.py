@@ -1,7 +1,8 @@
-"""Draws draft tokens depth by depth and keeps the distribution each was drawn from (invariant 2: q
-is what was sampled).
+"""Draws drafted tokens depth by depth and keeps the distribution that each was drawn from
+(invariant 2: q is what was sampled).
 
-B rows of the batch, K depths, R rows that draft at a depth, Vd draft vocabulary.
+B rows of the batch, K depths, R rows that draft at a depth, Vd draft vocabulary, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 
 
-class Draw(NamedTuple):
-    """One token a row."""
+class DraftStep(NamedTuple):
+    """Drafted tokens of one depth, one per row."""
 
     tokens: torch.Tensor  # [R] target ids
     # [R, Vd] processed, over the draft's ids; None where all rows are greedy
@@ -26,14 +27,14 @@ class Draw(NamedTuple):
     # [R] the largest logits where all rows are greedy: not finite without mass
     best: torch.Tensor | None
 
-    def select(self, chosen: torch.Tensor | slice) -> Draw:
-        return Draw(
+    def select(self, chosen: torch.Tensor | slice) -> DraftStep:
+        return DraftStep(
             self.tokens[chosen], *(None if part is None else part[chosen] for part in self[1:])
         )
 
 
-class Depth(NamedTuple):
-    """Who drafts at one depth."""
+class RowsAtDepth(NamedTuple):
+    """Rows that draft at one depth."""
 
     rows: torch.Tensor  # [R] of the batch
     # [R] which of the rows of the depth before they are; None: all of them
@@ -47,7 +48,7 @@ def draw_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     vocab_map: torch.Tensor | None,
-) -> Draw:
+) -> DraftStep:
     """Raw draft logits [R, Vd] -> the tokens of the absolute `positions` [R]. A CUDA graph can hold
     it."""
     if sampling.passes.all_greedy:
@@ -55,15 +56,18 @@ def draw_tokens(
         distribution = None
     else:
         best, distribution = None, process(logits, sampling)
-        # A distribution without mass (NaN weights) draws -1; token 0 at -inf says the same and can
+        # A distribution without mass (NaN weights) draws -1; token 0 at -inf means the same and can
         # be embedded.
         tokens = sample(distribution, seeds, positions, Purpose.DRAFT).clamp(min=0)
-    return Draw(tokens if vocab_map is None else vocab_map[tokens], distribution, best)
+    return DraftStep(tokens if vocab_map is None else vocab_map[tokens], distribution, best)
 
 
-class Drawing:
-    """`vocab_map` [Vd] holds the target's id of each draft id, None for the same ids; distributions
-    are kept over the target's ids."""
+class DraftSampler:
+    """Tokens, lengths and distributions of one proposal in the making.
+
+    `vocab_map` [Vd] holds the target's id of each draft id, None for the same ids. Distributions
+    are kept over the target's ids.
+    """
 
     def __init__(
         self, inputs: DraftInputs, *, vocab_size: int, vocab_map: torch.Tensor | None = None
@@ -90,9 +94,9 @@ class Drawing:
         )
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
 
-    def depths(self, rows: Sequence[int], most: int | None = None) -> list[Depth]:
-        """Who of `rows` (ascending) drafts at each depth, up to `most` depths: known beforehand,
-        told to the device at once."""
+    def rows_at_depth(self, rows: Sequence[int], most: int | None = None) -> list[RowsAtDepth]:
+        """Rows among `rows` (ascending) that draft at each depth, up to `most` depths. Budgets are
+        known on the host, so all depths reach the device in one copy."""
         alive: list[list[int]] = []
         flat: list[int] = []
         sizes: list[int] = []
@@ -111,10 +115,10 @@ class Drawing:
         if not alive:
             return []
         parts = torch.tensor(flat, dtype=torch.int64, device=self.tokens.device).split(sizes)
-        depths: list[Depth] = []
+        depths: list[RowsAtDepth] = []
         for indices, kept_part, chosen in zip(alive, parts[::2], parts[1::2], strict=True):
             rows_here = chosen if len(chosen) else depths[-1].rows
-            depths.append(Depth(rows_here, kept_part if len(kept_part) else None, indices))
+            depths.append(RowsAtDepth(rows_here, kept_part if len(kept_part) else None, indices))
         return depths
 
     def draw(
@@ -134,7 +138,7 @@ class Drawing:
         self.keep(rows, depth, drawn)
         return drawn.tokens
 
-    def keep(self, rows: torch.Tensor, depth: int, drawn: Draw) -> None:
+    def keep(self, rows: torch.Tensor, depth: int, drawn: DraftStep) -> None:
         # All rows are in their order, so that nothing has to be looked up.
         chosen = slice(None) if len(rows) == len(self.budgets) else rows
         self.tokens[chosen, depth] = drawn.tokens
@@ -147,15 +151,17 @@ class Drawing:
             )
 
     def shorten(self, lengths: torch.Tensor) -> None:
-        """Offers no more than `lengths` [B] of what was drawn."""
+        """Offer no more than `lengths` [B] of the drawn tokens."""
         self.lengths = torch.minimum(self.lengths, lengths)
         self.tokens.masked_fill_(
             torch.arange(self.depth, device=lengths.device) >= self.lengths[:, None], -1
         )
 
     def proposal(self) -> Proposal:
-        sound = None if self.best is None else torch.isfinite(self.best)
-        return Proposal(tokens=self.tokens, lengths=self.lengths, logits=self.logits, sound=sound)
+        has_mass = None if self.best is None else torch.isfinite(self.best)
+        return Proposal(
+            tokens=self.tokens, lengths=self.lengths, logits=self.logits, has_mass=has_mass
+        )
 
 
 def adjusted(
@@ -166,16 +172,17 @@ def adjusted(
     vocab_size: int,
     vocab_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the requests `rows` [R] ask of their distributions, still over the draft's ids: every
-    row draws as it would alone. [R, Vd]."""
+    """Draft logits [R, Vd] after the requests' own adjustments. `rows` [R] are rows of the batch;
+    each row draws as it would alone."""
     changed = adjust(scatter_to_target_vocab(logits, vocab_map, vocab_size), rows, prefixes)
     if vocab_map is not None:
         changed = changed[:, vocab_map]
-    # A draft that knows no token that may come has not failed: what it draws instead is rejected.
+    # A draft without any allowed token has not failed: what it draws instead is rejected.
     possible = (changed > -torch.inf).any(dim=-1, keepdim=True)
     return torch.where(possible, changed, logits)
 
 
 def sent(device: torch.device, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """int64 columns [n] of the host, each of its own length, in one copy: every copy is a wait."""
+    """Copy int64 columns [n] of the host, each of its own length, to `device` in one transfer:
+    every transfer is a wait."""
     return torch.cat(columns).to(device).split([len(column) for column in columns])
