@@ -51,24 +51,24 @@ def _num_bits(x):
 
 @triton.jit
 def _attend(
-    query,
-    keys,
-    values,
-    out,
-    maxima,
-    sums,
-    sinks,
-    block_tables,
-    starts,
-    positions,
-    kv_indices,
-    ancestors,
-    first,
+    query,  # [heads, T, KEY_DIM]
+    keys,  # [slots, KV_HEADS, KEY_DIM]
+    values,  # [slots, KV_HEADS, VALUE_DIM]
+    out,  # [T, heads, VALUE_DIM], or a part per split, written
+    maxima,  # [SPLITS, T, heads] float32, written
+    sums,  # [SPLITS, T, heads] float32, written
+    sinks,  # [heads]
+    block_tables,  # [B, max_blocks] int64
+    starts,  # [B + 1] int64
+    positions,  # [T] int64
+    kv_indices,  # [T] int64
+    ancestors,  # [T] int64
+    first,  # [T] int64
     query_head_stride,
     query_token_stride,
     table_stride,
-    num_tokens,
-    num_rows,
+    num_tokens,  # T
+    num_rows,  # B
     scale,
     softcap,
     window,
@@ -221,11 +221,11 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts,
-    maxima,
-    sums,
-    out,
-    num_pairs,
+    parts,  # [SPLITS, T, heads, VALUE_DIM] float32
+    maxima,  # [SPLITS, T, heads] float32
+    sums,  # [SPLITS, T, heads] float32
+    out,  # [T, heads, VALUE_DIM], written
+    num_pairs,  # T * heads
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,

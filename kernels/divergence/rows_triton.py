@@ -144,20 +144,20 @@ def _finish(mass, outside, alpha, below, above, against, log_q_x, parameter, KIN
 
 @triton.jit
 def _divergence_rows(
-    draft_logits,
-    draft_stride,
-    target_logits,
-    target_stride,
-    weights,
-    vocab_map,
-    columns,
-    losses,
-    alphas,
-    keeps,
-    outsides,
-    parameter,
-    num_draft_tokens,
-    num_target_tokens,
+    draft_logits,  # [N, Vd], overwritten by the gradient
+    draft_stride,  # of a row of draft_logits
+    target_logits,  # [N, V]
+    target_stride,  # of a row of target_logits
+    weights,  # [N] float32
+    vocab_map,  # [Vd] int64
+    columns,  # [N] int64
+    losses,  # [N] float32, written
+    alphas,  # [N] float32, written
+    keeps,  # [N] float32, written
+    outsides,  # [N] float32, written
+    parameter,  # scalar
+    num_draft_tokens,  # Vd
+    num_target_tokens,  # V
     KIND: tl.constexpr,
     HAS_REF: tl.constexpr,
     HAS_MAP: tl.constexpr,

@@ -47,20 +47,20 @@ BLOCK = 4096
 
 @triton.jit
 def _reach(
-    p_logits,
-    p_stride,
-    p_maxima,
-    p_sums,
-    q_logits,
-    q_stride,
-    q_maxima,
-    q_sums,
-    draft_tokens,
-    lengths,
-    first_rows,
-    reaches,
-    lasts,
-    num_draft,
+    p_logits,  # [R, V]
+    p_stride,  # of a row of p_logits
+    p_maxima,  # [R, blocks] float32
+    p_sums,  # [R, blocks] float32, of exp(p - maximum)
+    q_logits,  # [B * K, V]
+    q_stride,  # of a row of q_logits
+    q_maxima,  # [B * K, blocks] float32
+    q_sums,  # [B * K, blocks] float32
+    draft_tokens,  # [B, K] int64
+    lengths,  # [B] int64
+    first_rows,  # [B] int64, first row of p of each request
+    reaches,  # [B, K + 1] float32, written
+    lasts,  # [B] int64, written
+    num_draft,  # K
     num_blocks,
     BLOCKS: tl.constexpr,
 ):
@@ -91,19 +91,19 @@ def _reach(
 
 @triton.jit
 def _left(
-    p_logits,
-    p_stride,
-    p_maxima,
-    p_sums,
-    q_logits,
-    q_stride,
-    q_maxima,
-    q_sums,
-    p_row,
-    q_row,
-    reach,
-    columns,
-    num_tokens,
+    p_logits,  # [R, V]
+    p_stride,  # of a row of p_logits
+    p_maxima,  # [R, blocks] float32
+    p_sums,  # [R, blocks] float32, of exp(p - maximum)
+    q_logits,  # [B * K, V]
+    q_stride,  # of a row of q_logits
+    q_maxima,  # [B * K, blocks] float32
+    q_sums,  # [B * K, blocks] float32
+    p_row,  # scalar
+    q_row,  # scalar
+    reach,  # scalar, log r
+    columns,  # [BLOCK] token ids
+    num_tokens,  # V
     num_blocks,
     BLOCKS: tl.constexpr,
 ):
@@ -118,20 +118,20 @@ def _left(
 
 @triton.jit
 def _mass(
-    p_logits,
-    p_stride,
-    p_maxima,
-    p_sums,
-    q_logits,
-    q_stride,
-    q_maxima,
-    q_sums,
-    first_rows,
-    reaches,
-    lasts,
-    masses,
-    num_draft,
-    num_tokens,
+    p_logits,  # [R, V]
+    p_stride,  # of a row of p_logits
+    p_maxima,  # [R, blocks] float32
+    p_sums,  # [R, blocks] float32, of exp(p - maximum)
+    q_logits,  # [B * K, V]
+    q_stride,  # of a row of q_logits
+    q_maxima,  # [B * K, blocks] float32
+    q_sums,  # [B * K, blocks] float32
+    first_rows,  # [B] int64, first row of p of each request
+    reaches,  # [B, K + 1] float32
+    lasts,  # [B] int64
+    masses,  # [B, K, blocks] float32, written
+    num_draft,  # K
+    num_tokens,  # V
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -181,25 +181,25 @@ def _decide(
 
 @triton.jit
 def _race(
-    p_logits,
-    p_stride,
-    p_maxima,
-    p_sums,
-    q_logits,
-    q_stride,
-    q_maxima,
-    q_sums,
-    lengths,
-    first_rows,
-    reaches,
-    lasts,
-    seeds,
-    positions,
-    accepted,
-    scores,
-    winners,
-    num_draft,
-    num_tokens,
+    p_logits,  # [R, V]
+    p_stride,  # of a row of p_logits
+    p_maxima,  # [R, blocks] float32
+    p_sums,  # [R, blocks] float32, of exp(p - maximum)
+    q_logits,  # [B * K, V]
+    q_stride,  # of a row of q_logits
+    q_maxima,  # [B * K, blocks] float32
+    q_sums,  # [B * K, blocks] float32
+    lengths,  # [B] int64
+    first_rows,  # [B] int64, first row of p of each request
+    reaches,  # [B, K + 1] float32
+    lasts,  # [B] int64
+    seeds,  # [B] int64
+    positions,  # [B] int64
+    accepted,  # [B] int64
+    scores,  # [B, blocks, 2] float64, written
+    winners,  # [B, blocks, 2] int32, written
+    num_draft,  # K
+    num_tokens,  # V
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,

@@ -44,21 +44,21 @@ BLOCK = 4096
 
 @triton.jit
 def _decide(
-    p_logits,
-    p_stride,
-    p_maxima,
-    p_sums,
-    q_logits,
-    q_stride,
-    q_maxima,
-    q_sums,
-    draft_tokens,
-    lengths,
-    first_rows,
-    seeds,
-    positions,
-    accepted,
-    num_draft,
+    p_logits,  # [R, V]
+    p_stride,  # of a row of p_logits
+    p_maxima,  # [R, blocks] float32
+    p_sums,  # [R, blocks] float32, of exp(p - maximum)
+    q_logits,  # [B * K, V]
+    q_stride,  # of a row of q_logits
+    q_maxima,  # [B * K, blocks] float32
+    q_sums,  # [B * K, blocks] float32
+    draft_tokens,  # [B, K] int64
+    lengths,  # [B] int64
+    first_rows,  # [B] int64, first row of p of each request
+    seeds,  # [B] int64
+    positions,  # [B] int64
+    accepted,  # [B] int64, written
+    num_draft,  # K
     num_blocks,
     HAS_Q: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -93,24 +93,24 @@ def _decide(
 
 @triton.jit
 def _race(
-    p_logits,
-    p_stride,
-    p_maxima,
-    p_sums,
-    q_logits,
-    q_stride,
-    q_maxima,
-    q_sums,
-    draft_tokens,
-    lengths,
-    first_rows,
-    seeds,
-    positions,
-    accepted,
-    scores,
-    winners,
-    num_draft,
-    num_tokens,
+    p_logits,  # [R, V]
+    p_stride,  # of a row of p_logits
+    p_maxima,  # [R, blocks] float32
+    p_sums,  # [R, blocks] float32, of exp(p - maximum)
+    q_logits,  # [B * K, V]
+    q_stride,  # of a row of q_logits
+    q_maxima,  # [B * K, blocks] float32
+    q_sums,  # [B * K, blocks] float32
+    draft_tokens,  # [B, K] int64
+    lengths,  # [B] int64
+    first_rows,  # [B] int64, first row of p of each request
+    seeds,  # [B] int64
+    positions,  # [B] int64
+    accepted,  # [B] int64
+    scores,  # [B, blocks, 2] float64, written
+    winners,  # [B, blocks, 2] int32, written
+    num_draft,  # K
+    num_tokens,  # V
     num_blocks,
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,

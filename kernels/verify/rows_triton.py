@@ -27,13 +27,13 @@ def clean(x):
 
 @triton.jit
 def row_stats(
-    logits,
-    stride,
-    lengths,
-    per_request,
-    num_tokens,
-    maxima,
-    sums,
+    logits,  # [N, V]
+    stride,  # of a row of logits
+    lengths,  # [N // per_request] int64
+    per_request,  # scalar
+    num_tokens,  # V
+    maxima,  # [N, blocks] float32, written
+    sums,  # [N, blocks] float32, written
     num_blocks,
     GROUPED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,12 +98,12 @@ def log_residual(log_p, log_q):
 
 @triton.jit
 def keep_best(
-    distribution,
-    noise,
-    scores,
-    winners,
-    b,
-    block,
+    distribution,  # [BLOCK] logits
+    noise,  # [BLOCK] log noise
+    scores,  # [B, blocks, 2] float64, written
+    winners,  # [B, blocks, 2] int32, written
+    b,  # scalar
+    block,  # scalar
     num_blocks,
     slot: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -135,12 +135,12 @@ def winner(scores, winners, b, slot, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def emit(
-    draft_tokens,
-    accepted,
-    scores,
-    winners,
-    tokens,
-    num_draft,
+    draft_tokens,  # [B, K] int64
+    accepted,  # [B] int64
+    scores,  # [B, blocks, 2] float64
+    winners,  # [B, blocks, 2] int32
+    tokens,  # [B, K + 1] int64, written
+    num_draft,  # K
     num_blocks,
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,

@@ -84,19 +84,19 @@ def _tried(columns, tokens, parents, node, begin, end):
 
 @triton.jit
 def _left_over(
-    p_row,
-    p_top,
-    p_log_sum,
-    q_row,
-    q_top,
-    is_drawn,
-    log_scale,
-    tokens,
-    parents,
-    node,
-    begin,
-    end,
-    num_tokens,
+    p_row,  # [V] pointer
+    p_top,  # scalar
+    p_log_sum,  # scalar
+    q_row,  # [V] pointer
+    q_top,  # scalar
+    is_drawn,  # scalar bool
+    log_scale,  # scalar, log A
+    tokens,  # [N] int64
+    parents,  # [N] int64
+    node,  # scalar
+    begin,  # scalar
+    end,  # scalar
+    num_tokens,  # V
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -144,24 +144,24 @@ def _log_add(a, b):
 
 @triton.jit
 def _walk(
-    p_logits,
-    p_stride,
-    q_logits,
-    q_stride,
-    q_rows,
-    tokens,
-    parents,
-    lengths,
-    first_rows,
-    seeds,
-    positions,
-    nodes,
-    drafts,
-    accepted,
-    stands,
-    scales,
-    num_nodes,
-    num_tokens,
+    p_logits,  # [R, V]
+    p_stride,  # of a row of p_logits
+    q_logits,  # [Q, V]
+    q_stride,  # of a row of q_logits
+    q_rows,  # [B, N + 1] int64, -1 where no q was given
+    tokens,  # [B, N] int64
+    parents,  # [B, N] int64
+    lengths,  # [B] int64
+    first_rows,  # [B] int64, first row of p of each request
+    seeds,  # [B] int64
+    positions,  # [B] int64
+    nodes,  # [B, N] int64, written
+    drafts,  # [B, N] int64, written
+    accepted,  # [B] int64, written
+    stands,  # [B, 2] int64: last node, its first tested child or -1, written
+    scales,  # [B, 4] float32: p_top, p_log_sum, q_top, log A, written
+    num_nodes,  # N
+    num_tokens,  # V
     HAS_Q: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -259,24 +259,24 @@ def _walk(
 
 @triton.jit
 def _race(
-    p_logits,
-    p_stride,
-    q_logits,
-    q_stride,
-    q_rows,
-    tokens,
-    parents,
-    lengths,
-    first_rows,
-    seeds,
-    positions,
-    accepted,
-    stands,
-    scales,
-    scores,
-    winners,
-    num_nodes,
-    num_tokens,
+    p_logits,  # [R, V]
+    p_stride,  # of a row of p_logits
+    q_logits,  # [Q, V]
+    q_stride,  # of a row of q_logits
+    q_rows,  # [B, N + 1] int64, -1 where no q was given
+    tokens,  # [B, N] int64
+    parents,  # [B, N] int64
+    lengths,  # [B] int64
+    first_rows,  # [B] int64, first row of p of each request
+    seeds,  # [B] int64
+    positions,  # [B] int64
+    accepted,  # [B] int64
+    stands,  # [B, 2] int64: last node, its first tested child or -1
+    scales,  # [B, 4] float32: p_top, p_log_sum, q_top, log A
+    scores,  # [B, blocks, 2] float64, written
+    winners,  # [B, blocks, 2] int32, written
+    num_nodes,  # N
+    num_tokens,  # V
     num_blocks,
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
