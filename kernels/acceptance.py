@@ -152,7 +152,7 @@ class AcceptanceCounts:
     def add(
         self, offered: Sequence[int], accepted: Sequence[int], committed: Sequence[int]
     ) -> None:
-        """One entry a round: tokens offered, tokens kept, tokens committed after stop and EOS
+        """One entry per round: tokens offered, tokens kept, tokens committed after stop and EOS
         trimming."""
         for num_offered, num_accepted, num_committed in zip(
             offered, accepted, committed, strict=True

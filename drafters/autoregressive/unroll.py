@@ -38,14 +38,14 @@ class UnrollPass:
     def __init__(self, segments: torch.Tensor | None = None, *, first: int = 0) -> None:
         self.first = first
         self.sights = Sights(segments, CHUNK)
-        # Of every layer, a tensor a step.
+        # One tensor per step, of every layer.
         self.keys: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.values: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.step = 0
 
     def next_step(self) -> None:
         assert all(len(keys) == self.step + 1 for keys in self.keys.values()), (
-            "one attention call a layer and step"
+            "one attention call per layer and step"
         )
         self.step += 1
 

@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies follow the longest position of a forward pass: LongRoPE and
 dynamic NTK.
 
-transformers chooses their frequencies once a pass, by `max(position_ids)`. A pass here holds the
+transformers chooses their frequencies once per pass, by `max(position_ids)`. A pass here holds the
 tokens of many requests and their drafts, so beyond the length at which the frequencies change, a
 request's text would depend on its neighbours, on how its prompt is cut into chunks, and on what was
 drafted. Up to that length they are constant.

@@ -4,7 +4,7 @@ and what followed them?
 Hash chains over a ring, as in LZ77 compressors: for each order o a table maps the hash of o
 consecutive tokens to the newest position where they end, and every position points to the one
 before it with the same hash. The oldest tokens are overwritten, so memory is bounded (about 70
-bytes a token), a token costs a few operations, and nothing is ever searched in full. Hashes only
+bytes per token), a token costs a few operations, and nothing is ever searched in full. Hashes only
 find candidates; what is believed is the tokens themselves.
 """
 

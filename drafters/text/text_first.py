@@ -1,8 +1,8 @@
 """Suffix decoding in front of a trained draft: text that repeats itself is copied, the model drafts
 the rest.
 
-Who drafts a row is decided from committed text alone, before anything is drawn (invariant 4). The
-model reads every true state all the same, so that it can go on at any time.
+The drafter of a row is chosen from committed text alone, before anything is drawn (invariant 4).
+The model reads every true state all the same, so that it can go on at any time.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ NUM_BITS = 63  # of a tree's `ancestors`; the sign is not one of them
 
 # Rows of equal length with at most this much context are attended together, padded to the longest.
 _SHORT_CONTEXT = 256
-# Up to this many queries a head, the heads that share keys are folded into the query dimension.
+# Up to this many queries per head, the heads that share keys are folded into the query dimension.
 _FEW_QUERIES = 256
 
 

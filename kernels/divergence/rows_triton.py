@@ -1,4 +1,4 @@
-"""Divergences of rows in Triton: one program a row, three walks over its logits, the gradient
+"""Divergences of rows in Triton: one program per row, three walks over its logits, the gradient
 written over the draft's.
 
 The first walk gathers the normalisers (online softmax: a running maximum and a sum that is rescaled
@@ -237,8 +237,8 @@ def _divergence_rows(
 
 
 def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -> RowTerms:
-    """`divergence_rows` in float32; `block` tokens of the vocabulary a step. The gradient lies over
-    the draft logits."""
+    """`divergence_rows` in float32; `block` tokens of the vocabulary per step. The gradient lies
+    over the draft logits."""
     if kind.name == "ce" and rows.columns is None:
         raise ValueError("divergence 'ce' needs the tokens of the text; give tokens")
     grad, target_logits = _rows(rows.draft_logits), _rows(rows.target_logits)

@@ -153,8 +153,8 @@ STREAMS = Streams()
 def sample(
     logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose
 ) -> torch.Tensor:
-    """Draws one token a row from processed logits [N, V] -> ids [N] int64. A token at -inf is never
-    drawn.
+    """Draws one token per row from processed logits [N, V] -> ids [N] int64. A token at -inf is
+    never drawn.
 
     An all -inf row is no distribution and gives -1.
     """
@@ -171,8 +171,8 @@ def race(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def sample_without_replacement(
     logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, count: int
 ) -> torch.Tensor:
-    """Draws `count` different tokens a row from processed logits [N, V], one after the other -> ids
-    [N, count] int64.
+    """Draws `count` different tokens per row from processed logits [N, V], one after the other ->
+    ids [N, count] int64.
 
     They are the first arrivals of the race that `sample` runs, so the first one is `sample`'s:
     given who arrived before, the next arrival follows the distribution renormalised over the

@@ -3,12 +3,12 @@ rows once more.
 
 1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's
   normaliser.
-2. `_reach`: one program a request: the reach r_i of its path after each draft, and after how many
+2. `_reach`: one program per request: the reach r_i of its path after each draft, and after how many
   drafts the block ends.
-3. `_mass`: one program a block of each draft distribution's row; its part of the mass of max(r_i p
-  - q, 0).
-4. `_decide`: one program a request finds the latest i at which its uniform lets the path stand.
-5. `_race`: one program a block of each deciding row; log of max(r_i p - q, 0), or of p, minus log
+3. `_mass`: one program per block of each draft distribution's row; its part of the mass of
+  max(r_i p - q, 0).
+4. `_decide`: one program per request finds the latest i at which its uniform lets the path stand.
+5. `_race`: one program per block of each deciding row; log of max(r_i p - q, 0), or of p, minus log
   E.
 6. `emit`: the winner of the blocks, and the row of output tokens.
 
@@ -239,7 +239,7 @@ def verify_block_triton(
     *,
     block: int = BLOCK,
 ) -> Verdict:
-    """`verify_block.verify_block` in float32; `block` tokens of the vocabulary a program."""
+    """`verify_block.verify_block` in float32; `block` tokens of the vocabulary per program."""
     num_requests, num_draft = draft_tokens.shape
     num_tokens = p_logits.shape[-1]
     block = min(block, triton.next_power_of_2(num_tokens))

@@ -3,9 +3,9 @@ rows twice.
 
 1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's
   normaliser.
-2. `_decide`: one program a request walks its drafted tokens and counts the kept ones.
-3. `_race`: one program a block of each deciding row; log of the residual max(p - q, 0), or of p for
-  a bonus, minus log E.
+2. `_decide`: one program per request walks its drafted tokens and counts the kept ones.
+3. `_race`: one program per block of each deciding row; log of the residual max(p - q, 0), or of p
+  for a bonus, minus log E.
 4. `emit`: the winner of the blocks, and the row of output tokens.
 
 No buffer of size [rows, V] is made; what is kept is O(rows x blocks). `verify.verify_chain_torch`
@@ -164,7 +164,7 @@ def verify_chain_triton(
     *,
     block: int = BLOCK,
 ) -> Verdict:
-    """`verify.verify_chain` in float32; `block` tokens of the vocabulary a program."""
+    """`verify.verify_chain` in float32; `block` tokens of the vocabulary per program."""
     num_requests, num_draft = draft_tokens.shape
     num_tokens = p_logits.shape[-1]
     block = min(block, triton.next_power_of_2(num_tokens))

@@ -1,9 +1,8 @@
 """Tree verification in Triton: three launches that read only the rows of nodes which a walk visits.
 
-1. `_walk`: one program a request goes down its tree. At a node it reads the distributions of p and
-  q once for their normalisers, and once
-   more for every further sibling after a rejection.
-2. `_race`: one program a block of each deciding row; log of what is left of p, minus log E.
+1. `_walk`: one program per request goes down its tree. At a node it reads the distributions of p
+  and q once for their normalisers, and once more for every further sibling after a rejection.
+2. `_race`: one program per block of each deciding row; log of what is left of p, minus log E.
 3. `emit`: the winner of the blocks, and the row of output tokens.
 
 What is left of p after rejections needs no row of its own. A child x is rejected when u a q(x) >=
@@ -327,8 +326,8 @@ def verify_tree_triton(
     *,
     block: int = BLOCK,
 ) -> TreeVerdict:
-    """`verify_tree.verify_tree` in float32; `block` tokens of the vocabulary a program
-    or a step."""
+    """`verify_tree.verify_tree` in float32; `block` tokens of the vocabulary per program
+    or step."""
     num_requests, num_nodes = tree.tokens.shape
     num_tokens = p_logits.shape[-1]
     block = min(block, triton.next_power_of_2(num_tokens))
