@@ -146,6 +146,8 @@ class DraftSampler:
         if self.best is not None:
             self.best[chosen, depth] = drawn.best.float()
         else:
+            # a padded head would have sampled tokens that the scatter drops from q
+            assert self.vocab_map is not None or drawn.distribution.shape[1] == self.shape[2]
             self.logits[chosen, depth] = scatter_to_target_vocab(
                 drawn.distribution, self.vocab_map, self.shape[2]
             )
