@@ -82,5 +82,5 @@ def test_the_arguments_choose_the_steps(
     assert [line for line in called if line.startswith(MUTANTS)] == mutants
     builds = [line for line in called if line.startswith("mkdocs")]
     is_whole = "--all" in arguments and "tests/unit" not in arguments
-    assert builds == (["mkdocs build --strict --quiet"] if is_whole else [])
+    assert builds == (["mkdocs build --strict"] if is_whole else [])
     assert all(("tests/unit" in line) == ("tests/unit" in arguments) for line in pytests)
