@@ -82,9 +82,7 @@ def test_streams_are_served_learned_from_told_and_kept(
 def test_updates_of_known_worth_meet_the_gate(
     script: Script, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults, cells, setting, measures = map(
-        script, ("faults", "cells", "setting", "measures")
-    )
+    faults, cells, setting, measures = map(script, ("faults", "cells", "setting", "measures"))
     monkeypatch.setattr(faults, "SNAPSHOTS", 1)
     monkeypatch.setattr(faults, "PATIENCE", 24)
     opened = setting.open_setting(work, target_minutes=0)

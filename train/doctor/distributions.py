@@ -110,7 +110,8 @@ def first_alpha(
 
 
 def check_own_text(stats: list[RowStats], temperature: float | None) -> Finding:
-    """Finds text of another model: a draft trained on it matches a distribution that is not served."""
+    """Finds text of another model: a draft trained on it matches a distribution that nothing
+    serves."""
     again = "generate the data with this target; a draft trained on foreign text accepts less"
     if temperature == 0.0:
         share = torch.cat([row.greedy for row in stats]).float().mean().item()

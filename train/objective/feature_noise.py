@@ -1,5 +1,5 @@
-"""Noise on the taps that a draft trains on, so that it tolerates the inexact states it will feed itself
-(EAGLE, arXiv:2401.15077)."""
+"""Noise on the taps that a draft trains on, so that it tolerates the inexact states it will feed
+itself (EAGLE, arXiv:2401.15077)."""
 
 from __future__ import annotations
 
