@@ -31,7 +31,7 @@ from draftsmith.serve.dashboard.samples import History
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.engine.trees import wanted_tree
-from draftsmith.serve.http.limits import Limits
+from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.load import (
@@ -169,7 +169,7 @@ def serve(
 
 def make_server(config: ServeConfig, loop: EngineLoop) -> Server:
     name = config.name or loop.engine.target.name
-    limits = Limits(
+    limits = ServerLimits(
         api_keys=config.api_key or (),
         max_body_bytes=config.max_body_bytes,
         max_concurrency=config.max_concurrency,

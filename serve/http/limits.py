@@ -1,4 +1,4 @@
-"""Limits of requests before any endpoint: API keys, the size of bodies, the number of answers being
+"""ServerLimits of requests before any endpoint: API keys, the size of bodies, the number of answers being
 made. Plain ASGI, so that a client's disconnect still reaches the endpoint."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """Keys that open the server, and the most that requests may take."""
 
     api_keys: tuple[str, ...] = ()  # any of them opens; empty: no key is asked for
@@ -37,7 +37,9 @@ class RequestLimits:
     """Middleware that holds requests to `limits`. `responded` is called with the status of every
     answer of the generating endpoints, refusals here included."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, load: Load, responded: Callable[[int], None]):
+    def __init__(
+        self, app: ASGIApp, limits: ServerLimits, load: Load, responded: Callable[[int], None]
+    ):
         self.app, self.limits, self.load, self.responded = app, limits, load, responded
         self._digests = digests(limits.api_keys)
 

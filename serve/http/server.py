@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.errors import Refusal
-from draftsmith.serve.http.limits import Limits, Load
+from draftsmith.serve.http.limits import Load, ServerLimits
 from draftsmith.serve.http.protocol import Conversation
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.http.streams import Event
@@ -26,7 +26,7 @@ class Server:
     loop: EngineLoop
     model: str
     metrics: ServerMetrics
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     report: Level = "none"  # of every response's drafts; a request may ask for more
     load: Load = field(default_factory=Load)
     tokenizer_thread: TokenizerThread = field(default_factory=TokenizerThread)

@@ -34,14 +34,14 @@ from draftsmith.serve.dashboard.page import Dashboard
 from draftsmith.serve.dashboard.samples import History
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.limits import Limits
+from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.sampling.params import SamplingParams
 
 MODEL = "tiny"
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = ServerLimits()
 OPTIONS = {name: options() for name, options in DEFAULTS.items()} | {
     "draft-lm": DraftLmOptions(num_layers=1, hidden_size=32)
 }
@@ -50,7 +50,7 @@ GATE = GateConfig(every=1, held_out=0.3)
 
 
 class LiveServer:
-    def __init__(self, engine: Engine, limits: Limits, report: Level):
+    def __init__(self, engine: Engine, limits: ServerLimits, report: Level):
         self.engine, self.loop = engine, EngineLoop(engine).start()
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -102,7 +102,7 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
         config: EngineConfig,
         *,
         sink: Sink | None = None,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: ServerLimits = DEFAULT_LIMITS,
         report: Level = "none",
     ) -> LiveServer:
         servers.append(LiveServer(Engine(target, drafter, config, sink=sink), limits, report))

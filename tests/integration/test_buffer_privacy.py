@@ -27,7 +27,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.record import hashed_answer
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.http.limits import Limits
+from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.sampling.params import SamplingParams
 
 BODY = {"model": "tiny", "max_tokens": 8, "ignore_eos": True, "temperature": 1.0}
@@ -44,7 +44,11 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
     monkeypatch.setattr(buffer, "SETTLE_S", 0.1)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
     server = live_server(
-        target, Ngram(min_n=1), EngineConfig(k=3), sink=writer, limits=Limits(api_keys=("key",))
+        target,
+        Ngram(min_n=1),
+        EngineConfig(k=3),
+        sink=writer,
+        limits=ServerLimits(api_keys=("key",)),
     )
     key = {"authorization": "Bearer key"}
     prompt = [7, 8, 7, 8, 7]

@@ -28,10 +28,10 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.dashboard.learning import Learning
 from draftsmith.serve.dashboard.live_text import TextView
 from draftsmith.serve.dashboard.schema import DashboardBody
-from draftsmith.serve.http.limits import Limits
+from draftsmith.serve.http.limits import ServerLimits
 
 REPEATS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-KEYS = Limits(api_keys=("secret",))
+KEYS = ServerLimits(api_keys=("secret",))
 BEARER = {"authorization": "Bearer secret"}
 
 

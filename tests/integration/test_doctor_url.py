@@ -16,7 +16,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.limits import Limits
+from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.train.doctor.command import run
 from draftsmith.train.doctor.config import DoctorConfig
 
@@ -105,7 +105,10 @@ def test_a_draft_that_knows_nothing_fails(
 
 def test_refusals_are_counted(target: Target, live_server: Callable, ask: Callable) -> None:
     server = live_server(
-        target, None, EngineConfig(max_queue=1), limits=Limits(api_keys=("s",), timeout_s=0.001)
+        target,
+        None,
+        EngineConfig(max_queue=1),
+        limits=ServerLimits(api_keys=("s",), timeout_s=0.001),
     )
     server.http.headers["authorization"] = "Bearer s"
     assert server.complete(PROMPT, **OPTIONS).status_code == 408

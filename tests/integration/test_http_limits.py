@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.limits import Limits
+from draftsmith.serve.http.limits import ServerLimits
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
 
@@ -41,7 +41,9 @@ def error(response: Any, status: int, code: str | None) -> dict[str, Any]:
 def test_any_of_several_keys_opens_and_nothing_else_does(
     target: Target, live_server: Callable
 ) -> None:
-    server = live_server(target, None, EngineConfig(), limits=Limits(api_keys=("first", "second")))
+    server = live_server(
+        target, None, EngineConfig(), limits=ServerLimits(api_keys=("first", "second"))
+    )
     for wrong in (
         None,
         "Bearer third",
@@ -73,7 +75,7 @@ def test_any_of_several_keys_opens_and_nothing_else_does(
 def test_a_body_that_is_too_large_is_refused(
     chunked: bool, target: Target, live_server: Callable
 ) -> None:
-    server = live_server(target, None, EngineConfig(), limits=Limits(max_body_bytes=2000))
+    server = live_server(target, None, EngineConfig(), limits=ServerLimits(max_body_bytes=2000))
     body = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
 
     def pieces() -> Iterator[bytes]:
@@ -89,7 +91,9 @@ def test_a_body_that_is_too_large_is_refused(
 
 
 def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: Callable) -> None:
-    server = slow(live_server(target, None, EngineConfig(), limits=Limits(max_concurrency=1)), 0.02)
+    server = slow(
+        live_server(target, None, EngineConfig(), limits=ServerLimits(max_concurrency=1)), 0.02
+    )
     with server.http.stream(
         "POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, **LONG}
     ) as answer:
@@ -136,7 +140,9 @@ def test_a_full_queue_puts_off_and_what_never_fits_is_refused(
 
 
 def test_a_request_that_takes_too_long_is_ended(target: Target, live_server: Callable) -> None:
-    server = slow(live_server(target, None, EngineConfig(), limits=Limits(timeout_s=0.3)), 0.05)
+    server = slow(
+        live_server(target, None, EngineConfig(), limits=ServerLimits(timeout_s=0.3)), 0.05
+    )
     assert error(server.complete("x", **LONG), 408, "timeout")["type"] == "timeout_error"
     body = {"model": "tiny", "prompt": "x", "stream": True, **LONG}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
