@@ -1,4 +1,4 @@
-"""What the engine and the server can be told. Torch-free."""
+"""Options of the engine, of the drafts that a server loads, and of the server. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServedPair(Pair):
     )
     fallback: str = option(
         "none",
-        "who drafts while the trained draft rests after a failure",
+        "drafter in place of the trained draft while that rests after a failure",
         choices=("none", "ngram", "suffix"),
     )
 
@@ -60,8 +60,8 @@ TREE_HELP = (
 )
 VERIFICATIONS = ("chain", "block", "typical")
 VERIFICATION_HELP = (
-    "how a chain's drafts are judged: one by one, together (keeps more), or by typical acceptance "
-    "(LOSSY)"
+    "how a chain's drafts are verified: one by one, together (keeps more), or by typical "
+    "acceptance (LOSSY)"
 )
 SYNTHETIC_HELP = (
     "keep drafts at these rates by position whatever they are: for sizing only, the text is "
@@ -73,6 +73,7 @@ SEED_HELP = (
     "new one at each start"
 )
 DEFAULT_K = 4
+K_ALSO = "num_speculative_tokens"  # the name of k in vLLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class ServeConfig(ServedPair):
     )
     per_request_spec_decode_metrics: str = option(
         "none",
-        "what every response tells of its drafts, as vLLM does",
+        "report on its drafts in every response, as vLLM gives it",
         choices=("none", "summary", "detailed"),
     )
     log_stats_s: float = option(
@@ -176,6 +177,7 @@ class ServeConfig(ServedPair):
         None,
         "draft tokens a round [default: 4], or auto: as many as pay, as measured; a request may "
         "ask for its own number",
+        also=K_ALSO,
     )
     k_schedule: str | None = option(
         None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0"
@@ -254,7 +256,7 @@ class ServeConfig(ServedPair):
             memory_gib=self.memory_gib,
             max_length=self.max_length,
             prefix_cache=self.prefix_cache,
-            # a recording knows no collectives
+            # recorded forwards cannot hold the collectives of a sharded target
             compile=self.compile if self.tensor_parallel == 1 else "off",
             seed=self.seed,
         )

@@ -1,4 +1,4 @@
-"""What `draftsmith audit` can be told. Torch-free."""
+"""Options of `draftsmith audit`. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from draftsmith.config import option
 from draftsmith.drafters.config import TRUST_HELP
+from draftsmith.serve.config import K_ALSO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,8 @@ class AuditConfig:
     k: int | None = option(
         None,
         "draft tokens a round that are audited, asked of a draftsmith server; for others what the "
-        "server drafts, 0 for none; "
-        "default: what the server tells",
+        "server drafts, 0 for none; default: what the server reports",
+        also=K_ALSO,
     )
     bias: float = option(
         0.2,

@@ -1,11 +1,11 @@
-"""What `draftsmith bench` can be told. Torch-free."""
+"""Options of `draftsmith bench`. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.serve.config import ServedPair
+from draftsmith.serve.config import K_ALSO, ServedPair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class BenchConfig(ServedPair):
     temperature: list[float] = option(
         factory=lambda: [0.0, 1.0], help="temperatures, each measured apart"
     )
-    k: int | None = option(None, "draft tokens a round; default: the server's")
+    k: int | None = option(None, "draft tokens a round; default: the server's", also=K_ALSO)
     modes: list[str] = option(
         factory=lambda: ["off", "on"],
         help=(

@@ -22,7 +22,7 @@ class Command(NamedTuple):
     config: str
     run: str
     summary: str
-    extra: str | None = None  # it does not begin without
+    extra: str | None = None  # whose packages the command cannot begin without
 
 
 COMMANDS = {
@@ -202,15 +202,15 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_flag(parser: Parser, field: dataclasses.Field, wanted: Any) -> None:
-    flag = "--" + field.name.replace("_", "-")
+    names = [field.name, *filter(None, [field.metadata.get("also")])]
+    flags = ["--" + name.replace("_", "-") for name in names]
+    shared: dict[str, Any] = {"dest": field.name, "default": None, "help": _help(field)}
     if wanted is bool:
-        parser.add_argument(
-            flag, default=None, help=_help(field), action=argparse.BooleanOptionalAction
-        )
+        parser.add_argument(*flags, **shared, action=argparse.BooleanOptionalAction)
     elif typing.get_origin(wanted) in (list, tuple):
-        parser.add_argument(flag, default=None, help=_help(field), nargs="+", metavar="X")
+        parser.add_argument(*flags, **shared, nargs="+", metavar="X")
     else:
-        parser.add_argument(flag, default=None, help=_help(field), metavar=field.name.upper())
+        parser.add_argument(*flags, **shared, metavar=field.name.upper())
 
 
 def _plain(wanted: Any) -> Any:
@@ -233,11 +233,10 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     recipes = [
         text for text in arguments.extra if text.endswith((".yaml", ".yml")) and "=" not in text
     ]
-    for recipe in recipes:
-        values = configuration.merge(values, configuration.read_yaml(recipe))
-    for text in arguments.extra:
-        if text not in recipes:
-            values = configuration.merge(values, configuration.parse_override(text))
+    given = [configuration.read_yaml(recipe) for recipe in recipes]
+    given += [configuration.parse_override(text) for text in arguments.extra if text not in recipes]
+    for one in given:
+        values = configuration.merge(values, configuration.under_first_names(cls, one))
     flags = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(cls)}
     return configuration.merge(
         values, {name: value for name, value in flags.items() if value is not None}

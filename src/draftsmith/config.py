@@ -27,10 +27,11 @@ def option(
     choices: Sequence[str] | None = None,
     factory: Any = None,
     positional: bool = False,
+    also: str | None = None,
 ) -> Any:
     """A dataclass field with the text `--help` shows. Give `factory` instead of `default` for
-    mutable values."""
-    metadata = {"help": help, "choices": choices, "positional": positional}
+    mutable values; `also` is a second name of a top-level option."""
+    metadata = {"help": help, "choices": choices, "positional": positional, "also": also}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -76,6 +77,23 @@ def parse_override(text: str) -> dict[str, Any]:
     return nested
 
 
+def under_first_names(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with second names of options replaced by the first ones.
+
+    Raises:
+        UserError: an option is given by both of its names.
+    """
+    names = {
+        also: field.name
+        for field in dataclasses.fields(cls)
+        if (also := field.metadata.get("also")) is not None
+    }
+    for also, name in names.items():
+        if also in values and name in values:
+            raise UserError(f"{name} and {also} are the same option; give one of them")
+    return {names.get(name, name): value for name, value in values.items()}
+
+
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` wins; nested mappings are merged, neither input is changed."""
     merged = dict(base)
@@ -88,6 +106,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError`
     that names the mend."""
+    values = under_first_names(cls, values)
     types_by_name = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:

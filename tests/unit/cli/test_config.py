@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith import config as configuration
-from draftsmith.cli import collect, parse, parser_for
+from draftsmith.cli import COMMANDS, collect, load, parse, parser_for
 from draftsmith.config import option
 from draftsmith.errors import UserError
 
@@ -28,6 +28,7 @@ class Sample:
     learn: bool = option(False)
     taps: list[int] = option(factory=list)
     optim: Optim = option(factory=Optim)
+    k: int | None = option(None, also="num_speculative_tokens")
 
 
 def resolve(*argv: str) -> Sample:
@@ -136,3 +137,31 @@ def test_merge_changes_neither_input() -> None:
     base, over = {"optim": {"lr": 1, "schedule": "cosine"}}, {"optim": {"lr": 2}}
     assert configuration.merge(base, over) == {"optim": {"lr": 2, "schedule": "cosine"}}
     assert base == {"optim": {"lr": 1, "schedule": "cosine"}} and over == {"optim": {"lr": 2}}
+
+
+@pytest.mark.parametrize(
+    "argv", [("--num-speculative-tokens", "3"), ("--k", "3"), ("num_speculative_tokens=3",)]
+)
+def test_an_option_has_a_second_name(argv: tuple[str, ...]) -> None:
+    assert resolve("a", "--target", "t", *argv).k == 3
+
+
+def test_the_later_source_wins_by_either_name(tmp_path: Path) -> None:
+    given = recipe(tmp_path, "target: t\nnum_speculative_tokens: 1\n")
+    assert resolve("a", given).k == 1
+    assert resolve("a", given, "k=2").k == 2
+    assert resolve("a", given, "num_speculative_tokens=2", "--k", "3").k == 3
+
+
+def test_both_names_in_one_recipe_are_one_sentence(tmp_path: Path) -> None:
+    both = recipe(tmp_path, "k: 1\nnum_speculative_tokens: 2\n")
+    assert refusal("a", both) == (
+        "k and num_speculative_tokens are the same option; give one of them"
+    )
+
+
+@pytest.mark.parametrize("name", ["serve", "bench", "audit"])
+def test_k_has_the_name_that_vllm_gives_it(name: str) -> None:
+    cls = load(COMMANDS[name].config)
+    arguments = parse(parser_for(name, cls), ["--num-speculative-tokens", "5"])
+    assert collect(cls, arguments) == {"k": "5"}
