@@ -6,7 +6,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from draftsmith.config import Limits, LimitsTable, out_of_limits
+from draftsmith import config as configuration
+from draftsmith.config import (
+    AT_LEAST_1,
+    BELOW_1,
+    INSIDE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Limits,
+    LimitsTable,
+)
 from draftsmith.distill.config import (
     DistillConfig,
     DriftConfig,
@@ -17,10 +26,6 @@ from draftsmith.distill.config import (
     RetentionConfig,
 )
 from draftsmith.drafters.options import LoraOptions
-from draftsmith.errors import UserError
-
-AT_LEAST_1, NOT_NEGATIVE, POSITIVE = Limits(1), Limits(0), Limits(0, ends="()")
-INSIDE, BELOW_1 = Limits(0, 1, "()"), Limits(0, 1)
 
 LIMITS: LimitsTable = {
     GenerateConfig: {
@@ -89,6 +94,4 @@ LIMITS: LimitsTable = {
 
 def check_numbers(config: Any, prefix: str = "") -> None:
     """Raises a `UserError` for the first number out of its limits."""
-    for name, value, limits in out_of_limits(config, LIMITS, prefix):
-        finite = " and finite" if value == math.inf else ""
-        raise UserError(f"{name} is {value}; it must be {limits}{finite}")
+    configuration.check_numbers(config, LIMITS, prefix)

@@ -1,26 +1,37 @@
-"""What no server can be started with, and flags that something else given makes void.
-Torch-free."""
+"""Checks of the options of `serve`: limits of numbers, options that exclude each other, and options
+that another one makes void. Torch-free."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import fields
 
+from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Limits, LimitsTable, check_numbers
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.control.control import MAX_K
 
+LIMITS: LimitsTable = {
+    EngineConfig: dict.fromkeys(
+        ("max_batch", "max_round_tokens", "max_queue", "block_size"), AT_LEAST_1
+    ),
+    ServeConfig: {
+        "threads": AT_LEAST_1,
+        "tensor_parallel": AT_LEAST_1,
+        "max_body_bytes": POSITIVE,
+        "max_concurrency": POSITIVE,
+        "request_timeout_s": POSITIVE,
+        "poll_s": POSITIVE,
+        "drain_s": NOT_NEGATIVE,
+        "log_stats_s": NOT_NEGATIVE,
+        "learn_share": Limits(0, 1, "(]"),
+    },
+}
+
 
 def check_engine(config: EngineConfig) -> None:
-    for name, count in (
-        ("max_batch", config.max_batch),
-        ("max_round_tokens", config.max_round_tokens),
-        ("max_queue", config.max_queue),
-        ("block_size", config.block_size),
-    ):
-        if count < 1:
-            raise UserError(f"{name} is {count}; it must be at least 1")
+    check_numbers(config, LIMITS)
     if not 0 <= config.k <= MAX_K:
         raise UserError(f"k is {config.k}; give at least 0 and at most {MAX_K}")
     if config.memory_gib is not None and not math.isfinite(config.memory_gib):
@@ -46,42 +57,23 @@ def check_engine(config: EngineConfig) -> None:
     if config.verification != "chain":
         raise UserError(
             f"verification is {config.verification!r} together with synthetic_acceptance, which "
-            "judges no draft; leave one of "
-            "them out"
+            "verifies no draft; leave one of them out"
         )
 
 
 def check_serve(config: ServeConfig) -> None:
-    _check_numbers(config)
+    check_numbers(config, LIMITS)
+    _check_address(config)
     _check_drafts(config)
     _check_seed(config)
     _check_void(config)
 
 
-def _check_numbers(config: ServeConfig) -> None:
-    for name, count in (("threads", config.threads), ("tensor_parallel", config.tensor_parallel)):
-        if count is not None and count < 1:
-            raise UserError(f"{name} is {count}; it must be at least 1")
-    for name, value in (
-        ("max_body_bytes", config.max_body_bytes),
-        ("max_concurrency", config.max_concurrency),
-        ("request_timeout_s", config.request_timeout_s),
-        ("poll_s", config.poll_s),
-    ):
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} is {value}; it must be above 0")
-    for name, value in (("drain_s", config.drain_s), ("log_stats_s", config.log_stats_s)):
-        if not 0 <= value < math.inf:
-            raise UserError(f"{name} is {value}; it must be at least 0")
-    if not 0 < config.learn_share <= 1:
-        raise UserError(
-            f"learn_share is {config.learn_share}; it must be above 0 and at most 1, for example "
-            "0.25"
-        )
+def _check_address(config: ServeConfig) -> None:
     if not 0 <= config.port < 2**16:
         raise UserError(f"port is {config.port}; give one from 0 to {2**16 - 1}")
     if config.api_key is not None and not all(key.strip() for key in config.api_key):
-        # An unset variable in a command line would let everybody in who sends no key at all.
+        # An unset variable in a command line would open the server to requests without a key.
         raise UserError(
             "api_key is empty; give a key, or leave it out for a server that asks for none"
         )
@@ -114,7 +106,7 @@ def _check_drafts(config: ServeConfig) -> None:
             "target's ids; choose one"
         )
     if config.suffix and config.learn is not None and trained:
-        # The watch over a version compares what was accepted with what that draft foresees.
+        # The watch over a version compares its acceptance with what that draft predicts.
         raise UserError(
             "learn is given with suffix beside a draft, whose rounds it could not tell apart; "
             "leave suffix or learn out"
@@ -122,20 +114,21 @@ def _check_drafts(config: ServeConfig) -> None:
 
 
 def _check_seed(config: ServeConfig) -> None:
-    """A draft must not learn from answers whose draws are made again after a restart."""
+    """Refuse a seed beside learning: a draft must not learn from answers whose draws a restart
+    makes again."""
     learning = (
         "learn" if config.learn is not None else "versions" if config.versions is not None else ""
     )
     if config.seed is not None and learning:
         raise UserError(
             f"seed is {config.seed} together with {learning}, and a draft that learned from "
-            "answers which "
-            "a restart repeats would bias them; leave seed out"
+            "answers which a restart repeats would bias them; leave seed out"
         )
 
 
 def _check_void(config: ServeConfig) -> None:
-    """Settings of what does not draft, and a k where something else says how much is drafted."""
+    """Refuse settings of a drafter that is not used, and a k where another option sets how much is
+    drafted."""
     values, defaults = vars(config), {field.name: field.default for field in fields(config)}
     for drafter, prefix in (("suffix", "suffix_"), ("ngram", "prompt_lookup_")):
         for name in values:

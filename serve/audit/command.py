@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, LimitsTable, check_numbers
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.serve.audit.config import AuditConfig
@@ -13,6 +14,18 @@ from draftsmith.serve.audit.report import Report
 from draftsmith.serve.audit.server import audit_server
 
 DEVICES = ("cpu", "cuda")
+LIMITS: LimitsTable = {
+    AuditConfig: {
+        **dict.fromkeys(
+            ("contexts", "samples", "choices", "concurrency", "rounds", "greedy_tokens", "length"),
+            AT_LEAST_1,
+        ),
+        "k": NOT_NEGATIVE,
+        "temperature": NOT_NEGATIVE,
+        "false_alarm": INSIDE,
+        "bias": INSIDE,
+    }
+}
 
 
 def run(config: AuditConfig) -> int:
@@ -32,33 +45,16 @@ def run(config: AuditConfig) -> int:
 def check(config: AuditConfig) -> None:
     if not config.kernels and config.url is None:
         raise UserError("nothing to audit; give --kernels, or --url with the address of a server")
-    for name in ("contexts", "samples", "choices", "concurrency", "rounds", "greedy_tokens"):
-        if (value := vars(config)[name]) < 1:
-            raise UserError(f"{name} is {value}; give at least 1")
+    check_numbers(config, LIMITS)
     if config.device.partition(":")[0] not in DEVICES or (
         config.device != "cpu" and not torch.cuda.is_available()
     ):
         raise UserError(
-            f"device {config.device!r} is not to be had here; give cpu, or cuda where there is a "
+            f"device {config.device!r} cannot be used here; give cpu, or cuda where there is a "
             "CUDA device"
-        )
-    if not 0 < config.false_alarm < 1:
-        raise UserError(
-            f"false_alarm is {config.false_alarm}; it is a chance and must lie between 0 and 1"
-        )
-    if config.temperature < 0:
-        raise UserError(
-            f"temperature is {config.temperature}; give 0 for greedy text alone, or more"
         )
     if config.compare_url is not None and config.url is None:
         raise UserError(
-            f"compare_url is {config.compare_url!r}, but nothing is to be compared with it; give "
-            "--url, too"
-        )
-    for name, least in (("length", 1), ("k", 0)):
-        if (value := vars(config)[name]) is not None and value < least:
-            raise UserError(f"{name} is {value}; give at least {least}")
-    if not 0 < config.bias < 1:
-        raise UserError(
-            f"bias is {config.bias}; it is a total variation and must lie between 0 and 1"
+            f"compare_url is {config.compare_url!r}, but no server is compared with it; give --url "
+            "too"
         )

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from draftsmith import files
-from draftsmith.config import to_dict
+from draftsmith.config import AT_LEAST_1, POSITIVE, Limits, LimitsTable, check_numbers, to_dict
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.extras import missing
@@ -34,6 +34,15 @@ from draftsmith.serve.bench.server import started
 from draftsmith.serve.config import ServedPair
 
 MODES = ("off", "on", "plain")
+LIMITS: LimitsTable = {
+    BenchConfig: {
+        "request_rate": POSITIVE,
+        "burstiness": POSITIVE,
+        "concurrency": AT_LEAST_1,
+        "repeats": AT_LEAST_1,
+        "max_tokens": Limits(2),
+    }
+}
 
 
 def run(config: BenchConfig) -> int:
@@ -68,10 +77,7 @@ def check(config: BenchConfig) -> None:
     unknown = [mode for mode in config.modes if mode not in MODES]
     if unknown or not config.modes:
         raise UserError(f"modes is {config.modes}; choose from {', '.join(MODES)}")
-    if config.request_rate is not None and config.request_rate <= 0:
-        raise UserError(f"request_rate is {config.request_rate}; it must be above 0")
-    if config.burstiness <= 0:
-        raise UserError(f"burstiness is {config.burstiness}; it must be above 0")
+    check_numbers(config, LIMITS)
     if config.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise missing("bench --png", "matplotlib", "train")
     check_draft_options(config)
@@ -86,11 +92,6 @@ def check(config: BenchConfig) -> None:
                 f"{of_started[0]} is for a server started here; give target in place of url"
             )
     goal_of(config.goodput)
-    if config.concurrency < 1 or config.repeats < 1 or config.max_tokens < 2:
-        raise UserError(
-            "concurrency and repeats must be at least 1, max_tokens at least 2; mend the one that "
-            "is not"
-        )
 
 
 async def measure(
@@ -106,7 +107,7 @@ async def measure(
         "bench", total=config.repeats * len(cases), unit="passes", stream=sys.stderr
     )
     for case in cases:
-        # Not timed: the first request of a kind pays for what later ones find warm.
+        # Not timed: the first request of a kind pays for caches that later ones find warm.
         await client.measure(prompts[:1], _body(config, model, case), 1)
     for repeat in range(config.repeats):
         # Every other pass goes backwards through the modes, so that a drift of the machine favours

@@ -1,4 +1,4 @@
-"""ServerLimits of requests before any endpoint: API keys, the size of bodies, the number of answers being
+"""Limits of requests before any endpoint: API keys, the size of bodies, the number of answers being
 made. Plain ASGI, so that a client's disconnect still reaches the endpoint."""
 
 from __future__ import annotations

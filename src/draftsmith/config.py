@@ -209,6 +209,8 @@ class Limits(NamedTuple):
         return f"{lower} and {'at most' if self.ends[1] == ']' else 'below'} {self.high}"
 
 
+AT_LEAST_1, NOT_NEGATIVE, POSITIVE = Limits(1), Limits(0), Limits(0, ends="()")
+INSIDE, BELOW_1 = Limits(0, 1, "()"), Limits(0, 1)
 LimitsTable = Mapping[type, Mapping[str, Limits]]
 
 
@@ -231,3 +233,10 @@ def check_limits(config: Any, table: LimitsTable) -> None:
     for name, value, limits in out_of_limits(config, table):
         words = limits.words or f"be {limits}"
         raise UserError(f"option {name!r} is {value!r}; it must {words}")
+
+
+def check_numbers(config: Any, table: LimitsTable, prefix: str = "") -> None:
+    """As `check_limits`, in the sentence of `serve`, `bench`, `audit`, `generate` and `distill`."""
+    for name, value, limits in out_of_limits(config, table, prefix):
+        finite = " and finite" if value == math.inf else ""
+        raise UserError(f"{name} is {value}; it must be {limits}{finite}")
