@@ -28,7 +28,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Engine:
-    """A target and at most one draft, ready to answer; losslessly, whatever the draft.
+    """A target and at most one draft, ready to answer; lossless, whatever the draft.
 
         with Engine("path/to/target", draft="path/to/draft") as engine:
             for completion in engine.generate(["Once upon a time", "def main("],
@@ -43,7 +43,7 @@ class Engine:
         speculation.
         draft_revision, draft_dtype, heterogeneous_vocab: of a draft checkpoint, as the flags of
         `draftsmith serve`.
-        config: what `draftsmith serve` takes as flags.
+        config: options of the engine, flags of `draftsmith serve`.
         trust_remote_code: run Python code that a model's folder brings (`auto_map`); off, a model
         that needs it is refused.
         dtype: the weights' type; "auto" is the checkpoint's own, float32 on a CPU.
@@ -85,10 +85,11 @@ class Engine:
         ).start()
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
-        """One completion a prompt, in order. A prompt is text or token ids; `params` are for all or
-        one a prompt.
+        """One completion per prompt, in order. A prompt is text or token ids; `params` are for all
+        prompts, or a list with one entry per prompt.
 
-        Raises `UserError` for what cannot be honoured exactly.
+        Raises:
+            UserError: a parameter that cannot be honoured exactly.
         """
         completions: list[Completion] = []
         with _Window() as window:
@@ -101,7 +102,7 @@ class Engine:
         return completions
 
     async def generate_async(self, prompts: Prompts, params: Params = None) -> list[Completion]:
-        """`generate` that lets others run meanwhile."""
+        """`generate` as a coroutine."""
         completions: list[Completion] = []
         with _Window() as window:
             for prompt, own in self._inputs(prompts, params):
@@ -113,8 +114,8 @@ class Engine:
         return completions
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
-        """Its updates as they come, by `for` or `async for`; closing it or leaving the loop early
-        cancels the request."""
+        """Updates of one request as they come, by `for` or `async for`; closing the stream or
+        leaving the loop early cancels the request."""
         (parsed,) = completion_prompts(
             prompt if isinstance(prompt, str) else list(prompt), self._tokenizer
         )
@@ -141,7 +142,7 @@ class Engine:
         return self._loop.engine.target
 
     def close(self) -> None:
-        """Ends what still runs. The weights are freed with the object."""
+        """End running requests. The weights are freed with the object."""
         self._loop.close()
 
     def __enter__(self) -> Engine:
@@ -186,7 +187,7 @@ class Stream:
             self.close()
 
     def result(self) -> Completion:
-        """Reads to the end."""
+        """Completion of the request, once it has finished."""
         for _ in self:
             pass
         return completion(self.request)
@@ -211,12 +212,14 @@ class Stream:
     def _checked(self, update: Update) -> Update:
         self._done = update.finish_reason is not None
         if update.finish_reason is FinishReason.ERROR:
-            raise RuntimeError("the engine could not finish this request; its log says why")
+            raise RuntimeError(
+                "the engine could not finish this request; see the log for the cause"
+            )
         return update
 
 
 class _Window(deque[Stream]):
-    """Requests on their way, cancelled together when their reader gives up."""
+    """Submitted requests, cancelled together when an exception ends their reader."""
 
     def __enter__(self) -> _Window:
         return self

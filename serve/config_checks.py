@@ -108,7 +108,7 @@ def _check_drafts(config: ServeConfig) -> None:
     if config.suffix and config.learn is not None and trained:
         # The watch over a version compares its acceptance with what that draft predicts.
         raise UserError(
-            "learn is given with suffix beside a draft, whose rounds it could not tell apart; "
+            "learn is given with suffix beside a draft, whose rounds it could not distinguish; "
             "leave suffix or learn out"
         )
 
@@ -152,6 +152,6 @@ def _check_void(config: ServeConfig) -> None:
     for name in ("k_schedule", "tree"):
         if config.k not in (None, "auto") and values[name] is not None:
             raise UserError(
-                f"k is {config.k} together with {name} {values[name]!r}, which says how much is "
+                f"k is {config.k} together with {name} {values[name]!r}, which sets how much is "
                 "drafted; leave k out"
             )

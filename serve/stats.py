@@ -1,4 +1,4 @@
-"""What the engine counts: plain numbers, written by its thread, read by the metrics endpoint at any
+"""The engine's counters: plain numbers, written by its thread, read by the metrics endpoint at any
 time."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from time import perf_counter
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.requests.route import LIVE
 
-# counted apart, those that draft now in any case; a server that learns for months sees thousands
+# counted apart, with all that draft now; a server that learns for months sees thousands
 MAX_VERSIONS = 16
-MAX_PAUSES = 256  # of swaps, kept to tell what is usual
+MAX_PAUSES = 256  # of swaps, kept for the percentile
 TEXT = "text"  # the version of what text drafted in place of a trained draft
 PHASES = ("draft", "verify", "sample", "host")
 
@@ -57,7 +57,7 @@ class EngineStats:
 
     @property
     def seeded_share(self) -> float | None:
-        """Of the generated tokens."""
+        """Share of the generated tokens that seeded requests have; None before any."""
         return (
             self.num_seeded_tokens / self.num_generation_tokens
             if self.num_generation_tokens
@@ -66,7 +66,7 @@ class EngineStats:
 
     @property
     def draft_version(self) -> str:
-        """Of the live draft."""
+        """Version of the live draft."""
         return self.draft_versions.get(LIVE, "")
 
     @contextmanager
@@ -80,8 +80,8 @@ class EngineStats:
     def count_round(
         self, offered: int, accepted: int, committed: int, *, version: str | None
     ) -> None:
-        """One request's share of a round that put `offered` >= 1 draft tokens before the target;
-        `version` of the draft that drafted them, None where text did in its place."""
+        """Count one request's share of a round that offered at least one drafted token; `version`
+        is that of the draft, None where text drafted in its place."""
         kept = min(accepted, committed)
         self.num_drafts += 1
         self.num_draft_tokens += offered

@@ -1,5 +1,5 @@
-"""Follows a folder of draft versions: whatever `current` names there, newer or rolled back, is what
-the server drafts with.
+"""Watch of a folder of draft versions: the version that `current` names there, newer or rolled
+back, is swapped in.
 
 So are the version on trial that `canary.json` names and the versions of each class in `pool/`:
 drafts beside the live one.
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """One draft of the server and the folder its versions come from. `label` is what stands before
-    a version's number in metrics and records."""
+    """One draft of the server and the folder its versions come from. `label` precedes a version's
+    number in metrics and records."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class Follower:
         )
 
     def current(self) -> bool:
-        """Serves what `current` names."""
+        """Serve the version that `current` names; True when another version was swapped in."""
         try:
             wanted = latest(self.root)
         except UserError as error:
-            return self._say(error)
+            return self._log_once(error)
         return wanted is not None and self.serve(wanted)
 
     def serve(self, wanted: int) -> bool:
-        """True when another version was swapped in."""
+        """Serve the version `wanted`; True when another version was swapped in."""
         if wanted == self.serving:
             return False
         seen = wanted, signature(folder_of(self.root, wanted), "**/*")
@@ -80,10 +80,10 @@ class Follower:
                 )
             swap = self.loop.swap(str(folder), named, draft=self.draft)
         except SwapLate as error:
-            return self._say(error)  # the next look tries it again
+            return self._log_once(error)  # the next look tries it again
         except UserError as error:
             self._refused = seen
-            return self._say(error)
+            return self._log_once(error)
         log.info(
             "draft version %s swapped in (%s), pause %.1f ms",
             named,
@@ -93,15 +93,15 @@ class Follower:
         self.serving, self._refused = wanted, None
         return True
 
-    def _say(self, error: UserError) -> bool:
-        """Once; the served draft stays."""
+    def _log_once(self, error: UserError) -> bool:
+        """Log an error once; the served draft stays."""
         if str(error) != self._last_error:
             log.warning("draft version refused: %s", error)
             self._last_error = str(error)
         return False
 
     def end(self) -> None:
-        """Its requests keep it, and it gets no more."""
+        """Route no further requests to the draft; those that have it keep it."""
         if self.serving is not None:
             self.loop.retire(self.draft)
             self.serving = None
@@ -110,9 +110,8 @@ class Follower:
 class VersionWatcher:
     """`serving` is the version the engine starts with, None when its draft is not from the folder.
 
-    A version made for other weights of the target is no better than a guess: started with one, the
-    server drafts with it seldom until a version for its own target is live, and it never swaps one
-    in.
+    A version made for other weights of the target is in quarantine: a server started with one
+    drafts with it seldom until a version for its own target is live, and never swaps one in.
     """
 
     def __init__(
@@ -122,8 +121,8 @@ class VersionWatcher:
         self._live = Follower(loop, self.root, LIVE, serving=serving)
         self._canary = Follower(loop, self.root, CANARY)
         self._classes: dict[tuple[str, str], Follower] = {}  # by class and folder
-        self._wrong: set[str] = set()  # what the latest look met,
-        self._wrong_before: set[str] = set()  # and the one before
+        self._wrong: set[str] = set()  # errors of the latest look,
+        self._wrong_before: set[str] = set()  # and of the one before
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draftsmith-versions", daemon=True)
         if serving is not None and (reason := self._live.misfit(serving)):
@@ -144,21 +143,21 @@ class VersionWatcher:
         self._thread.join()
 
     def look(self) -> bool:
-        """One look; True when the live draft is another one."""
+        """Look at the folder once; True when another live draft was swapped in."""
         self._wrong_before, self._wrong = self._wrong, set()
         changed = self._live.current()
         self._follow_canary(self._read_canary())
         try:
             self._follow_pool(read_pool(self.root) or DraftPool())
         except UserError as error:
-            # What is served goes on being served.
+            # The served drafts stay.
             if self._is_new(str(error)):
                 log.warning("%s", error)
         return changed
 
     def _read_canary(self) -> Canary | None:
-        """The learner takes a file that cannot be read for the end of the trial, so that servers
-        must as well."""
+        """Read the trial; a file that cannot be read counts as its end, as it does for
+        the learner."""
         try:
             return read_canary(self.root)
         except UserError as error:
@@ -167,7 +166,8 @@ class VersionWatcher:
             return None
 
     def _is_new(self, wrong: str) -> bool:
-        """Each is told once, and again when it was away for a look."""
+        """True for an error that the look before did not meet: each is logged once, and again when
+        it comes back."""
         self._wrong.add(wrong)
         return wrong not in self._wrong_before
 
@@ -175,7 +175,7 @@ class VersionWatcher:
         share = 0.0
         if canary is not None:
             self._canary.serve(canary.version)
-            # One that was refused must not be taken for the one before.
+            # A version that was refused must not get the share of the one before.
             share = canary.share if self._canary.serving == canary.version else 0.0
         self.loop.engine.lineup.router.canary_share = share
         if share == 0.0:
@@ -202,7 +202,7 @@ class VersionWatcher:
                 if self._is_new(str(error)):
                     log.warning("the versions folder cannot be read: %s", error)
             except Exception as error:
-                # Nobody else follows the folder: whatever is wrong with this version, the next one
-                # has to be seen.
+                # This thread alone follows the folder: whatever is wrong with this version, the
+                # next one has to be seen.
                 if self._is_new(repr(error)):
                     log.exception("the versions folder cannot be followed; the served drafts stay")

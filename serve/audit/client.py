@@ -1,5 +1,4 @@
-"""The few requests an audit makes of an OpenAI-compatible server: token ids in, token ids and
-logprobs out."""
+"""Requests of an audit to an OpenAI-compatible server: token ids in, token ids and logprobs out."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class Completion(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """Since the server started, under vLLM's names."""
+    """Counts since the server started, under vLLM's names."""
 
     draft_tokens: int
     drafts: int  # rounds that drafted
@@ -51,13 +50,13 @@ class AuditClient:
     http: httpx.Client
     model: str
     concurrency: int = 8
-    says_lossy: bool = False  # the server calls its own answers so
-    # a request can switch speculation off and have its rounds told, which is ours alone
-    can_be_plain: bool = False
-    # the most tokens that a round may keep; None where the server does not tell
+    declared_lossy: bool = False  # by the server itself, in /v1/models
+    # a request can switch speculation off and ask for a report of its rounds: draftsmith alone
+    controls_rounds: bool = False
+    # the most tokens that a round may keep; None where the server does not report it
     draft_depth: int | None = None
-    # the most that a round offers, more than it may keep where drafts are trees; 0 where it does
-    # not tell
+    # the most that a round offers, more than it may keep where drafts are trees; 0 where the
+    # server does not report it
     draft_tokens: int = 0
     fields: dict[str, Any] = field(default_factory=dict)  # sent with every request
 
@@ -82,8 +81,8 @@ class AuditClient:
             listed = http.get("/v1/models").raise_for_status().json()["data"]
             client = cls(http, model or listed[0]["id"], concurrency)
             entries = [entry for entry in listed if entry["id"] == client.model]
-            client.says_lossy = any(entry.get("lossless") is False for entry in entries)
-            client.can_be_plain = any(entry.get("owned_by") == "draftsmith" for entry in entries)
+            client.declared_lossy = any(entry.get("lossless") is False for entry in entries)
+            client.controls_rounds = any(entry.get("owned_by") == "draftsmith" for entry in entries)
             client.draft_depth = next((entry.get("max_draft_depth") for entry in entries), None)
             client.draft_tokens = next((entry.get("max_draft_tokens", 0) for entry in entries), 0)
             return client
@@ -95,20 +94,20 @@ class AuditClient:
 
     def without_speculation(self) -> AuditClient | None:
         """The same server, its requests without drafts; None where it has no such switch."""
-        return replace(self, fields={"speculation": {"k": 0}}) if self.can_be_plain else None
+        return replace(self, fields={"speculation": {"k": 0}}) if self.controls_rounds else None
 
     def reporting(self, k: int | None) -> AuditClient:
         """The same server, its requests with reports of their rounds, and with `k` draft tokens a
         round if it is given."""
-        wanted = {"report": True} | ({} if k is None else {"k": k})
-        return replace(self, fields={"speculation": wanted}) if self.can_be_plain else self
+        speculation = {"report": True} | ({} if k is None else {"k": k})
+        return replace(self, fields={"speculation": speculation}) if self.controls_rounds else self
 
     def complete(self, prompt: str | list[int], **body: Any) -> Completion:
         return self.choices(prompt, **body)[0]
 
     def choices(self, prompt: str | list[int], **body: Any) -> list[Completion]:
-        """The `n` choices of one request. Token ids are asked for as vLLM names them: text cannot
-        tell tokens of equal text apart."""
+        """The `n` choices of one request. Token ids are requested as vLLM names them, since text
+        cannot distinguish tokens of equal text."""
         fields = {
             "model": self.model,
             "prompt": prompt,
@@ -129,24 +128,25 @@ class AuditClient:
             )
         try:
             answer = response.json()
-            told = [choice["logprobs"] or {} for choice in answer["choices"]]
+            logprobs = [choice["logprobs"] or {} for choice in answer["choices"]]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"the server answered with no completion ({_message(response)}); audit one that "
-                "speaks OpenAI"
+                f"the server answered with no completion ({_message(response)}); audit one "
+                "with OpenAI's API"
             ) from error
         return [
-            _completion(logprobs, report)
-            for logprobs, report in zip(told, _reports(answer, len(told)), strict=True)
+            _completion(entry, report)
+            for entry, report in zip(logprobs, _reports(answer, len(logprobs)), strict=True)
         ]
 
     def map(self, function: Callable[[Given], Answer], given: Sequence[Given]) -> list[Answer]:
-        """`function` of every element, `concurrency` at a time, in order."""
+        """Results of `function` for every element, in order, `concurrency` at a time."""
         with ThreadPoolExecutor(self.concurrency) as pool:
             return list(pool.map(function, given))
 
     def counters(self) -> Counters | None:
-        """None where the server counts no draft tokens, as one without speculation."""
+        """Counters of the server; None where it counts no draft tokens, as one without
+        speculation."""
         try:
             text = self.http.get("/metrics").text
         except httpx.HTTPError:
@@ -156,16 +156,16 @@ class AuditClient:
         for name, labels, value in METRIC.findall(text):
             counts[name] = counts.get(name, 0.0) + float(value)
             if position := POSITION.search(labels):
-                place = int(position.group(1))
-                positions[place] = positions.get(place, 0.0) + float(value)
+                index = int(position.group(1))
+                positions[index] = positions.get(index, 0.0) + float(value)
         if "num_draft_tokens" not in counts:
             return None
-        accepted = [int(positions.get(place, 0)) for place in range(max(positions, default=-1) + 1)]
+        accepted = [int(positions.get(index, 0)) for index in range(max(positions, default=-1) + 1)]
         return Counters(int(counts["num_draft_tokens"]), int(counts.get("num_drafts", 0)), accepted)
 
 
 def _reports(answer: dict[str, Any], count: int) -> list[dict[str, Any] | None]:
-    """Of each choice."""
+    """Report of each choice; None for a choice without one."""
     metrics = answer.get("metrics") or {}
     reports = metrics.get("choices") or [metrics.get("speculative_decoding")]
     return reports if len(reports) == count else [None] * count

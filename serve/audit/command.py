@@ -1,5 +1,5 @@
-"""`draftsmith audit`: is speculation lossless here? Exit status 0 only when every distribution held
-and every control was caught."""
+"""`draftsmith audit`: statistical test that speculation is lossless. Exit status 0 only when every
+distribution held and every control was caught."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def check(config: AuditConfig) -> None:
         )
     if config.compare_url is not None and config.url is None:
         raise UserError(
-            f"compare_url is {config.compare_url!r}, but no server is compared with it; give --url "
-            "too"
+            f"compare_url is {config.compare_url!r}, but no server is compared with it; give "
+            "--url, too"
         )

@@ -45,8 +45,7 @@ class AuditConfig:
     )
     bias: float = option(
         0.2,
-        "a bias of this total variation must not stay unseen at any drafted depth, else: no "
-        "verdict",
+        "total variation of a bias that must be detectable at every drafted depth, else no verdict",
     )
     temperature: float = option(1.0, "of the samples; 0 audits greedy text alone")
     top_k: int = option(0, "of the samples")
@@ -58,7 +57,7 @@ class AuditConfig:
     )
     choices: int = option(16, "continuations asked for in one request; its n")
     concurrency: int = option(8, "requests in flight")
-    timeout_s: float = option(120.0, "patience with one answer")
+    timeout_s: float = option(120.0, "most seconds that one answer may take")
     seeded: bool = option(
         True,
         "send a seed with every request, so that an audit can be repeated; not all servers can "

@@ -1,4 +1,4 @@
-"""Where in its round each sampled token was decided.
+"""Depth in its round at which each sampled token was decided.
 
 A token's depth is one more than the drafts kept before it in its round, which is settled before the
 token is drawn. So tokens of one depth have the target's distribution, each given its own prefix, if
@@ -18,7 +18,7 @@ from draftsmith.serve.audit.samples import Samples
 # the first token after a prompt, and rounds without drafts; 1, 2, ... are drafted depths
 UNDRAFTED = 0
 BONUS = -1  # all drafts of the round were kept
-UNKNOWN = -2  # the server does not tell
+UNKNOWN = -2  # the server does not report it
 NAMES = {
     UNDRAFTED: "tokens without drafts",
     BONUS: "bonus tokens",
@@ -31,16 +31,16 @@ def group_name(depth: int) -> str:
 
 
 def wanted_depths(k: int | None) -> list[int]:
-    """Of rounds of k drafts; none where k is not known."""
+    """Depths of rounds of k drafts; none where k is not known."""
     return [*range(1, k + 1), BONUS] if k else []
 
 
 @dataclass(frozen=True)
 class Depths:
-    """Of all sampled tokens, by context, continuation and place."""
+    """Depths of all sampled tokens, by context, continuation and position."""
 
     nested: list[list[list[int]]]
-    told: bool  # by the server
+    reported: bool  # by the server
     offered: int = 0  # draft tokens of all rounds
     deepest: int = 0  # the most that a round offered
 
@@ -53,12 +53,12 @@ def depths_of(samples: Sequence[Samples], k: int | None) -> Depths:
     reports = [report for each in samples for report in each.reports]
     if not reports or any(report is None or "per_step_begin" not in report for report in reports):
         return Depths(
-            [[depths_unknown(len(tokens)) for tokens in each.tokens] for each in samples],
-            told=False,
+            [[unknown_depths(len(tokens)) for tokens in each.tokens] for each in samples],
+            reported=False,
         )
     nested = [
         [
-            depths_told(report or {}, len(tokens), k)
+            reported_depths(report or {}, len(tokens), k)
             for tokens, report in zip(each.tokens, each.reports, strict=True)
         ]
         for each in samples
@@ -66,12 +66,12 @@ def depths_of(samples: Sequence[Samples], k: int | None) -> Depths:
     offered = [
         count for report in reports if report is not None for count in report["per_step_drafted"]
     ]
-    return Depths(nested, told=True, offered=sum(offered), deepest=max(offered, default=0))
+    return Depths(nested, reported=True, offered=sum(offered), deepest=max(offered, default=0))
 
 
-def depths_told(report: dict[str, Any], count: int, k: int | None = None) -> list[int]:
-    """The depth of each of an answer's `count` tokens, by the server's own report of its rounds, of
-    which none keeps more than k drafts: one with a draft tree offers more than that.
+def reported_depths(report: dict[str, Any], count: int, k: int | None = None) -> list[int]:
+    """Depth of each of an answer's `count` tokens, from the server's report of its rounds. No round
+    keeps more than k drafts, though one with a draft tree offers more.
 
     Raises:
         UserError: a report without its rounds.
@@ -99,13 +99,13 @@ def depths_told(report: dict[str, Any], count: int, k: int | None = None) -> lis
     return depths
 
 
-def depths_unknown(count: int) -> list[int]:
+def unknown_depths(count: int) -> list[int]:
     return [UNDRAFTED] + [UNKNOWN] * (count - 1)
 
 
 def depth_shares(drafts: int, accepted: Sequence[int], num_tokens: int) -> dict[int, float]:
-    """The share of `num_tokens` tokens that were decided at each depth, by a server's counters of
-    the same time: how many rounds drafted, and how many drafts were kept at each position."""
+    """Share of `num_tokens` tokens that were decided at each depth, by a server's counters of the
+    same time: the number of rounds that drafted, and the drafts accepted at each position."""
     reached = dict(enumerate([drafts, *accepted[:-1]], 1)) | (
         {BONUS: accepted[-1]} if accepted else {}
     )

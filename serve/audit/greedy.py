@@ -1,9 +1,9 @@
 """Greedy text of a server: every token the likeliest one after its prefix, and the text that plain
 decoding gives.
 
-Where two logits agree up to rounding a text may fork without any fault, so every divergence is told
-with the logprob margin between the two likeliest tokens there, and one below `margin` counts as
-noise.
+Where two logits agree up to rounding a text may fork without any fault, so every divergence is
+reported with the logprob margin between the two likeliest tokens there, and one below `margin`
+counts as noise.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def greedy_checks(
     distributions: DistributionBook,
     contexts: Sequence[Text],
 ) -> list[Check]:
-    """`plain` answers without speculation: another server, or this one told not to speculate; None
-    when neither is to be had."""
+    """`plain` answers without speculation: another server, or this one with speculation off; None
+    when there is neither."""
     checks = []
     known: list[CoarseDistribution] = []
     for index, context in enumerate(contexts):
         tokens = continuation(client, config, context)
         texts = [(*context, *tokens[:place]) for place in range(len(tokens))]
-        distributions.learn(texts)
+        distributions.fetch(texts)
         known += [distributions[text] for text in texts]
         checks.append(
             identity_check(config, tokens, [distributions[text] for text in texts], index)
@@ -92,8 +92,8 @@ def same_text_check(
     context: Text,
     index: int,
 ) -> Check:
-    """Token for token, up to the first fork; what follows a fork has another prefix and tells
-    nothing."""
+    """Compare token for token, up to the first fork; tokens behind a fork have another prefix and
+    are no evidence."""
     name = f"greedy text against plain decoding, context {index}"
     forks = [place for place, (ours, theirs) in enumerate(zip(tokens, plain)) if ours != theirs]
     if not forks:
@@ -117,16 +117,16 @@ def same_text_check(
 
 
 def slip_control(config: AuditConfig, distributions: Sequence[CoarseDistribution]) -> Check:
-    """The runner-up in the argmax's stead: seen wherever the margin is above noise. It is the power
-    of the greedy checks."""
+    """Negative control: the second likeliest token in place of the argmax, detected wherever the
+    margin is above noise. It measures the power of the greedy checks."""
     seen = sum(distribution.top_gap > config.margin for distribution in distributions)
     return Check(
         name="control: second likeliest token",
         kind="control",
         passed=seen > 0,
         said=(
-            f"would be seen at {seen} of {len(distributions)} places, where the margin is above "
-            f"{config.margin:g}"
+            f"would be detected at {seen} of {len(distributions)} tokens, where the margin is "
+            f"above {config.margin:g}"
         ),
         evidence={"seen": seen, "places": len(distributions)},
     )

@@ -1,8 +1,8 @@
-"""A wrong server made on purpose, for tests of the audit: verification is given another q than
+"""A server that is wrong on purpose, for tests of the audit: verification is given another q than
 drafts were drawn from.
 
 `Engine.lossless` is False with it, so that responses, /v1/models, /health, metrics and the audit
-call the server lossy.
+report the server as lossy.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def one_hot(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def slot_depths(parents: torch.Tensor) -> torch.Tensor:
-    """[B, K + 1]: how deep the root (0) and each node lie, of parents [B, K] in which a parent
+    """Depths [B, K + 1] of the root (0) and of each node, for parents [B, K] in which a parent
     comes before its children."""
     depths = torch.zeros(
         len(parents), parents.shape[1] + 1, dtype=torch.int64, device=parents.device

@@ -1,5 +1,4 @@
-"""Distributions that sampled tokens are held against, of a server's logprobs or of a target run
-here."""
+"""Reference distributions of sampled tokens, from a server's logprobs or from a target run here."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from draftsmith.progress import Progress
 from draftsmith.serve.audit.client import MAX_LOGPROBS, AuditClient
 from draftsmith.serve.audit.config import AuditConfig
 
-BATCH = 200  # distributions asked for between two progress lines
+BATCH = 200  # distributions requested between two progress lines
 TARGET_BATCH = 16  # texts of one pass of a target run here
 MOST_OUTCOMES = 64  # of a target run here, named one by one; the others are the tail
 
@@ -62,13 +61,13 @@ class DistributionSource(Protocol):
 
 
 class DistributionBook:
-    """Distributions by text, asked for once."""
+    """Distributions by text, each requested once."""
 
     def __init__(self, source: DistributionSource):
         self.source = source
         self.known: dict[Text, CoarseDistribution] = {}
 
-    def learn(self, texts: Iterable[Text]) -> None:
+    def fetch(self, texts: Iterable[Text]) -> None:
         missing = sorted({text for text in texts if text not in self.known})
         progress = Progress("distributions", total=len(missing), unit="prefixes")
         for begin in range(0, len(missing), BATCH):
@@ -77,8 +76,8 @@ class DistributionBook:
             progress.update(begin + len(part))
         progress.close()
 
-    def learn_along(self, paths: Iterable[Path]) -> None:
-        """Of all prefixes at once, which costs one pass of each text."""
+    def fetch_along(self, paths: Iterable[Path]) -> None:
+        """Fetch the distributions of all prefixes of each path, which costs one pass per text."""
         missing = sorted({path for path in paths if path.text not in self.known})
         progress = Progress("distributions", total=len(missing), unit="texts")
         for begin in range(0, len(missing), BATCH):
@@ -97,30 +96,30 @@ def distribution_source(config: AuditConfig, client: AuditClient) -> Distributio
     return TargetDistributions(config) if config.target else ServerDistributions(config, client)
 
 
-def distributions_are_told(config: AuditConfig) -> bool:
-    """Whether a server's logprobs, or a target here, make the distribution of the samples."""
+def reference_exists(config: AuditConfig) -> bool:
+    """True when a server's logprobs, or a target here, give the distribution of the samples."""
     return config.target is not None or _unfiltered(config) or 0 < config.top_k <= MAX_LOGPROBS
 
 
 def _unfiltered(config: AuditConfig) -> bool:
     filtered = config.top_p < 1 or config.min_p > 0 or config.top_k > 0
-    # Greedy text is held against the likeliest token, which no temperature or filter changes.
+    # Greedy text is compared with the likeliest token, which no temperature or filter changes.
     return config.temperature == 0 or (config.temperature == 1 and not filtered)
 
 
 class ServerDistributions:
-    """The server's logprobs of tokens of a prompt and of the first token after it, which no draft
-    has touched."""
+    """Distributions from the server's logprobs of a prompt's tokens and of the first token after
+    it, none of which is drafted."""
 
     def __init__(self, config: AuditConfig, client: AuditClient):
-        if not distributions_are_told(config):
+        if not reference_exists(config):
             raise UserError(
-                f"{MAX_LOGPROBS} logprobs of the server do not make the filtered distribution; "
-                f"give a top_k up to {MAX_LOGPROBS}, "
-                "--target, or --compare-url with a server that does not speculate"
+                f"{MAX_LOGPROBS} logprobs of the server do not determine the filtered "
+                f"distribution; give a top_k up to {MAX_LOGPROBS}, --target, or --compare-url "
+                "with a server that does not speculate"
             )
         self.config, self.client = config, client
-        self.echoes = True  # until the server refuses to tell logprobs of a prompt
+        self.echoes = True  # until the server leaves out the logprobs of a prompt
 
     def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
         return self.client.map(self._after, texts)
@@ -132,7 +131,7 @@ class ServerDistributions:
         top = self.client.complete(list(text), **self._body()).top
         if not top:
             raise UserError(
-                "the server tells no top_logprobs; start it with logprobs enabled, or give --target"
+                "the server sends no top_logprobs; start it with logprobs enabled, or give --target"
             )
         return self._distributions(top[:1])[0]
 
@@ -150,8 +149,8 @@ class ServerDistributions:
         return {"max_tokens": 1, "temperature": 0.0, "logprobs": MAX_LOGPROBS, "ignore_eos": True}
 
     def _distributions(self, tops: Sequence[dict[int, float]]) -> list[CoarseDistribution]:
-        # A token that is told because it was emitted or stands in the prompt, and not for its rank,
-        # is left out.
+        # A token that is listed because it was emitted or stands in the prompt, and not for its
+        # rank, is left out.
         ranked = [sorted(top.items(), key=lambda pair: -pair[1])[:MAX_LOGPROBS] for top in tops]
         if _unfiltered(self.config):
             return [
@@ -177,7 +176,7 @@ def _gap(ranked: Sequence[tuple[int, float]]) -> float:
 
 
 class TargetDistributions:
-    """A model run here, in float32."""
+    """Distributions from a model run here, in float32."""
 
     def __init__(self, config: AuditConfig):
         assert config.target is not None
@@ -220,8 +219,8 @@ class TargetDistributions:
 def _filtered(
     logits: torch.Tensor, ids: torch.Tensor, config: AuditConfig, gaps: Sequence[float]
 ) -> list[CoarseDistribution]:
-    """The processed distributions of logits [n, m] over the tokens `ids` [n, m]; nothing lies
-    outside them."""
+    """Processed distributions of logits [n, m] over the tokens `ids` [n, m], which are the whole
+    vocabulary or all tokens that a filter keeps."""
     count = len(logits)
     rows = SamplingRows.of(
         [config.temperature] * count,

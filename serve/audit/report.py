@@ -1,4 +1,4 @@
-"""What an audit found: checks that must hold, controls that must be caught, and the verdict."""
+"""Report of an audit: checks that must hold, controls that must be caught, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from draftsmith.kernels.statistics import Fit, detectable_bias
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """`distribution` must hold; `control` is broken on purpose and `passed` means that the audit
-    saw it.
+    """A `check` must hold; a `control` is broken on purpose and `passed` means that the audit
+    detected it.
 
-    `blind`: a distribution that nothing could have shown to be broken, or no bias of the size that
-    matters; `ask` says what would.
+    `blind`: a check without the power to detect a bias of the size that matters; `ask` names
+    options that give it.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """A broken distribution outweighs a missed control; without any distribution, or with a
-        blind one, there is nothing to say."""
+        """Lossy with any broken check; else lossless when every control was caught, and no check is
+        missing or blind."""
         if any(check.kind == "check" and not check.passed for check in self.checks):
             return "lossy"
-        seeing = all(check.passed and not check.blind for check in self.checks)
+        powerful = all(check.passed and not check.blind for check in self.checks)
         return (
             "lossless"
-            if seeing and any(check.kind == "check" for check in self.checks)
+            if powerful and any(check.kind == "check" for check in self.checks)
             else "powerless"
         )
 
@@ -68,8 +68,8 @@ class Report:
             ),
             "lossy": f"LOSSY: {broken}",
             "powerless": (
-                "NO VERDICT: no distribution is broken, but the audit missed what it must see "
-                f"({missed or 'nothing was run'})"
+                "NO VERDICT: no distribution is broken, but checks lack power or controls were not "
+                f"caught ({missed or 'nothing was run'})"
             )
             + (f": {asks}" if asks else ""),
         }[self.verdict]
@@ -107,8 +107,9 @@ class Report:
 
 
 def fit_check(name: str, kind: Literal["check", "control"], fit: Fit, false_alarm: float) -> Check:
-    """A distribution holds when its p-value stays at or above the false-alarm rate; a control is
-    caught when it does not. A distribution that would hide any bias is blind."""
+    """Check of a fit. A distribution holds when its p-value stays at or above the false-alarm rate;
+    a control is caught when it does not. A distribution in which any bias would be missed is blind.
+    """
     rejected = fit.p_value < false_alarm
     power = detectable_bias(fit.num_samples, fit.degrees, false_alarm)
     said = (
@@ -116,7 +117,7 @@ def fit_check(name: str, kind: Literal["check", "control"], fit: Fit, false_alar
         f"{fit.num_samples} samples"
     )
     if kind == "check":
-        said += f", would see a bias of {power:.2g}"
+        said += f", detects a bias of {power:.2g}"
     evidence = {**fit._asdict(), "false_alarm": false_alarm, "detectable_bias": power}
     passed = rejected == (kind == "control")
     blind = kind == "check" and passed and power >= 1

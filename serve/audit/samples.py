@@ -1,4 +1,4 @@
-"""Sampled continuations of a few contexts, asked of a server."""
+"""Sampled continuations of a few contexts, requested from a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTEXT_TOKENS = 16
 
 
 MARGIN = 1  # the bonus token of a round
-UNKNOWN_K = 8  # where the server does not tell how many tokens it drafts
+UNKNOWN_K = 8  # where the server does not report how many tokens it drafts
 
 
 class Samples(NamedTuple):
@@ -26,14 +26,14 @@ class Samples(NamedTuple):
 
 
 def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
-    """Token ids that the server itself wrote after the prompt, twice over: a repetition lets n-gram
+    """Token ids that the server generated after the prompt, twice over: a repetition lets n-gram
     drafters draft, too."""
     body = {"max_tokens": CONTEXT_TOKENS, "temperature": 1.0, "ignore_eos": True}
     written = client.complete(config.prompt, **body, **_seed(config, index)).tokens
     if len(written) != CONTEXT_TOKENS:
         raise UserError(
-            f"the server wrote {len(written)} of {CONTEXT_TOKENS} tokens after {config.prompt!r}; "
-            "give another prompt"
+            f"the server generated {len(written)} of {CONTEXT_TOKENS} tokens after "
+            f"{config.prompt!r}; give another prompt"
         )
     return (*written, *written, *written[: CONTEXT_TOKENS // 4])
 
@@ -41,8 +41,8 @@ def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
 def draw_samples(
     client: AuditClient, config: AuditConfig, contexts: Sequence[Text]
 ) -> Iterator[Samples]:
-    """`config.length` tokens and as many as a round may draft: a round drafts no more tokens, and a
-    tree has no more nodes, than are still to be written."""
+    """Samples of `config.length` tokens and as many more as a round may draft: a round drafts no
+    more tokens, and a tree has no more nodes, than are left to generate."""
     asked = (
         config.length
         + max(UNKNOWN_K if config.k is None else config.k, client.draft_tokens)
@@ -89,14 +89,14 @@ def paths(samples: Sequence[Samples]) -> Iterator[Path]:
 
 
 def followers(
-    samples: Sequence[Samples], wanted: Callable[[int, int, int], bool] | None = None
+    samples: Sequence[Samples], included: Callable[[int, int, int], bool] | None = None
 ) -> dict[Text, Counter[int]]:
-    """The tokens that followed each text; `wanted(context, continuation, place)` says which of them
-    count, all by default."""
+    """Counts of the tokens that followed each text; `included(context, continuation, index)`
+    selects among them, all by default."""
     found: dict[Text, Counter[int]] = {}
     for number, (context, continuations, _) in enumerate(samples):
         for index, tokens in enumerate(continuations):
-            for place, token in enumerate(tokens):
-                if wanted is None or wanted(number, index, place):
-                    found.setdefault((*context, *tokens[:place]), Counter())[token] += 1
+            for length, token in enumerate(tokens):
+                if included is None or included(number, index, length):
+                    found.setdefault((*context, *tokens[:length]), Counter())[token] += 1
     return found

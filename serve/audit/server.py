@@ -1,13 +1,13 @@
 """The audit of a running server, ours or any OpenAI-compatible one that names tokens by id and
-tells logprobs.
+sends logprobs.
 
-Sampled tokens are held against the distribution of the token after their own prefix, however rare
-that prefix is: evidence is a product of likelihood ratios (`kernels/evidence.py`), grouped by how
-deep in its round each token was decided (`audit_depths.py`). In every group a bias is planted, too,
-to tell how small a one would be seen; a depth where that is not small enough, or that no sampled
-text reached, leaves the audit without a verdict. The first token after a prompt comes from the
-prefill, so a fault of speculation shows from the second one on. Greedy continuations must be the
-argmax everywhere.
+Every sampled token is compared with the distribution after its own prefix, however rare that prefix
+is. Evidence is a product of likelihood ratios (`kernels/evidence.py`), grouped by the depth in its
+round at which each token was decided (`depths.py`). In every group a bias is planted, too, to
+measure the smallest one that is detected; a depth where that is not small enough, or that no
+sampled text reached, leaves the audit without a verdict. The first token after a prompt comes from
+the prefill, so a fault of speculation shows from the second one on. Greedy continuations must be
+the argmax everywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from draftsmith.serve.audit.greedy import greedy_checks
 from draftsmith.serve.audit.reference import (
     DistributionBook,
     distribution_source,
-    distributions_are_told,
+    reference_exists,
 )
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import draw_samples, make_context, paths
@@ -42,7 +42,7 @@ from draftsmith.serve.audit.tokens import Tokens, detectable, tokens_of
 from draftsmith.serve.audit.two_samples import NOTHING_PLANTED, two_sample_checks
 
 TOGETHER = "all tokens together"
-MOST_TIMES = 30  # as many samples as that are within reach
+MOST_TIMES = 30  # the most times as many samples that an audit is advised to draw
 
 
 def audit_server(
@@ -59,11 +59,11 @@ def audit_server(
         transport=transport,
     )
     plain = plain_client(config, client, compare_transport)
-    told = distributions_are_told(config)
+    known = reference_exists(config)
     # Greedy text needs no more than the likeliest token of every distribution.
     distributions = DistributionBook(
         distribution_source(
-            config if told or plain is None else replace(config, temperature=0.0), plain or client
+            config if known or plain is None else replace(config, temperature=0.0), plain or client
         )
     )
     client = client.reporting(config.k)
@@ -71,14 +71,14 @@ def audit_server(
     before = client.counters()
     checks = [*declared(client), *greedy_checks(config, client, plain, distributions, contexts)]
     if config.temperature > 0:
-        # Drafts of greedy text say nothing about what is sampled.
+        # Drafts of greedy text are no evidence about sampled text.
         before = client.counters()
     config = replace(config, k=drafted_at_once(config, client, before))
     samples = list(draw_samples(client, config, contexts)) if config.temperature > 0 else []
     counted = since(before, client.counters())
     depths = depths_of(samples, config.k)
-    if samples and told:
-        distributions.learn_along(paths(samples))
+    if samples and known:
+        distributions.fetch_along(paths(samples))
         checks += sampled_checks(
             config, tokens_of(distributions, samples, depths.flat), depths, counted
         )
@@ -86,15 +86,15 @@ def audit_server(
         checks += two_sample_checks(config, plain, contexts, samples, depths, counted)
     offered = (
         depths.offered
-        if samples and depths.told
+        if samples and depths.reported
         else None
         if counted is None
         else counted.draft_tokens
     )
-    checks += [] if config.k == 0 and not client.can_be_plain else speculated(offered)
-    said = notes(config, distributions, plain, depths, offered)
-    said += [NOTHING_PLANTED] if samples and not told else []
-    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, said)
+    checks += [] if config.k == 0 and not client.controls_rounds else speculated(offered)
+    remarks = notes(config, distributions, plain, depths, offered)
+    remarks += [NOTHING_PLANTED] if samples and not known else []
+    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, remarks)
 
 
 def notes(
@@ -105,21 +105,21 @@ def notes(
     offered: int | None,
 ) -> list[str]:
     found = [
-        f"{len(distributions.known)} distributions of prefixes were asked for",
+        f"{len(distributions.known)} distributions of prefixes were requested",
         _witness(config, plain),
     ]
-    if depths.told:
+    if depths.reported:
         found.append(f"the deepest round offered {depths.deepest} drafts, k is {config.k}")
     if offered is None:
-        found.append("the server counts no draft tokens; whether it speculated is not known")
+        found.append("the server counts no draft tokens, so whether it speculated is not known")
     return found
 
 
 def plain_client(
     config: AuditConfig, client: AuditClient, transport: httpx.BaseTransport | None
 ) -> AuditClient | None:
-    """Who answers without speculation: the server to compare with, or this one where a request can
-    switch it off."""
+    """Client of a server without speculation: the server to compare with, or this one where a
+    request can switch it off; None for neither."""
     if config.compare_url is None:
         return client.without_speculation()
     return AuditClient.connect(
@@ -135,8 +135,8 @@ def plain_client(
 def drafted_at_once(
     config: AuditConfig, client: AuditClient, counters: Counters | None
 ) -> int | None:
-    """The depth that is to be audited: as asked for, or what the server tells, by its counters
-    where it has no better way."""
+    """Depth to audit: `config.k`, else the depth that the server reports, else by its counters;
+    None where nothing gives it."""
     if config.k is not None:
         return config.k
     if client.draft_depth is not None:
@@ -159,22 +159,22 @@ def _witness(config: AuditConfig, plain: AuditClient | None) -> str:
 
 
 def declared(client: AuditClient) -> list[Check]:
-    """A server that says of itself that it is lossy needs no statistics to be called so, and none
-    could clear it."""
-    said = "the server says that its answers need not have the target's distribution"
+    """Failed check of a server that declares itself lossy: no statistics could outweigh that."""
+    said = "by its own API, answers need not have the target's distribution"
     return (
-        [Check(name="what the server says of itself", kind="check", passed=False, said=said)]
-        if client.says_lossy
+        [Check(name="the server's own declaration", kind="check", passed=False, said=said)]
+        if client.declared_lossy
         else []
     )
 
 
 def speculated(offered: int | None) -> list[Check]:
-    """Answers without drafts say nothing about speculation. `offered` is None where the server
-    counts no draft tokens, as one without speculation does not."""
+    """Control that draft tokens were offered: answers without drafts are no evidence about
+    speculation. `offered` is None where the server counts no draft tokens, as one without
+    speculation does not."""
     if offered is None:
         return []
-    ask = "" if offered else "no draft token was offered: let the server draft a fixed --k"
+    ask = "" if offered else "no draft token was offered; start the server with a fixed --k"
     return [
         Check(
             name="control: draft tokens offered meanwhile",
@@ -189,8 +189,8 @@ def speculated(offered: int | None) -> list[Check]:
 def sampled_checks(
     config: AuditConfig, tokens: Tokens, depths: Depths, counted: Counters | None
 ) -> list[Check]:
-    """Of every group of tokens and of all of them: the false alarm is shared out evenly."""
-    wanted = wanted_depths(config.k) if depths.told else []
+    """Checks of every group of tokens and of all of them; the false alarm is shared out evenly."""
+    wanted = wanted_depths(config.k) if depths.reported else []
     groups = sorted(
         {UNDRAFTED, *wanted, *tokens.depths.tolist()}, key=lambda depth: (depth == BONUS, depth)
     )
@@ -208,13 +208,13 @@ def sampled_checks(
     ask = what_to_ask(config, {depth: checks[depth] for depth in unseen})
     checks |= {depth: replace(checks[depth], blind=True, ask=ask) for depth in unseen}
     found = [*checks.values(), together]
-    if depths.told or not all(check.passed for check in found):
-        return found  # what is broken needs no measure of what would be seen
+    if depths.reported or not all(check.passed for check in found):
+        return found  # a broken check needs no measure of power
     return found + shared_checks(config, tokens.at(UNKNOWN), counted, threshold)
 
 
 def group_check(config: AuditConfig, tokens: Tokens, name: str, threshold: float) -> Check:
-    """A distribution that is broken where the evidence reaches `threshold`, and blind where no
+    """Check of one group: broken where the evidence reaches `threshold`, blind where that of no
     planted bias does."""
     log_evidence = tokens.evidence()
     broken = log_evidence >= threshold
@@ -222,11 +222,7 @@ def group_check(config: AuditConfig, tokens: Tokens, name: str, threshold: float
     power = 1.0 if broken else detectable(tokens, threshold, config.seed)
     said = f"{len(tokens)} tokens, p {p_value:.2g}"
     said += (
-        ""
-        if broken
-        else f", would see a bias of {power:.2g}"
-        if power < 1
-        else ", would see no bias"
+        "" if broken else f", detects a bias of {power:.2g}" if power < 1 else ", detects no bias"
     )
     evidence = {
         "num_samples": len(tokens), "log_evidence": log_evidence, "threshold": threshold,
@@ -244,8 +240,8 @@ def group_check(config: AuditConfig, tokens: Tokens, name: str, threshold: float
 
 
 def what_to_ask(config: AuditConfig, unseen: Mapping[int, Check]) -> str:
-    """One sentence for all depths where too little would be seen: more samples where those are
-    within reach, else what makes drafts reach deeper, or fewer of them."""
+    """Advice in one sentence for all depths without enough power: more samples where `MOST_TIMES`
+    as many are enough, else options that make drafts reach deeper, or a smaller k."""
     if not unseen:
         return ""
     times = {depth: times_needed(config, check) for depth, check in unseen.items()}
@@ -253,7 +249,7 @@ def what_to_ask(config: AuditConfig, unseen: Mapping[int, Check]) -> str:
     most = max((more for more in times.values() if more <= MOST_TIMES), default=0.0)
     samples = f"--samples {math.ceil(config.samples * max(1.5, most) / 1000) * 1000}"
     if not rare:
-        return f"a bias of {config.bias:g} would not be seen; give {samples}"
+        return f"a bias of {config.bias:g} would not be detected; give {samples}"
     warm = "lower --temperature with --top-k, so that more drafts are kept"
     # The tokens behind all of k drafts are as many as those at depth k + 1.
     k = min((config.k or 0) + 1 if depth == BONUS else depth for depth in rare) - 2
@@ -266,7 +262,7 @@ def what_to_ask(config: AuditConfig, unseen: Mapping[int, Check]) -> str:
 
 
 def times_needed(config: AuditConfig, check: Check) -> float:
-    """How many times as many tokens would show a bias of `config.bias`, roughly."""
+    """Factor, roughly, by which more tokens would detect a bias of `config.bias`."""
     seen, count = check.evidence["detectable_bias"], check.evidence["num_samples"]
     needed = count * (seen / config.bias) ** 2 * 1.2 if seen < 1 else 20 / config.bias**2
     return needed / count if count else math.inf
@@ -275,24 +271,24 @@ def times_needed(config: AuditConfig, check: Check) -> float:
 def shared_checks(
     config: AuditConfig, tokens: Tokens, counted: Counters | None, threshold: float
 ) -> list[Check]:
-    """Where the server tells no rounds, a bias at one depth is planted in as many of the tokens as
-    its counters give that depth."""
+    """Controls of a server that reports no rounds: a bias at one depth is planted in as many of the
+    tokens as its counters give that depth."""
     if config.k == 0:
         return []
     if counted is None or not counted.accepted:
         ask = (
-            "the server tells neither how many tokens it drafts nor how many it keeps; give --k, "
+            "the server reports neither how many tokens it drafts nor how many it keeps; give --k, "
             "0 if it drafts none"
         )
-        known = config.k is not None
-        said = "power by depth is not known" + ("" if known else ", nor k")
+        given = config.k is not None
+        said = "power by depth is not known" + ("" if given else ", nor k")
         return [
             Check(
                 name="control: how deep the server drafts",
                 kind="control",
-                passed=known,
+                passed=given,
                 said=said,
-                ask="" if known else ask,
+                ask="" if given else ask,
             )
         ]
     checks = {}
@@ -302,7 +298,7 @@ def shared_checks(
         power = detectable(tokens, threshold, config.seed, share) if share else 1.0
         name = f"control: a bias of {config.bias:g} among {group_name(depth)}"
         said = f"{share:.1%} of the tokens after the first, " + (
-            f"the smallest one seen is {power:.2g}" if power < 1 else "none was seen"
+            f"the smallest bias detected is {power:.2g}" if power < 1 else "no bias is detected"
         )
         evidence = {"detectable_bias": power, "num_samples": round(share * len(tokens))}
         checks[depth] = Check(

@@ -1,5 +1,5 @@
 """Sampled tokens beside the distributions they should have, as tensors; and biases planted in them,
-which the audit must see."""
+which the audit must detect."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Tokens(NamedTuple):
 
     probs: torch.Tensor  # [n, m] float64, of each token given its own prefix
     drawn: torch.Tensor  # [n] int64, the outcome
-    groupings: tuple[torch.Tensor, ...]  # each [n, m] int64: outcomes for which a bias may be alike
-    depths: torch.Tensor  # [n] int64, see `audit_depths.py`
+    groupings: tuple[torch.Tensor, ...]  # each [n, m] int64: outcomes that may share one bias
+    depths: torch.Tensor  # [n] int64, see `depths.py`
 
     def at(self, depth: int) -> Tokens:
         keep = self.depths == depth
@@ -38,14 +38,15 @@ class Tokens(NamedTuple):
         return len(self.drawn)
 
     def evidence(self, drawn: torch.Tensor | None = None) -> float:
-        """Natural logarithm, against the distributions; of other outcomes when they are given."""
+        """Natural logarithm of the evidence against the distributions; of `drawn` in place of the
+        drawn outcomes when it is given."""
         return log_evidence(self.probs, self.drawn if drawn is None else drawn, self.groupings)
 
 
 def tokens_of(
     distributions: DistributionBook, samples: Sequence[Samples], depths: Sequence[int]
 ) -> Tokens:
-    """All tokens of all continuations, in order, whose `depths` are given."""
+    """Tokens of all continuations, in order, with their `depths`."""
     found: list[CoarseDistribution] = []
     tokens: list[int] = []
     prefixes: list[int] = []
@@ -53,8 +54,8 @@ def tokens_of(
     known: dict[Text, int] = {}
     for context, continuations, _ in samples:
         for continuation in continuations:
-            for place, token in enumerate(continuation):
-                text = (*context, *continuation[:place])
+            for length, token in enumerate(continuation):
+                text = (*context, *continuation[:length])
                 found.append(distributions[text])
                 tokens.append(token)
                 prefixes.append(known.setdefault(text, len(known)))
@@ -91,7 +92,7 @@ def outcomes(distributions: Sequence[CoarseDistribution]) -> tuple[torch.Tensor,
 
 
 def numbered(ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
-    """Cells [n, m]: one for each token id, or for each id beside a number [n] of its row."""
+    """Cells [n, m]: one per token id, or per id and number [n] of its row."""
     pairs = ids - ids.min()
     if beside is not None:
         pairs = pairs + beside[:, None] * (pairs.max() + 1)
@@ -99,10 +100,10 @@ def numbered(ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Ten
 
 
 def detectable(tokens: Tokens, threshold: float, seed: int, share: float = 1.0) -> float:
-    """The smallest planted bias whose evidence reaches `threshold`, as the mean total variation of
-    the tokens that have it, a `share` of all; 1 where the largest is not seen."""
+    """Smallest planted bias whose evidence reaches `threshold`, as the mean total variation of the
+    tokens that have it, a `share` of all; 1 where the largest is not detected."""
     planting = Planting(tokens, seed, share)
-    low, high = 0, STEPS  # planted at `low` is seen (once one is), at `high` is not
+    low, high = 0, STEPS  # a bias at `low` is detected (once one is), at `high` is not
     while low < high:
         middle = (low + high) // 2
         if tokens.evidence(planting.drawn(2 ** (-middle / 2))) >= threshold:

@@ -1,10 +1,10 @@
-"""Sampled text of two servers held against each other: for distributions that logprobs do not tell,
+"""Comparison of the sampled text of two servers, for distributions that logprobs do not determine,
 such as top-p alone.
 
 The tokens that followed one and the same prefix, with speculation and without, must come from one
-distribution, whichever it is. They are grouped by how deep in its round each was decided
-(`audit_depths.py`). Here only prefixes that come up again and again count, so flat distributions
-leave deep tokens without power.
+distribution, whichever it is. They are grouped by the depth in its round at which each was decided
+(`depths.py`). Only prefixes that occur repeatedly count, so flat distributions leave deep tokens
+without power.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from draftsmith.serve.audit.samples import Samples, draw_samples, followers
 CONTROL_TEMPERATURE = 1.3
 NOTHING_PLANTED = (
     f"no bias is planted at single depths: the control is one sample at {CONTROL_TEMPERATURE} "
-    "times the temperature, all depths "
-    "together, and the bias that each depth would show follows from its number of samples and the "
-    "degrees of the test"
+    "times the temperature, all depths together, and the bias that each depth detects follows from "
+    "its number of samples and the degrees of the test"
 )
-OTHER_SEEDS = 500_000_009  # the two samples must not know of each other
+OTHER_SEEDS = 500_000_009  # the two samples must be independent
 ASK = (
-    "two samples without known distributions show too little of each depth; give --target, a "
+    "two samples without known distributions lack power at each depth; give --target, a "
     "--top-k up to 20, or a lower --temperature"
 )
 
@@ -53,7 +52,7 @@ def two_sample_checks(
     depths: Depths,
     counted: Counters | None,
 ) -> list[Check]:
-    """`counted` gives the share of each depth where the server tells no rounds."""
+    """Checks of each depth; `counted` gives its share where the server reports no rounds."""
     others = replace(config, seed=config.seed + OTHER_SEEDS)
     without = list(draw_samples(plain, others, contexts))
     warmer = replace(
@@ -62,7 +61,7 @@ def two_sample_checks(
         temperature=CONTROL_TEMPERATURE * config.temperature,
     )
     broken = list(draw_samples(plain, warmer, contexts))
-    wanted = wanted_depths(config.k) if depths.told else []
+    wanted = wanted_depths(config.k) if depths.reported else []
     groups = sorted({UNDRAFTED, *wanted, *depths.flat}, key=lambda depth: (depth == BONUS, depth))
     alarm = config.false_alarm / len(groups)
     checks = []
@@ -82,7 +81,7 @@ def two_sample_checks(
 
 
 def least_share(config: AuditConfig, depths: Depths, counted: Counters | None) -> float:
-    """Of the rarest depth among the tokens after the first; 0 where nothing is known of it."""
+    """Share of the rarest depth among the tokens after the first; 0 where it is not known."""
     if config.k == 0:
         return 1.0
     if counted is None or not counted.accepted:
@@ -95,14 +94,14 @@ def least_share(config: AuditConfig, depths: Depths, counted: Counters | None) -
 def same_distribution(
     ours: Sequence[Samples], theirs: Sequence[Samples], depths: Depths | None = None, depth: int = 0
 ) -> Fit:
-    """Tests of homogeneity of the tokens after each prefix, added up; of `ours` those at `depth`
-    where `depths` are given."""
+    """Test of homogeneity of the tokens after each prefix, summed over prefixes; of `ours` only
+    tokens at `depth` where `depths` are given."""
     nested = None if depths is None else depths.nested
     first = followers(
         ours,
         None
         if nested is None
-        else lambda number, index, place: nested[number][index][place] == depth,
+        else lambda number, index, length: nested[number][index][length] == depth,
     )
     second = followers(theirs)
     fits = []

@@ -30,7 +30,7 @@ class Answer:
 
     @property
     def e2el_s(self) -> float:
-        """Sent to last token."""
+        """Time from sending to the last token."""
         return self.last_s - self.begun_s
 
     @property
@@ -74,7 +74,7 @@ class Client:
             ) from error
 
     async def measure(self, prompts: Sequence[Prompt], body: Body, concurrency: int) -> PassResult:
-        """All prompts once, `concurrency` at a time."""
+        """Send all prompts once, `concurrency` at a time."""
         result = PassResult([Answer() for _ in prompts])
         turns = iter(range(len(prompts)))
 
@@ -90,7 +90,7 @@ class Client:
     async def measure_open(
         self, prompts: Sequence[Prompt], body: Body, gaps_s: Sequence[float]
     ) -> PassResult:
-        """All prompts once, each `gaps_s` after the one before it, whatever has become of that."""
+        """Send all prompts once, each `gaps_s` after the one before it, answered or not."""
         result = PassResult([Answer() for _ in prompts])
         begun_s = perf_counter()
         due_s, asked = begun_s, []
@@ -103,8 +103,8 @@ class Client:
         return result
 
     async def step_bytes(self) -> dict[str, float]:
-        """What a draftsmith server tells of the weights that target passes and proposals read;
-        empty for other servers."""
+        """Bytes of weights that target passes and proposals read, from a draftsmith server's
+        metrics; empty for other servers."""
         response = await self.http.get("/metrics")
         found = re.findall(
             r'^draftsmith_step_bytes\{.*step="(\w+)".*\} (\S+)$', response.text, re.MULTILINE
@@ -141,7 +141,10 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 
 
 def _event(text: str) -> Body:
-    """A server that fails in the middle of an answer has only the stream left to say so."""
+    """Parsed event. A server that fails in the middle of an answer reports it as an event.
+
+    Raises:
+        UserError: the event is an error."""
     event = json.loads(text)
     if "error" in event:
         raise UserError(f"the server broke an answer off: {_message(text.encode())}")

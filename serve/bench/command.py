@@ -1,5 +1,5 @@
-"""`draftsmith bench`: speed and acceptance over HTTP, speculation off against on, taking turns
-within one run."""
+"""`draftsmith bench`: speed and acceptance over HTTP, speculation off against on, in
+alternating passes of one run."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check(config: BenchConfig) -> None:
 async def measure(
     config: BenchConfig, url: str, prompts: list[Prompt]
 ) -> tuple[list[Case], DraftCost | None]:
-    """The passes of every case, and what drafting costs in weights read if the server tells."""
+    """Passes of every case, and the cost of drafting in weights read if the server reports it."""
     client = Client(url, api_key=config.api_key, timeout_s=config.timeout_s)
     model = config.model or await client.model()
     cases = [
@@ -144,8 +144,8 @@ def gaps(config: BenchConfig, count: int, *, seed: int) -> list[float]:
 
 
 def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
-    """Without a seed at any temperature: `--k auto` does not learn by sampled requests that have
-    one."""
+    """Request body of a case, without a seed at any temperature: `--k auto` leaves sampled requests
+    with a seed out of its measurements."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": config.max_tokens,
@@ -161,7 +161,7 @@ def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
 
 
 def pair_options(config: BenchConfig) -> dict[str, Any]:
-    """What is said of the pair besides its target, defaults left out."""
+    """Options of the pair besides its target, defaults left out."""
     values = {
         field.name: (vars(config)[field.name], field.default)
         for field in fields(ServedPair)

@@ -62,4 +62,4 @@ class BenchConfig(ServedPair):
     )
     out: str | None = option(None, "write the figures here as JSON")
     png: str | None = option(None, "draw them here")
-    timeout_s: float = option(600.0, "patience with the server's start and with one answer")
+    timeout_s: float = option(600.0, "most seconds for the server's start, and for one answer")

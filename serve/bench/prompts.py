@@ -1,4 +1,4 @@
-"""Prompts to measure with: a file, or text every Python carries."""
+"""Prompts to measure with, from a file or from the standard library's text."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class DraftCost(NamedTuple):
 
 
 def cost_of(step_bytes: Mapping[str, float]) -> DraftCost | None:
-    """None where the server does not tell all of it."""
+    """Cost in units of a target pass; None where the server does not report all of it."""
     if not {"target_pass", *DraftCost._fields} <= step_bytes.keys():
         return None
     return DraftCost(*(step_bytes[name] / step_bytes["target_pass"] for name in DraftCost._fields))
@@ -98,7 +98,7 @@ def figures(
 
 
 def percentiles(seconds: Sequence[float]) -> Figures:
-    """In milliseconds."""
+    """Percentiles in milliseconds."""
     return {f"p{share}": 1e3 * percentile(seconds, share / 100) for share in (50, 95, 99)}
 
 
@@ -145,7 +145,7 @@ def acceptance(
 
 
 def ratios(cases: Sequence[Figures]) -> list[Figures]:
-    """on / off at each temperature: of all passes together, and the lowest and highest of the
+    """Ratio on / off at each temperature: of all passes together, and the lowest and highest of the
     paired passes."""
     found = []
     for temperature in dict.fromkeys(case["temperature"] for case in cases):
@@ -219,7 +219,7 @@ def _pair(values: Figures) -> str:
 
 
 def draw(cases: Sequence[Figures], path: str | Path) -> None:
-    """tok/s beside each other, and alpha by draft position."""
+    """Draw tok/s of the cases beside each other, and alpha by draft position."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""A server of our own for the time of a measurement, in a process of its own as in real life."""
+"""A `draftsmith serve` process for the time of a measurement."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def _wait(process: subprocess.Popen, url: str, log: Path, timeout_s: float) -> N
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
                 "nothing"
             ]
             raise UserError(
-                f"the server did not start; it said: {said[-1].removeprefix('draftsmith: error: ')}"
+                f"the server did not start: {lines[-1].removeprefix('draftsmith: error: ')}"
             )
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
@@ -55,6 +55,5 @@ def _wait(process: subprocess.Popen, url: str, log: Path, timeout_s: float) -> N
             pass
         time.sleep(0.2)
     raise UserError(
-        f"the server did not start within {timeout_s:g} s; raise timeout_s or look at a smaller "
-        "target"
+        f"the server did not start within {timeout_s:g} s; raise timeout_s or use a smaller target"
     )

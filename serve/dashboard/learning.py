@@ -1,8 +1,8 @@
-"""What learning left on disk, for the dashboard: versions with their gates, decisions, the
-learner's status, the buffer's size.
+"""Progress of learning for the dashboard: versions with their gates, decisions, the learner's
+status, the buffer's size; and the rows of the served drafts.
 
-Read from files alone, because `serve` does not know `distill`; a server that does not learn has
-nothing to tell.
+Read from files alone, because `serve` does not import `distill`; empty for a server that does not
+learn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ ALARMS = ("refuse", "rolled back", "drift", "quarantine")
 
 @dataclass
 class Learning:
-    """`read` may be called from any thread; what cannot change is read once."""
+    """Reader of the versions folder and the buffer. `read` may be called from any thread; files
+    that cannot change are read once."""
 
     versions: str | None = None  # the folder that the server follows
     buffer: str | None = None  # where rounds are recorded
@@ -67,7 +68,7 @@ class Learning:
         try:
             present, live = versions(self.versions)[-VERSIONS_SHOWN:], latest(self.versions)
         except (OSError, UserError):
-            # A shared folder may be away for a moment; the watcher says so.
+            # A shared folder may be away for a moment; the watcher logs it.
             return []
         manifests = [self._manifest(version) for version in present]
         keys = ("version", "parent", "family", "created_s", "gate")
@@ -83,12 +84,13 @@ class Learning:
             try:
                 self._manifests[version] = finite(read_manifest(self.versions, version))
             except (OSError, UserError):
-                # Pruned since it was listed, or damaged; the watcher says so.
+                # Pruned since it was listed, or damaged; the watcher logs it.
                 return {}
         return self._manifests[version]
 
     def _read_decisions(self) -> list[dict[str, Any]]:
-        """The latest about any draft, oldest first; one about a class's draft names the class."""
+        """Latest decisions about any draft, oldest first; one about a class's draft names the
+        class."""
         if self.versions is None:
             return []
         classes = self._class_folders(self.versions)
@@ -102,11 +104,11 @@ class Learning:
         return sorted(found, key=lambda one: one.get("time_s") or 0.0)[-DECISIONS_SHOWN:]
 
     def _class_folders(self, root: str) -> dict[str, Path]:
-        """By class, of the drafts that there are now."""
+        """Folders of the classes that have a draft now, by class."""
         try:
             pool = read_pool(root) or DraftPool()
         except (OSError, UserError):
-            # The watcher says so.
+            # The watcher logs it.
             return {}
         return {
             name: pool_root(root) / folder
@@ -135,14 +137,14 @@ class Learning:
         return finite(status) | {"age_s": max(0.0, time.time() - status.get("time_s", 0.0))}
 
     def _read_buffer(self) -> dict[str, Any] | None:
-        """Of a local folder; what an object store holds is not asked for."""
+        """Size of a local folder; an object store is not asked."""
         if self.buffer is None or "://" in self.buffer:
             return None
-        told_s, told = self._buffer
-        if time.monotonic() - told_s > BUFFER_LOOK_S:
-            told = shards(self.buffer)
-            self._buffer = (time.monotonic(), told)
-        return told
+        read_s, size = self._buffer
+        if time.monotonic() - read_s > BUFFER_LOOK_S:
+            size = shards(self.buffer)
+            self._buffer = (time.monotonic(), size)
+        return size
 
 
 def shards(folder: str) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def shards(folder: str) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """JSON for browsers has no NaN and no infinity."""
+    """Replace NaN and infinity by None: JSON for browsers has neither."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -170,10 +172,10 @@ def finite(value: Any) -> Any:
 def drafts(
     stats: EngineStats, canary_share: float, learner: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """A row a draft, the live one first; then the classes that the learner has and this server has
-    no draft for. `learner` is its status."""
+    """One row per draft, the live one first; then the classes that the learner has and this server
+    has no draft for. `learner` is its status."""
     pool = (learner or {}).get("pool") or {}
-    notes = {class_draft(name): note(told) for name, told in pool.items()}
+    notes = {class_draft(name): note(status) for name, status in pool.items()}
     notes[CANARY] = f"on trial, {100 * canary_share:.0f} % of the requests"
     served = stats.draft_versions
     rows = [row(stats, draft, version, notes.get(draft, "")) for draft, version in served.items()]
@@ -197,10 +199,10 @@ def row(stats: EngineStats, draft: str, version: str, note: str) -> dict[str, An
     }
 
 
-def note(told: Mapping[str, Any]) -> str:
-    """What the learner says of a class."""
-    learned = f"{told.get('requests', 0)} requests, {told.get('updates', 0)} updates"
-    if not told.get("serving"):
+def note(status: Mapping[str, Any]) -> str:
+    """Line about a class from the learner's status of it."""
+    learned = f"{status.get('requests', 0)} requests, {status.get('updates', 0)} updates"
+    if not status.get("serving"):
         return f"learns: {learned}"
-    gain = told.get("gain")
+    gain = status.get("gain")
     return learned if gain is None else f"gain {gain:+.4f}, {learned}"

@@ -1,5 +1,5 @@
-"""The page at `/dashboard` and what it reads: `/dashboard/data`, and `/dashboard/text` where the
-server shows text."""
+"""The page at `/dashboard`, the state behind it, and the endpoints that it reads:
+`/dashboard/data`, and `/dashboard/text` where the server shows text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def add_dashboard(app: FastAPI, server: Server, dashboard: Dashboard) -> None:
         responses={**documented(200, model=DashboardBody), **documented(400, 401)},
     )
     def data(since: float = 0.0, span: Literal["recent", "day"] = "recent") -> Response:
-        """Points that ended after `since` (seconds since the epoch), and all else as it is now."""
+        """Points that ended after `since` (seconds since the epoch), and all other
+        values of now."""
         return JSONResponse(
             data_of(server, dashboard, since, span), headers={"cache-control": "no-store"}
         )

@@ -1,5 +1,5 @@
-"""What the server did, moment by moment: differences of the engine's plain counters, kept in rings
-of bounded size.
+"""History of a server: differences of the engine's plain counters over intervals, kept in rings of
+bounded size.
 
 A thread of its own reads the counters every other second, so that history costs the rounds nothing.
 """
@@ -22,9 +22,9 @@ EVERY_S = 2.0
 RECENT = 450  # points of `EVERY_S` seconds: a quarter of an hour
 COARSE_S = 60.0
 DAY = 1440  # points of `COARSE_S` seconds
-NOW_S = 60.0  # what is told as the present
+NOW_S = 60.0  # the latest seconds, summed up as the present
 
-Point = dict[str, Any]  # one interval, ready for JSON: see `Point` in dashboard_schema.py
+Point = dict[str, Any]  # one interval, ready for JSON: see `Point` in schema.py
 
 
 class Counts(NamedTuple):
@@ -140,7 +140,7 @@ class Span:
 
 
 class History:
-    """`recent` is fine, `day` is coarse."""
+    """Two spans, `recent` fine and `day` coarse, filled by a thread of their own."""
 
     def __init__(self, engine: Engine, by_class: Mapping[str, AcceptanceCounts]):
         self.engine, self.by_class = engine, by_class
@@ -203,8 +203,8 @@ def plain_seconds(
     drafting: Counts,
     rounds_by_k: Mapping[int, int],
 ) -> float | None:
-    """How long these rounds would have taken without drafts, as measured while serving; None where
-    that was not measured.
+    """Seconds that these rounds would have taken without drafts, as measured while serving; None
+    where that was not measured.
 
     Each round costs what its drafts cost less, and every token beyond one a row costs its share of
     another plain round.
@@ -226,8 +226,8 @@ def plain_seconds(
 
 
 def summary(points: Sequence[Point]) -> dict[str, Any]:
-    """Points taken together. Speeds are those while there was work, so that an idle server does not
-    look slow."""
+    """Rates of points taken together. Busy speeds are those while there was work, so that an idle
+    server does not appear slow."""
     counts = Counts.total([Counts(**one["drafting"]) for one in points])
     seconds, tokens = sum(one["seconds"] for one in points), sum(one["tokens"] for one in points)
     busy_s = sum(one["busy_s"] for one in points)

@@ -1,5 +1,5 @@
-"""What `/openapi.json` says of `/dashboard/data`, which `draftsmith top` and the page at
-`/dashboard` both read."""
+"""Schema of `/dashboard/data` in `/openapi.json`; `draftsmith top` and the page at `/dashboard`
+both read it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RoundCounts(BaseModel):
 
 
 class Point(BaseModel):
-    """An interval that ended at `time_s`. `plain_s`: what its rounds would have taken without
-    drafts, where that is known."""
+    """An interval that ended at `time_s`. `plain_s`: seconds that its rounds would have taken
+    without drafts, where measured."""
 
     time_s: float
     seconds: float

@@ -1,5 +1,5 @@
-"""`draftsmith top`: a running server in the terminal, redrawn in place; piped, one line
-a refresh."""
+"""`draftsmith top`: a running server in the terminal, redrawn in place; piped, one line per
+refresh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(config: TopConfig) -> int:
         base_url=config.url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=10
     ) as http:
         feed = Feed(http, config.url)
-        feed.refresh()  # what cannot work is told before the screen is taken
+        feed.refresh()  # an error is printed before the screen is taken
         try:
             if sys.stdout.isatty():
                 show(feed, config.every_s, sys.stdout)
@@ -98,7 +98,7 @@ def log(feed: Feed, every_s: float, stream: TextIO) -> None:
 
 
 def show(feed: Feed, every_s: float, stream: TextIO) -> None:
-    """Until q. A server that stops answering stays on the screen with what it said last."""
+    """Redraw until q. A server that stops answering stays on the screen with its last data."""
     encoding = (stream.encoding or "").lower()
     blocks = BLOCKS if encoding.startswith("utf") else ASCII_BLOCKS
     trouble = ""
@@ -128,7 +128,7 @@ def show(feed: Feed, every_s: float, stream: TextIO) -> None:
 
 @contextmanager
 def own_screen(stream: TextIO) -> Iterator[None]:
-    """What the terminal showed before comes back at the end."""
+    """Switch to the terminal's second screen, and back at the end."""
     stream.write(OWN_SCREEN)
     try:
         yield
@@ -139,8 +139,8 @@ def own_screen(stream: TextIO) -> Iterator[None]:
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """`pressed(seconds)` waits so long for a key; "" for none. Without a terminal to type at it
-    just waits."""
+    """Yield `pressed(seconds)`, which waits so long for a key; "" for none. Without a terminal on
+    stdin it only waits."""
     if os.name != "posix" or not sys.stdin.isatty():
         yield lambda seconds: time.sleep(seconds) or ""
         return

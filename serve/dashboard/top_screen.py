@@ -1,5 +1,5 @@
-"""What `draftsmith top` shows: lines of text from one answer of `/dashboard/data`. Pure functions,
-no terminal."""
+"""The screen of `draftsmith top`: lines of text from one answer of `/dashboard/data`. Pure
+functions, no terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 def render(lines: Sequence[Line], *, width: int, height: int) -> str:
-    """One screen. What does not fit is cut: a line that wrapped would shift all below it."""
+    """Text of one screen. Lines are cut to fit: one that wrapped would shift all below it."""
     shown = [
         f"{line.style}{printable(line.text)[:width]}{PLAIN if line.style else ''}\x1b[K"
         for line in lines[:height]
@@ -34,7 +34,7 @@ def render(lines: Sequence[Line], *, width: int, height: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Names and reasons come from clients and files; a terminal must not obey them."""
+    """Replace control characters: names and reasons come from clients and files."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -52,7 +52,7 @@ def screen(data: Data, points: Sequence[Data], *, width: int, blocks: str = BLOC
 
 
 def one_line(data: Data) -> str:
-    """A refresh for a pipe or a log."""
+    """Line of one refresh, for a pipe or a log."""
     server, now = data["server"], data["now"]
     clock = time.strftime("%H:%M:%S", time.localtime(server["time_s"]))
     text = (
@@ -226,7 +226,7 @@ def lasted(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int, blocks: str) -> str:
-    """The latest values that fit, a character each; a blank where there is none."""
+    """Latest values that fit, one character per value; a blank where there is none."""
     shown = values[-width:] if width else []
     known = [value for value in shown if value is not None]
     if not known:

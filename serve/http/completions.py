@@ -95,7 +95,7 @@ async def _answer(
     try:
         await _submit(server, streams, request, body, prompts, answer=responder.id)
     except UserError as error:
-        raise as_refusal(error, told_as=body.told_as) from error
+        raise as_refusal(error, api_name=body.api_name) from error
     if body.stream:
         events = _stream(server, streams, responder)
         return StreamingResponse(
@@ -138,7 +138,7 @@ async def _submit(
 
 
 def _check_count(server: Server, num_prompts: int, num_choices: int) -> None:
-    """What the queue could not hold even when empty will not fit later either."""
+    """Refuse more requests than the queue holds when empty: they will not fit later either."""
     count, most = num_prompts * num_choices, server.loop.engine.config.max_queue
     if count > most:
         param = "prompt" if num_prompts > 1 else "n"

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Response
 from pydantic import Discriminator, Tag
 
 from draftsmith.serve.http.errors import Refusal
-from draftsmith.serve.http.formats import Text, Wire
+from draftsmith.serve.http.formats import StrictModel, Text
 from draftsmith.serve.http.protocol import Conversation, TokenIds
 from draftsmith.serve.http.schema import (
     DetokenizeBody,
@@ -88,7 +88,7 @@ def _model(server: Server) -> dict[str, Any]:
 TOKEN_STATUSES = (400, 401, 404, 413)
 
 
-class TokenizeText(Wire):
+class TokenizeText(StrictModel):
     model: Text | None = None
     prompt: Text
     add_special_tokens: bool = True
@@ -110,7 +110,7 @@ TokenizeRequest = Annotated[
 ]
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(StrictModel):
     model: Text | None = None
     tokens: TokenIds
 

@@ -64,8 +64,8 @@ class Refusal(Exception):
 
 class ErrorResponse(JSONResponse):
     def render(self, content: Any) -> bytes:
-        # Messages and names quote the client, who may have sent half a surrogate pair: only ASCII
-        # escapes can carry that.
+        # Messages and names quote the client's text, which may hold half a surrogate pair: only
+        # ASCII escapes can carry that.
         return json.dumps(
             content, ensure_ascii=True, allow_nan=False, separators=(",", ":")
         ).encode()
@@ -95,7 +95,7 @@ def timed_out(seconds: float) -> Refusal:
 
 
 def failure(request: EngineRequest) -> Refusal | None:
-    """What an end of generation that is no answer is told as."""
+    """Error response of a generation that ended without an answer; None for one with an answer."""
     reason = request.finish_reason
     if reason is FinishReason.ERROR and request.error:
         return Refusal(400, request.error)
@@ -114,8 +114,9 @@ def shutting_down(message: str) -> Refusal:
     return Refusal(503, message, kind="server_error", code="shutting_down", headers=RETRY_AFTER)
 
 
-def as_refusal(error: UserError, *, told_as: Callable[[str], str] = str) -> Refusal:
-    """`told_as` gives the request's own name of a parameter of the engine's."""
+def as_refusal(error: UserError, *, api_name: Callable[[str], str] = str) -> Refusal:
+    """Error response of an error of the engine. `api_name` maps the engine's name of a parameter to
+    the request's."""
     if isinstance(error, ShuttingDown):
         return shutting_down(str(error))
     if isinstance(error, EngineDead):
@@ -123,12 +124,12 @@ def as_refusal(error: UserError, *, told_as: Callable[[str], str] = str) -> Refu
     if isinstance(error, QueueFull):
         return overloaded(str(error))
     name = named_param(str(error))
-    return Refusal(400, str(error), param=None if name is None else told_as(name))
+    return Refusal(400, str(error), param=None if name is None else api_name(name))
 
 
 def named_param(message: str) -> str | None:
-    """Sentences about a parameter begin with its name, which has an underscore, or is one of the
-    few that have none."""
+    """Parameter that a sentence is about, None for none. Such a sentence begins with its name,
+    which has an underscore or is one of `SHORT_NAMES`."""
     leading = _LEADING_NAME.match(message)
     name = leading.group() if leading else ""
     return name if "_" in name or name in SHORT_NAMES else None
@@ -163,9 +164,9 @@ def validation_refusal(error: RequestValidationError) -> Refusal:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return Refusal(400, "the request body is not valid JSON; mend it")
-    # Where the schema allows several types, the first entry may be about the wrong one; the name is
+    # Where the schema allows several types, the first entry may be about the wrong one; its name is
     # right in any case.
-    name = next((str(part) for part in first["loc"] if part not in PLACES), None)
+    name = next((str(part) for part in first["loc"] if part not in LOCATIONS), None)
     message = _sentence(first, name)
     unknown = first["type"] == "extra_forbidden"
     return Refusal(
@@ -183,16 +184,16 @@ def _sentence(error: dict[str, Any], name: str | None) -> str:
             return "the request body is no JSON object; send one as application/json"
         return reason
     if error["type"] == "extra_forbidden":
-        path = ".".join(str(part) for part in error["loc"] if part not in PLACES)
+        path = ".".join(str(part) for part in error["loc"] if part not in LOCATIONS)
         return f"parameter {path!r} is not supported; leave it out{MENDS.get(path, '')}"
     if error["type"] == "missing":
         return f"parameter {name!r} is required; give it"
     return f"parameter {name!r}: {reason}"
 
 
-# where a parameter stands, which is no part of its name
-PLACES = ("body", "path", "query", "text body", "chat body")
-_STRUCTURED = " and say it in structured_outputs or response_format"
+# parts of an error's location that are no part of the parameter's name
+LOCATIONS = ("body", "path", "query", "text body", "chat body")
+_STRUCTURED = " and use structured_outputs or response_format"
 MENDS = dict.fromkeys(
     ("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _STRUCTURED
 )

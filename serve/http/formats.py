@@ -1,4 +1,5 @@
-"""What form of answer a request may ask for, and the grammar that it comes to."""
+"""Formats of answers (`response_format`, `structured_outputs`) and the grammars they compile to;
+the strict base of all request bodies."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def _is_text(value: str) -> str:
 Text = Annotated[str, AfterValidator(_is_text)]
 
 
-class Wire(BaseModel):
-    """Strict, so that nothing is converted or ignored."""
+class StrictModel(BaseModel):
+    """Part of a request body: no value is converted, no key ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -32,15 +33,15 @@ class Wire(BaseModel):
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-class TextFormat(Wire):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
 
-class JsonObjectFormat(Wire):
+class JsonObjectFormat(StrictModel):
     type: Literal["json_object"]
 
 
-class JsonSchema(Wire):
+class JsonSchema(StrictModel):
     # "schema" would hide a method of pydantic's, which only warns about it.
     model_config = ConfigDict(
         extra="forbid", strict=True, protected_namespaces=(), populate_by_name=False
@@ -52,7 +53,7 @@ class JsonSchema(Wire):
     strict: bool | None = None  # true or not, the schema is always held
 
 
-class JsonSchemaFormat(Wire):
+class JsonSchemaFormat(StrictModel):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -60,8 +61,8 @@ class JsonSchemaFormat(Wire):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
-class StructuredOutputs(Wire):
-    """vLLM's: exactly one of its kinds. A grammar is one in Lark's syntax."""
+class StructuredOutputs(StrictModel):
+    """vLLM's field: exactly one of `KINDS`. A grammar is in Lark's syntax."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 

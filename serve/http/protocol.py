@@ -1,5 +1,4 @@
-"""The OpenAI wire format: what a request may say. A parameter that is not honoured exactly is
-refused with 400."""
+"""Request bodies of OpenAI's API. A parameter that is not honoured exactly is refused with 400."""
 
 from __future__ import annotations
 
@@ -15,28 +14,34 @@ from pydantic import (
     model_validator,
 )
 
-from draftsmith.serve.http.formats import ResponseFormat, StructuredOutputs, Text, Wire, grammar_of
+from draftsmith.serve.http.formats import (
+    ResponseFormat,
+    StrictModel,
+    StructuredOutputs,
+    Text,
+    grammar_of,
+)
 from draftsmith.serve.sampling.params import SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
-class Speculation(Wire):
-    """Ours: how this request is drafted, and whether the response reports what became of the
-    drafts."""
+class Speculation(StrictModel):
+    """Extension of OpenAI's API: draft length and temperature of this request, and whether the
+    response reports what was accepted."""
 
     k: Annotated[int, Field(ge=0, le=64)] | None = None
     draft_temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     report: bool = False
 
 
-class StreamOptions(Wire):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # as vLLM: every chunk carries the usage so far
 
 
-class Generation(Wire):
-    """What completions and chat completions share."""
+class Generation(StrictModel):
+    """Parameters shared by completions and chat completions."""
 
     model: Text
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -100,26 +105,26 @@ class Generation(Wire):
             )
         return self
 
-    def told_as(self, name: str) -> str:
-        """What this request calls a parameter that the engine calls `name`."""
+    def api_name(self, name: str) -> str:
+        """Name in this API of the engine's parameter `name`."""
         if name == "grammar":
             return "response_format" if self.structured_outputs is None else "structured_outputs"
         return name
 
     @abstractmethod
     def alternatives(self) -> int | None:
-        """How many logprobs beside each emitted token; None for no logprobs."""
+        """Number of logprobs beside each emitted token; None for no logprobs."""
 
     def most_tokens(self) -> int | None:
         return self.max_tokens
 
     def echoes(self) -> bool:
-        """Whether the prompt is part of the answer."""
+        """True when the prompt is part of the answer."""
         return False
 
     def sampling(self, index: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-        """Of the `index`-th of n choices: each draws from its own streams. `bad_words` are the
-        tokens of those asked for."""
+        """Sampling parameters of the `index`-th of n choices; each choice draws from its own
+        streams. `bad_words` are the tokens of the words asked for."""
         most = self.most_tokens()
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -164,16 +169,16 @@ class CompletionRequest(Generation):
 
     @field_validator("prompt", mode="wrap")
     @classmethod
-    def _names_every_form(cls, value: Any, judge: ValidatorFunctionWrapHandler) -> Any:
-        """Else the first of the four forms alone would be complained of."""
+    def _names_every_form(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """Name all four forms in the error; pydantic's own names only the first."""
         try:
-            return judge(value)
+            return validate(value)
         except ValidationError as error:
             if isinstance(value, str):
                 raise
-            what = f"{reprlib.repr(value)} is no prompt"
+            refused = f"{reprlib.repr(value)} is no prompt"
             raise ValueError(
-                f"{what}; give a text, token ids, or a list of texts or of lists of ids"
+                f"{refused}; give a text, token ids, or a list of texts or of lists of ids"
             ) from error
 
     @model_validator(mode="after")
@@ -195,12 +200,12 @@ class CompletionRequest(Generation):
         return bool(self.echo)
 
 
-class TextPart(Wire):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: Text
 
 
-class Message(Wire):
+class Message(StrictModel):
     role: Text
     content: Text | list[TextPart]
     name: Text | None = None
@@ -216,8 +221,8 @@ class Message(Wire):
         )
 
 
-class Conversation(Wire):
-    """Messages and how the chat template makes a prompt of them."""
+class Conversation(StrictModel):
+    """Messages, and options of the chat template that makes a prompt of them."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     add_generation_prompt: bool | None = None  # default: true unless the final message is continued
@@ -235,16 +240,16 @@ class Conversation(Wire):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _are_not_ours(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in OURS_OF_TEMPLATES:
+    def _are_variables(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in RESERVED_VARIABLES:
             if name in (value or {}):
                 raise ValueError(f"{name!r} is no variable of a chat template; leave it out")
         return value
 
 
-# What apply_chat_template is itself told: a client must not set it through the variables of its
+# Parameters of apply_chat_template itself: a client must not set them through the variables of its
 # template.
-OURS_OF_TEMPLATES = (
+RESERVED_VARIABLES = (
     "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -270,10 +275,10 @@ class ChatRequest(Generation, Conversation):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         return self
 
-    def told_as(self, name: str) -> str:
+    def api_name(self, name: str) -> str:
         if name == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return "messages" if name == "prompt" else super().told_as(name)
+        return "messages" if name == "prompt" else super().api_name(name)
 
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

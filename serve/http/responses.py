@@ -1,4 +1,4 @@
-"""OpenAI response bodies from engine requests. Plain dicts: they are built once a round, and
+"""OpenAI response bodies from engine requests. Plain dicts: they are built once per round, and
 nothing validates them again."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from draftsmith.serve.http.tokens import Prompt
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 
 Body = dict[str, Any]
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM tells a token without mass by the same number
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM gives a token without mass the same number
 
 
 class Vocabulary(Protocol):
@@ -23,10 +23,10 @@ class Vocabulary(Protocol):
 
 
 class ResponseOptions(NamedTuple):
-    """What a request asked for beyond the answer."""
+    """Parts of a response beyond the text, as the request asked for them."""
 
-    report: Level = "none"  # what became of the drafts
-    report_alone: bool = False  # a stream tells it even where no usage is asked for
+    report: Level = "none"  # of drafted and accepted tokens
+    report_alone: bool = False  # a stream ends with it even where no usage is asked for
     token_ids: bool = False  # the response also carries the tokens of prompt and answer
     # tokens of logprobs are named "token_id:17", which text cannot confuse
     name_by_id: bool = False
@@ -39,8 +39,8 @@ class ResponseOptions(NamedTuple):
 
 @dataclass
 class Responder(ABC):
-    """Shared by both endpoints: identity of the response, usage, the optional report. Choices of
-    one prompt are neighbours."""
+    """Builder of response bodies, shared by both endpoints: identity of the response, usage, the
+    optional report. Choices of one prompt are neighbours."""
 
     model: str
     vocabulary: Vocabulary
@@ -59,7 +59,7 @@ class Responder(ABC):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
     def head(self, kind: str) -> Body:
-        # Whoever gets an answer that need not have the target's distribution is told so.
+        # An answer that need not have the target's distribution is labelled.
         label = {} if self.options.lossless else {"lossless": False}
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model} | label
 
@@ -72,13 +72,14 @@ class Responder(ABC):
         return body | self.metrics(requests)
 
     def usage(self, requests: Sequence[Request]) -> Body:
-        """Prompt tokens count once a prompt, however many choices it has."""
+        """Usage of all choices; prompt tokens count once per prompt, however many
+        choices it has."""
         return self._usage(
             requests[:: self.num_choices], sum(request.num_output for request in requests)
         )
 
     def _usage(self, prompts: Sequence[Request], completion: int) -> Body:
-        """`prompts` has one request of each prompt."""
+        """Usage; `prompts` has one request of each prompt."""
         prompt = sum(request.num_prompt for request in prompts)
         completion = 0 if self.options.prompt_only else completion
         return {
@@ -99,8 +100,8 @@ class Responder(ABC):
         ]
         if len(reports) == 1:
             return {"metrics": {"speculative_decoding": reports[0]}}
-        # As vLLM: one report belongs to one choice, and several choices have none. Who asks by our
-        # own field gets all.
+        # As vLLM: one report belongs to one choice, and several choices have none. A request with
+        # `speculation.report` gets all.
         return {
             "metrics": {"speculative_decoding": None}
             | ({"choices": reports} if self.options.report_alone else {})
@@ -143,12 +144,12 @@ class Responder(ABC):
         """The whole answer `index` of a request that has finished."""
 
     def opening(self, index: int) -> Body | None:
-        """What is sent of a choice before its first token."""
+        """Chunk of a choice before its first token; None for none."""
         return None
 
     @abstractmethod
     def delta(self, index: int, request: Request, update: Update) -> Body:
-        """What a chunk of a stream adds to answer `index`."""
+        """Part of a chunk that continues answer `index`."""
 
 
 class CompletionResponder(Responder):
@@ -198,7 +199,8 @@ class CompletionResponder(Responder):
         )
 
     def _logprobs(self, first: int, entries: Sequence[TokenLogprob | None], offset: int) -> Body:
-        """Only the first token of a prompt has no entry: nothing comes before it."""
+        """Logprobs in the layout of completions. Only the first token of a prompt has no entry:
+        nothing comes before it."""
         tokens, offsets, values, tops = [], [], [], []
         for entry in entries:
             text = self.token(first if entry is None else entry.token)
@@ -215,7 +217,7 @@ class CompletionResponder(Responder):
         }
 
     def _top(self, entry: TokenLogprob) -> Body:
-        # Of tokens with the same text the likeliest is told, and the emitted one before all.
+        # Of tokens with the same text the likeliest is kept, and the emitted one before all.
         return {
             self.token(token): finite(value)
             for token, value in [*entry.top[::-1], (entry.token, entry.logprob)]

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of answers: bodies, statuses, the error object. Nothing is checked
+"""Schema of answers in `/openapi.json`: bodies, statuses, the error object. Nothing is checked
 against it while serving."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DESCRIPTIONS = {
     404: "No such model.",
     408: "Not finished within the time that this server gives a request.",
     413: "The body is larger than this server takes.",
-    429: "Too many requests at the same time; `Retry-After` says when to come back.",
+    429: "Too many requests at the same time; `Retry-After` gives the seconds to wait.",
     500: "The engine failed on this request.",
     503: "The server is shutting down.",
 }
@@ -213,7 +213,7 @@ def describe(app: FastAPI, *, model: str, guarded: bool) -> None:
 
 
 def _name_model(schemas: dict[str, Any], model: str) -> None:
-    """So that a client that only reads the schema knows what to ask for."""
+    """Set the model's name as an example, for clients that read only the schema."""
     for name in ("CompletionRequest", "ChatRequest"):
         schemas[name]["properties"]["model"]["examples"] = [model]
 

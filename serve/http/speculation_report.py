@@ -1,4 +1,4 @@
-"""What became of one request's drafts, under vLLM's field names and ours."""
+"""Report on the drafted and accepted tokens of one request, under vLLM's field names and ours."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Level = Literal["none", "summary", "detailed"]
 
 
 def speculation_report(stats: SpeculationStats, k: int, *, level: Level) -> dict[str, Any]:
-    """vLLM's fields, with `tau` (of the rounds that drafted), what was committed and all target
-    passes added.
+    """Report with vLLM's fields, and with `tau` (of the rounds that drafted), the committed tokens
+    and all target passes.
 
     `k` is the draft length that the request was to have; a round may offer fewer tokens, or more
     where it is chosen. "detailed" adds numbers of every round.
@@ -43,13 +43,13 @@ def speculation_report(stats: SpeculationStats, k: int, *, level: Level) -> dict
 
 
 def histogram(accepted: Sequence[int], deepest: int) -> list[int]:
-    """How many rounds accepted 0, 1, ..., `deepest` tokens."""
+    """Numbers of rounds that accepted 0, 1, ..., `deepest` tokens."""
     return [accepted.count(count) for count in range(deepest + 1)]
 
 
 def by_draft_length(stats: SpeculationStats) -> dict[str, list[int]]:
-    """A histogram for the rounds of each draft length: short drafts cannot be accepted far, which
-    one histogram would hide."""
+    """Histogram of the rounds of each draft length: short drafts cannot be accepted far, which one
+    histogram would hide."""
     groups: dict[int, list[int]] = {}
     for offered, accepted in zip(stats.offered, stats.accepted, strict=True):
         groups.setdefault(offered, []).append(accepted)

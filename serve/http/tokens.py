@@ -22,7 +22,7 @@ def completion_prompts(
     *,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
-    """One prompt or several, as text or as ids."""
+    """Prompts of one request, given as one or several, as text or as ids."""
     if isinstance(prompt, str):
         return [Prompt(encode(prompt, tokenizer, add_special_tokens=add_special_tokens), prompt)]
     if not prompt:
@@ -50,7 +50,7 @@ def chat_prompt(
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
-    """`variables` are the chat template's own."""
+    """Token ids of a conversation; `variables` are the chat template's own."""
     if tokenizer.chat_template is None:
         raise UserError(
             "messages need a chat template, which this model's tokenizer has not; use "
@@ -65,8 +65,7 @@ def chat_prompt(
             **(variables or {}),
         )
     except Exception as error:
-        # Templates are programs of their own and raise what they like, mostly about the order of
-        # roles.
+        # Templates are programs and may raise any exception, mostly about the order of roles.
         reason = re.sub(r"\s+", " ", str(error))
         raise UserError(
             f"messages are refused by the chat template ({reason}); mend them"

@@ -1,5 +1,5 @@
 """The engine's counters as Prometheus metrics: under vLLM's names, which dashboards and load
-generators know, and under ours."""
+generators read, and under ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftsmith.serve.stats import MAX_PAUSES
 
 
 class EngineCollector(Collector):
-    """Reads the engine's plain counters when asked, so that counting costs the rounds nothing."""
+    """Reads the engine's plain counters when scraped, so that counting costs the rounds nothing."""
 
     def __init__(self, engine: Engine, model: str):
         self.engine, self.model = engine, model
@@ -96,8 +96,8 @@ class EngineCollector(Collector):
         yield cache
 
     def _acceptance(self) -> Iterator[Metric]:
-        """alpha_i is accepted over reached, tau committed over drafting rounds; each version has
-        its own."""
+        """Counters behind alpha_i (accepted over reached) and tau (committed over drafting rounds),
+        by version."""
         stats = self.engine.stats
         yield self._by_position(
             "draftsmith_offered",
@@ -129,13 +129,13 @@ class EngineCollector(Collector):
         yield from (reached, accepted, rounds, committed, self._wasted())
 
     def _wasted(self) -> Metric:
-        """Draft tokens that the target read for nothing."""
+        """Draft tokens that the target verified but that were not committed."""
         stats = self.engine.stats
         kept = sum(stats.acceptance.accepted)
         causes = {
             "rejected": stats.num_draft_tokens - kept,
             "trimmed": kept - stats.num_accepted_tokens,
-            # Of a tree no more than its depth could have been kept.
+            # No more tokens of a tree than its depth could have been accepted.
             "branches": max(0, stats.num_tree_nodes - stats.num_draft_tokens),
         }
         return self._labelled(
@@ -158,7 +158,7 @@ class EngineCollector(Collector):
         lossless = float(self.engine.lossless)
         yield self._gauge(
             "draftsmith_lossless",
-            "0 when drafts are judged by typical or synthetic acceptance, which changes answers.",
+            "0 when drafts are verified by typical or synthetic acceptance, which changes answers.",
             lossless,
         )
         yield self._labelled(
@@ -219,8 +219,8 @@ class EngineCollector(Collector):
         )
 
     def _sizes(self) -> Iterator[Metric]:
-        """What makes a step slow where memory bandwidth does. With suffix decoding beside a draft,
-        what a proposal reads depends on its text, and nothing is said of it."""
+        """Weights read per step, which bound its time by memory bandwidth. With suffix decoding
+        beside a draft the bytes of a proposal depend on its text, and are left out."""
         target, drafter = self.engine.target, self.engine.drafter
         text = (
             "Weights read by a target pass; by a proposal, however long, and besides by each of "

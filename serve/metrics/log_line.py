@@ -1,5 +1,5 @@
-"""What the server logs of itself every few seconds, in vLLM's words, so that what reads vLLM's log
-reads ours."""
+"""Log line of throughput and acceptance every few seconds, in vLLM's words, so that tools that
+parse vLLM's log parse ours."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Occupancy:
 
 
 def lines(before: Snapshot, after: Snapshot, now: Occupancy) -> list[str]:
-    """Nothing for a server that was and is idle."""
+    """Log lines of the time between; empty for a server that was and is idle."""
     seconds = after.time_s - before.time_s
     prompt, generated = after.prompt - before.prompt, after.generated - before.generated
     if not (prompt or generated or now.running or now.waiting):
@@ -79,8 +79,8 @@ def _speculation(before: Snapshot, after: Snapshot, seconds: float) -> list[str]
     if not drafts:
         return []
     accepted = after.accepted - before.accepted
-    # Of the rounds that offered the position: vLLM divides by all, which makes deep positions look
-    # worse than they are.
+    # Per round that offered the position: vLLM divides by all rounds, which understates deep
+    # positions.
     rates = [
         (after.accepted_at.get(position, 0) - before.accepted_at.get(position, 0)) / offered
         for position in sorted(after.offered_at)

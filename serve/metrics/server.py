@@ -48,7 +48,7 @@ OTHER_CLASSES = "other"
 
 
 class ServerMetrics:
-    """One registry a server, so that several servers of one process do not share counts."""
+    """One registry per server, so that several servers of one process do not share counts."""
 
     def __init__(self, engine: Engine, model: str):
         self.registry = CollectorRegistry()
@@ -71,12 +71,12 @@ class ServerMetrics:
         )
         self._class_names: set[str] = set()
         self.by_class: dict[str, AcceptanceCounts] = {}  # of finished requests
-        # Of the one model there is; told from the first scrape on, empty.
+        # Labelled at once, so that the first scrape lists them, empty.
         self._of_model = {name: histogram.labels(model) for name, histogram in histograms.items()}
 
     def finished(self, request: Request, *, num_choices: int = 1) -> None:
-        """Latencies and sizes of a request that gave at least one token; `num_choices` were asked
-        for its prompt."""
+        """Observe latencies and sizes of a request that gave at least one token; `num_choices` were
+        asked for its prompt."""
         self._count_class(request)
         if (
             request.first_token_s is None
@@ -103,7 +103,8 @@ class ServerMetrics:
         self._observe("vllm:request_num_preemptions", request.num_preemptions)
 
     def answered(self, lengths: list[int], num_choices: int) -> None:
-        """`lengths` of all answers of one HTTP request, choices of one prompt being neighbours."""
+        """Observe the `lengths` of all answers of one HTTP request, choices of one prompt being
+        neighbours."""
         for begin in range(0, len(lengths), num_choices):
             self._observe(
                 "vllm:request_max_num_generation_tokens", max(lengths[begin : begin + num_choices])
@@ -113,7 +114,8 @@ class ServerMetrics:
         self._responses.labels(self._model, str(status)).inc()
 
     def updated(self, seconds: float) -> None:
-        """Between two updates of a streaming request; a round may bring several tokens."""
+        """Observe the time between two updates of a streaming request; a round may bring several
+        tokens."""
         self._observe("vllm:inter_token_latency_seconds", seconds)
 
     def _count_class(self, request: Request) -> None:
@@ -127,7 +129,7 @@ class ServerMetrics:
             ("draftsmith_class_accepted_tokens", sum(stats.accepted)),
         ):
             self._classes[name].labels(self._model, label).inc(value)
-        # Behind a stop that trimmed a round nothing is known of its drafts.
+        # A stop that trimmed a round leaves the fate of the drafts behind it unknown.
         known = [
             kept if committed <= kept else offered
             for offered, kept, committed in zip(stats.offered, stats.accepted, stats.committed)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "SamplingParams", "__version__"]
 
-_HOMES = {"Engine": "draftsmith.serve.api", "SamplingParams": "draftsmith.serve.requests.request"}
+_HOMES = {"Engine": "draftsmith.serve.api", "SamplingParams": "draftsmith.serve.sampling.params"}
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: the command line must not wait for torch."""
+    """Load a name on first use: the command line must not wait for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'draftsmith' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

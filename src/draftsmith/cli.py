@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output left, as `| head` does. Python would complain once more while
+        # The reader of our output left, as `| head` does. Python would print another error while
         # flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -1,5 +1,5 @@
-"""The text every Python carries: the standard library's source (`stdlib:code`) and its manual pages
-(`stdlib:prose`)."""
+"""Text that every Python installation has: the standard library's source (`stdlib:code`) and its
+manual pages (`stdlib:prose`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _source_files(root: Path) -> Iterator[Path]:
 
 
 def stdlib_prose() -> list[Document]:
-    """The language reference as shipped for `help()`, one document a topic; about 0.5 MB."""
+    """The language reference as shipped for `help()`, one document per topic; about 0.5 MB."""
     from pydoc_data.topics import topics
 
     return [Document(name, text) for name, text in sorted(topics.items()) if len(text) > 200]
@@ -58,6 +58,6 @@ CORPORA = {"stdlib:code": stdlib_code, "stdlib:prose": stdlib_prose}
 
 
 def held_out(document: Document, share: float = 0.1) -> bool:
-    """Whether the document belongs to the evaluation part: decided by its name alone, so it never
+    """True when the document belongs to the evaluation part: decided by its name alone, so it never
     moves."""
     return int(hashlib.sha256(document.name.encode()).hexdigest()[:8], 16) < share * 2**32

@@ -1,5 +1,5 @@
-"""The parts that are installed only where they are used, and the sentence for a command that lacks
-one."""
+"""Packages that are installed only where they are used, by extra, and the error of a command that
+lacks one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import importlib.util
 from draftsmith.errors import UserError
 
 RECORDS = ("pyarrow", "fsspec", "httpx", "prometheus_client")
-# What a command of the extra cannot begin without, as it is imported.
+# Packages, by import name, that a command of the extra cannot begin without.
 NEEDED = {"serve": ("fastapi", "uvicorn", *RECORDS), "train": ("accelerate", "datasets", *RECORDS)}
-# What is imported on the way, where an option asks for it.
+# Packages that are imported only where an option needs them.
 OPTIONAL = {
     "serve": ("starlette", "pydantic"),
     "train": ("peft", "deepspeed", "matplotlib"),
@@ -19,8 +19,10 @@ OPTIONAL = {
 
 
 def check_extra(command: str, extra: str | None) -> None:
-    """A `UserError` where a package that `extra` brings and `command` needs is missing. Nothing is
-    imported."""
+    """Check that the packages of `extra` which `command` needs are installed; nothing is imported.
+
+    Raises:
+        UserError: a package is missing."""
     for package in NEEDED.get(extra or "", ()):
         if importlib.util.find_spec(package) is None:
             raise missing(command, package, extra or "")
@@ -33,8 +35,8 @@ def missing(command: str, package: str, extra: str) -> UserError:
 
 
 def extra_of(module: str | None) -> str | None:
-    """The extra that brings `module`, the dotted name of one that was not found; None for one that
-    no extra brings."""
+    """Extra that installs `module`, the dotted name of a module that was not found; None where no
+    extra does."""
     package = (module or "").split(".")[0]
     return next(
         (

@@ -1,5 +1,5 @@
-"""Whole files or none: every durable file of the project is written beside its place, synced and
-renamed."""
+"""Atomic files and folders: every durable file of the project is written beside its path, synced
+and renamed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from draftsmith.errors import UserError
 
 Signature = list[tuple[str, int, int]]
-# What a kill leaves of the writers below.
+# Temporary files that killed writers leave.
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
 
 
@@ -65,7 +65,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def sweep(folder: str | Path) -> None:
-    """Removes what killed writers left; for the folder's only writer."""
+    """Removes the temporary files of killed writers; for the folder's only writer."""
     folder = Path(folder)
     for entry in folder.iterdir() if folder.is_dir() else ():
         if not LEFTOVER.fullmatch(entry.name):
@@ -111,8 +111,8 @@ def read_json(path: str | Path, what: str = "file") -> Any:
 
 
 def signature(folder: str | Path, pattern: str) -> Signature:
-    """Of its files that match, so that another content is noticed without reading it; empty where
-    there is no such folder."""
+    """Names, sizes and change times of the files that match, so that changed content is noticed
+    without reading it; empty where there is no such folder."""
     states = [(path, path.stat()) for path in sorted(Path(folder).glob(pattern))]
     # Not the time of modification, which a copy may bring along.
     return [(str(path), state.st_size, state.st_ctime_ns) for path, state in states]

@@ -1,5 +1,5 @@
-"""Whether the links to the code folders are links: git writes small text files on a file system
-without symbolic links."""
+"""Check of the links to the code folders: git writes small text files in their place on a file
+system without symbolic links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_links(package: Path) -> None:
     if broken is None:
         return
     sentence = SENTENCE.format(path=broken)
-    # The command's own module is imported after this package: it could not say it.
+    # The command's own module is imported after this package and could not print it.
     if Path(sys.argv[0] if sys.argv else "").stem in ("draftsmith", "-m"):
         raise SystemExit(f"draftsmith: error: {sentence}")
     raise ImportError(sentence)

@@ -1,4 +1,4 @@
-"""One reading of a server's /metrics, and what happened between two."""
+"""Parsed text of a server's /metrics, and the difference of two."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Scrape:
     counters: dict[str, dict[Labels, float]]
 
     def total(self, name: str, **labels: str) -> float:
-        """Summed over all samples that carry `labels`; 0 where there is none."""
+        """Sum over all samples that carry `labels`; 0 where there is none."""
         wanted = labels.items()
         return sum(
             value for found, value in self._of(name).items() if wanted <= dict(found).items()
         )
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """Summed by the values of `label`."""
+        """Sums by the values of `label`."""
         values = {dict(found).get(label, "") for found in self._of(name)}
         return {value: self.total(name, **{label: value}, **labels) for value in sorted(values)}
 
@@ -36,7 +36,7 @@ class Scrape:
         return self.counters.get(name) or self.gauges.get(name) or {}
 
     def since(self, earlier: Scrape) -> Scrape:
-        """Counters of the time between; gauges as they are now."""
+        """Counters since `earlier`; gauges as they are now."""
         counters = {
             name: {
                 labels: value - earlier.counters.get(name, {}).get(labels, 0.0)
@@ -45,7 +45,7 @@ class Scrape:
             for name, samples in self.counters.items()
         }
         if any(value < 0 for samples in counters.values() for value in samples.values()):
-            raise UserError("the server was restarted while it was watched; ask again")
+            raise UserError("the server was restarted meanwhile; run the command again")
         return Scrape(self.gauges, counters)
 
 

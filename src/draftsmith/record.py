@@ -1,5 +1,5 @@
-"""The round record: what the engine hands to a sink after every round, and the buffer's row.
-Torch-free, schema-versioned."""
+"""The record of a round, which the engine hands to a sink after every round and the buffer stores
+as a row. Torch-free, schema-versioned."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ProbArrays(NamedTuple):
 
 
 class Distributions(Sequence[Distribution]):
-    """Distributions of consecutive positions, a part of arrays that whoever looks first may have to
-    make: not the engine's thread."""
+    """Distributions of consecutive positions, a slice of arrays that the first access may have to
+    compute; the engine's thread never accesses them."""
 
     def __init__(self, source: Callable[[], ProbArrays], begin: int, end: int):
         self._source, self._begin, self._end = source, begin, end
@@ -70,8 +70,7 @@ class Distributions(Sequence[Distribution]):
 
     @staticmethod
     def runs(rows: Iterable[Distributions]) -> list[ProbArrays]:
-        """The arrays of all of them in order; those that follow each other in the same arrays are
-        taken at once."""
+        """Arrays of all rows in order; neighbours in the same arrays are taken at once."""
         spans: list[Distributions] = []
         for row in rows:
             if spans and spans[-1]._end == row._begin and spans[-1]._source == row._source:
@@ -92,16 +91,16 @@ class Distributions(Sequence[Distribution]):
     @overload
     def __getitem__(self, index: slice) -> Distributions: ...
     def __getitem__(self, index: int | slice) -> Distribution | Distributions:
-        places = range(self._begin, self._end)[index]
-        if isinstance(places, range):
-            return Distributions(self._source, places.start, places.stop)
+        positions = range(self._begin, self._end)[index]
+        if isinstance(positions, range):
+            return Distributions(self._source, positions.start, positions.stop)
         ids, logprobs, tail, log_norms = self._source()
-        kept = int(np.isfinite(logprobs[places]).sum())
+        kept = int(np.isfinite(logprobs[positions]).sum())
         return Distribution(
-            ids[places, :kept].tolist(),
-            logprobs[places, :kept].tolist(),
-            float(tail[places]),
-            float(log_norms[places]),
+            ids[positions, :kept].tolist(),
+            logprobs[positions, :kept].tolist(),
+            float(tail[positions]),
+            float(log_norms[positions]),
         )
 
 
@@ -112,8 +111,8 @@ class RoundRecord:
     The tokens of a request are, in order of `round`: `context` (tokens committed since the
     request's previous record; the whole prompt in the first one), then `committed`. `p[i]` and
     `q[i]` are the distributions at drafted position i. They are left out when the request asked for
-    more than the sampling fields below tell (a penalty, a ban, a grammar): what was accepted then
-    says nothing about the distributions under these fields, so such rounds are text to learn from
+    more than the sampling fields below describe (a penalty, a ban, a grammar): acceptance then is
+    no evidence about the distributions under these fields, so such rounds are text to learn from
     and are never scored.
     """
 
@@ -147,8 +146,8 @@ class RoundRecord:
 
 
 def hashed(request_id: str) -> str:
-    """How records name a request. Requests of one answer are `ANSWER-NUMBER`: who knows the
-    answer's id finds them all."""
+    """Name of a request in records. Requests of one answer are `ANSWER-NUMBER`: the answer's id
+    finds them all."""
     answer, _, number = request_id.rpartition("-")
     return f"{hashed_answer(answer)}-{number}"
 
@@ -159,26 +158,26 @@ def hashed_answer(answer: str) -> str:
 
 
 def uniform(request_id: str) -> float:
-    """A number in [0, 1) that is the request's own."""
+    """Number in [0, 1), a function of the request's id."""
     return (
         int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=6).digest(), "big") / 2**48
     )
 
 
 class Sink(Protocol):
-    """Takes records off the engine's thread; must never block and never raise into it."""
+    """Receiver of records from the engine's thread; `put` must never block and never raise."""
 
     @property
     def share(self) -> float:
-        """The part of new requests that it wants recorded, from 0 to 1; one that falls behind asks
-        for fewer, whole ones."""
+        """Share of new requests to record, from 0 to 1, each whole; a sink that falls behind lowers
+        it."""
         ...
 
     def put(self, record: RoundRecord) -> None: ...
 
     def forget(self, answer: str) -> int:
-        """Deletes the records of an answer, by its id, and says how many there were; from any
-        thread, and not at once."""
+        """Delete the records of an answer, by its id, and return their number; callable from any
+        thread, and slow."""
         ...
 
     def close(self) -> None: ...

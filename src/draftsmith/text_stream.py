@@ -1,5 +1,5 @@
-"""Committed tokens in, finished text out: no half character, no part of a stop string ever leaves.
-Torch-free."""
+"""Text of committed tokens as it becomes final: no half character, no part of a stop string is ever
+released. Torch-free."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TextStream:
         step = self._advance(tokens)
         if not step.stopped or len(tokens) == 1:
             return step
-        # The stop string ended somewhere inside: once more, token by token, to know where.
+        # The stop string ended somewhere inside: once more, token by token, to find where.
         self._state = before
         text = ""
         for count, token in enumerate(tokens, 1):
@@ -84,7 +84,7 @@ class TextStream:
         return StreamStep(text, len(tokens), False)
 
     def finish(self) -> str:
-        """What was held back, once no token follows."""
+        """Rest of the text that was held back, once no token follows."""
         state = self._state
         rest = state.held + self._decode(state.window)[state.sent :]
         self._state = _State([], 0, "")
@@ -112,7 +112,7 @@ class TextStream:
         pending = state.held + fresh
         if not self.stop:
             return StreamStep(pending, num_tokens, False)
-        # One that lies wholly in what was held was met when it could not end the text.
+        # A stop string that lies wholly in the held text was found when it could not end the text.
         searched = [(stop, max(0, len(state.held) + 1 - len(stop))) for stop in self.stop]
         found = [at for at in (pending.find(stop, begin) for stop, begin in searched) if at >= 0]
         if found and stoppable:

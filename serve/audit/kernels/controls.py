@@ -1,5 +1,5 @@
-"""Mistakes that engines have shipped or could, each of which a joint test must see: the negative
-controls of the audit."""
+"""Negative controls of the kernel audit: mistakes that engines have shipped or could, each of which
+a joint test must detect. And the cases that must hold."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ DISTRIBUTIONS = (
     UNFILTERED_DRAFT,
     PENALISED,
     Distribution(name="draft at temperature 0.5", draft_temperature=0.5),
-    Distribution(name="greedy draft, one-hot distribution told", draft_temperature=0.0),
-    Distribution(name="deterministic draft, no distribution told", deterministic=True),
+    Distribution(name="greedy draft, one-hot distribution reported", draft_temperature=0.0),
+    Distribution(name="deterministic draft, no distribution reported", deterministic=True),
 )
 FEW_DISTRIBUTIONS = (PLAIN, UNFILTERED_DRAFT, PENALISED)
 
@@ -74,9 +74,9 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every distribution drafted and verified in every way; a block without distributions is a
-    chain and is not repeated. What ends a round knows nothing of filters and temperatures, so a few
-    distributions do for it."""
+    """Cases: every distribution drafted and verified in every way; a block without distributions is
+    a chain and is not repeated. The end of a round does not depend on filters and temperatures, so
+    a few distributions are enough for it."""
     ways = [
         (way, distribution, run)
         for way, run in PROCEDURES.items()
@@ -97,20 +97,20 @@ class Control:
 
 def controls() -> dict[str, Control]:
     blind = replace(PENALISED, sees_drafts=False)
-    # Few likely tokens, and a draft that knows little of them: here noise that is used twice shows
+    # Few likely tokens, and a draft unlike them: here noise that is used twice shows
     # soonest.
     narrow = Distribution(name="", top_p=0.7, likeness=0.4)
     return {
-        "q told at another temperature": Control(
-            PLAIN, Chains(told=lambda q_logits: q_logits / 1.3)
+        "q reported at another temperature": Control(
+            PLAIN, Chains(reported=lambda q_logits: q_logits / 1.3)
         ),
         # Logits of real models lie tens away from 0 (GPT-2's near -100), where bfloat16 keeps one
         # binary digit after the point.
-        "q told in bfloat16": Control(
-            PLAIN, Chains(told=lambda q_logits: q_logits.bfloat16().float()), offset=-100.0
+        "q reported in bfloat16": Control(
+            PLAIN, Chains(reported=lambda q_logits: q_logits.bfloat16().float()), offset=-100.0
         ),
-        "q told of the draft before the swap": Control(
-            PLAIN, Chains(told_version=lambda versions: (versions + 1) % VERSIONS)
+        "q reported of the draft before the swap": Control(
+            PLAIN, Chains(reported_version=lambda versions: (versions + 1) % VERSIONS)
         ),
         "draft and residual share a stream": Control(
             narrow, Chains(draw=_draw_from_residual_stream, draft_seeds=_own_seeds)
@@ -135,10 +135,10 @@ def controls() -> dict[str, Control]:
         "block, next round drafts with noise looked at": Control(
             narrow, Chains(verify=verify_block, draft_seeds=_own_seeds)
         ),
-        "tree, siblings without replacement judged as with": Control(
+        "tree, siblings without replacement verified as with": Control(
             PLAIN, Trees(verify=tree_by(Rules(reject=keep_q)))
         ),
-        "tree, siblings with replacement judged as without": Control(
+        "tree, siblings with replacement verified as without": Control(
             PLAIN,
             Trees(draw=_draw_with_replacement, verify=tree_by(Rules(passes_over_repeats=False))),
         ),
@@ -168,7 +168,7 @@ def tree_by(rules: Rules) -> Callable[..., TreeVerdict]:
 
 
 def _own_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The request's, for every round."""
+    """Seeds of the request, the same for every round."""
     return seeds
 
 
@@ -181,8 +181,8 @@ def _draw_from_residual_stream(
 def _draw_by_accept_uniform(
     logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """By inversion, with the number that the accept test then compares: one random number a
-    position, as a short way might."""
+    """Draw by inversion, with the number that the accept test then compares: one random number per
+    position."""
     reach = logits.double().softmax(dim=-1).cumsum(dim=-1)
     drawn = (reach < uniform(seeds, positions, Purpose.ACCEPT)[:, None]).sum(dim=-1)
     return drawn.clamp(max=logits.shape[-1] - 1)

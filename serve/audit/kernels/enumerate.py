@@ -34,7 +34,7 @@ class Chosen:
     """Draws (see `randomness.Draws`) that take row b's uniforms from a table [C, K, M] and keep
     what the token is drawn from.
 
-    Rows are told apart by their seeds, which are their numbers; positions begin at 0.
+    Rows are distinguished by their seeds, which are their numbers; positions begin at 0.
     """
 
     def __init__(self, uniforms: torch.Tensor):

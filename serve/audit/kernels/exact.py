@@ -40,8 +40,8 @@ VerifyTree = Callable[..., TreeVerdict]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a round drafts: nodes under their parents, over a vocabulary small enough
-    for all of it."""
+    """Shape of a round's drafts: nodes under their parents, over a vocabulary small enough to
+    enumerate."""
 
     parents: tuple[int, ...]
     depth: int
@@ -91,7 +91,7 @@ def exact_checks(seed: int) -> list[Check]:
         "block with a chain's residual": block_error(
             DISTRIBUTIONS[0], seed, verify=_with_chains_residual
         ),
-        "tree, siblings judged as independent": tree_error(
+        "tree, siblings verified as independent": tree_error(
             DISTRIBUTIONS[0], seed, SIBLINGS, verify=_independent_siblings
         ),
     }
@@ -139,7 +139,7 @@ def edge_checks() -> list[Check]:
 def _keeps_nothing_possible(
     accept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> bool:
-    """Whether a token without mass in p or in q can be kept."""
+    """True when a token without mass in p or in q can be kept."""
     nothing = torch.tensor([-math.inf], dtype=torch.float64)
     zero = torch.zeros(1, dtype=torch.float64)
     cases = (
@@ -256,7 +256,7 @@ def tree_arguments(
 
 
 def numbered(rows: torch.Tensor) -> torch.Tensor:
-    """The seeds that `Chosen` tells rows apart by."""
+    """Seeds by which `Chosen` distinguishes rows."""
     return torch.arange(len(rows))
 
 
@@ -293,7 +293,8 @@ def _with_chains_residual(
 
 
 def _independent_siblings(*arguments: torch.Tensor, draws: Chosen) -> TreeVerdict:
-    """Siblings drawn without replacement, judged as if each had been drawn from the whole of q."""
+    """Siblings drawn without replacement, verified as if each had been drawn from the
+    whole of q."""
 
     def uniform(
         seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor

@@ -27,15 +27,14 @@ from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 
 
 class Left(NamedTuple):
-    """What is left at a node once some of its children were rejected; logprobs [B, V]."""
+    """Distributions left at a node once some of its children were rejected; logprobs [B, V]."""
 
     log_p: torch.Tensor
     log_q: torch.Tensor
 
 
 def reject_sibling(left: Left, tokens: torch.Tensor) -> Left:
-    """The distribution still to be met loses what q covers, and the next sibling is drawn from q
-    without this one."""
+    """Remove from p the mass that q covers; the next sibling is drawn from q without this one."""
     log_q = log_distribution(left.log_q.scatter(-1, tokens[:, None], -math.inf))
     return Left(log_distribution(residual_distribution(left.log_p, left.log_q)), log_q)
 

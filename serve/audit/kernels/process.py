@@ -30,7 +30,7 @@ TREE = (-1, -1, -1, 0, 0, 1, 3)
 
 
 class Round(NamedTuple):
-    """All that is settled before anything of the round is drawn."""
+    """State of the round before anything of it is drawn."""
 
     contexts: torch.Tensor  # [B]
     lengths: torch.Tensor  # [B], drafted tokens of the round
@@ -40,7 +40,7 @@ class Round(NamedTuple):
 
 
 class Procedure(Protocol):
-    """How a round is run; `most` is the largest number of tokens it drafts."""
+    """Procedure of one round; `most` is the largest number of tokens it drafts."""
 
     @property
     def most(self) -> int: ...
@@ -66,9 +66,9 @@ class Chains:
 
     draw: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = draw_draft
     draft_seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = round_seeds
-    # the draft distribution as verification is told it
-    told: Callable[[torch.Tensor], torch.Tensor] = lambda q_logits: q_logits
-    told_version: Callable[[torch.Tensor], torch.Tensor] = lambda versions: versions
+    # the draft distribution as it is reported to verification
+    reported: Callable[[torch.Tensor], torch.Tensor] = lambda q_logits: q_logits
+    reported_version: Callable[[torch.Tensor], torch.Tensor] = lambda versions: versions
     truncate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = (
         lambda lengths, drafts, q_logits: lengths
     )
@@ -92,13 +92,13 @@ class Chains:
             )
             contexts.append(world.after(contexts[-1], drafts[-1]))
         visited, drafted = torch.stack(contexts, dim=1), torch.stack(drafts, dim=1)
-        q_logits = world.q_logits[self.told_version(round.versions)[:, None], visited[:, :-1]]
+        q_logits = world.q_logits[self.reported_version(round.versions)[:, None], visited[:, :-1]]
         lengths = self.truncate(round.lengths, drafted, q_logits)
         depths = torch.arange(DEPTH + 1, device=lengths.device)
         p_logits = world.p_logits[depths, visited][depths <= lengths[:, None]]
-        told = None if deterministic else self.told(q_logits)
+        q_reported = None if deterministic else self.reported(q_logits)
         return self.verify(
-            p_logits, drafted, lengths, told, round.seeds, round.positions, impl=impl
+            p_logits, drafted, lengths, q_reported, round.seeds, round.positions, impl=impl
         )
 
 

@@ -176,7 +176,7 @@ def _state(params: SamplingParams, text: list[int], vocab_size: int) -> Sampling
 
 
 def _texts(vocab_size: int) -> list[list[int]]:
-    """Of every context of fewer than `LENGTH` tokens, in their order."""
+    """Tokens of every context of fewer than `LENGTH` tokens, in their order."""
     texts: list[list[int]] = [[]]
     level = texts
     for _ in range(LENGTH - 1):

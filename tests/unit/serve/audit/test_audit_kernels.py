@@ -147,7 +147,7 @@ def test_joint_distributions_hold(case: Case) -> None:
 MORE_ROUNDS = {"block, a chain's residual": 150_000}
 
 
-@pytest.mark.parametrize("name", [name for name in controls() if name != "q told in bfloat16"])
+@pytest.mark.parametrize("name", [name for name in controls() if name != "q reported in bfloat16"])
 def test_mistakes_are_caught(name: str) -> None:
     control = controls()[name]
     config = replace(QUICK, rounds=MORE_ROUNDS.get(name, QUICK.rounds))

@@ -17,7 +17,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.depths import BONUS, depth_shares, depths_told
+from draftsmith.serve.audit.depths import BONUS, depth_shares, reported_depths
 from draftsmith.serve.audit.reference import CoarseDistribution
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import CONTEXT_TOKENS
@@ -452,7 +452,7 @@ def unseen(count: int, bias: float) -> Check:
     [
         (
             {2: unseen(500, 0.24), 3: unseen(200, 0.4)},
-            "a bias of 0.2 would not be seen; give --samples 10000",
+            "a bias of 0.2 would not be detected; give --samples 10000",
         ),
         (
             {3: unseen(70, 1.0), 4: unseen(7, 1.0)},
@@ -477,13 +477,13 @@ def test_depths_are_those_at_which_tokens_were_decided() -> None:
     """The prefill's token; a round of 3 drafts that kept 1; one without drafts; one that kept both
     of 2, cut at the end."""
     report = {"per_step_begin": [1, 4], "per_step_drafted": [3, 2], "per_step_committed": [2, 3]}
-    assert depths_told(report, 6) == [0, 1, 2, 0, 1, 2]
-    assert depths_told(report, 7) == [0, 1, 2, 0, 1, 2, BONUS]
-    assert depths_told(report, 7, k=2) == [0, 1, 2, 0, 1, 2, BONUS], (
+    assert reported_depths(report, 6) == [0, 1, 2, 0, 1, 2]
+    assert reported_depths(report, 7) == [0, 1, 2, 0, 1, 2, BONUS]
+    assert reported_depths(report, 7, k=2) == [0, 1, 2, 0, 1, 2, BONUS], (
         "a tree of 3 tokens, of which 2 may be kept"
     )
     with pytest.raises(UserError, match="lacks its rounds"):
-        depths_told({"per_step_begin": [1]}, 3)
+        reported_depths({"per_step_begin": [1]}, 3)
 
 
 def test_counters_give_each_depth_its_share() -> None:
