@@ -61,6 +61,8 @@ def default_text(field: dataclasses.Field) -> str:
 
 def help_text(field: dataclasses.Field) -> str:
     text = field.metadata.get("help", "")
+    if also := field.metadata.get("also"):
+        text += f"; also `--{also.replace('_', '-')}`"
     choices = field.metadata.get("choices")
     return f"{text} ({', '.join(choices)})" if choices else text
 
