@@ -16,7 +16,7 @@ from draftsmith.drafters.target.device import device_of, weight_dtype
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine as RoundEngine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import completion
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.tokens import completion_prompts
@@ -81,7 +81,7 @@ class Engine:
         self._tokenizer = loaded.tokenizer()
         version = "" if drafter is None else "0"
         self._loop = EngineLoop(
-            RoundEngine(loaded, drafter, config or EngineConfig(), draft_version=version)
+            build_engine(loaded, drafter, config or EngineConfig(), draft_version=version)
         ).start()
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:

@@ -28,9 +28,10 @@ from draftsmith.serve.dashboard.learning import Learning
 from draftsmith.serve.dashboard.live_text import TextView
 from draftsmith.serve.dashboard.page import Dashboard
 from draftsmith.serve.dashboard.samples import History
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.engine.trees import wanted_tree
+from draftsmith.serve.engine.trees import configured_tree
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
@@ -101,7 +102,7 @@ def serve_target(
     """Load the draft, build the engine, and serve both until the process is stopped."""
     draft = load_drafter(config, target)
     sink = make_sink(config, target) if config.learn is not None and make_sink is not None else None
-    engine = Engine(
+    engine = build_engine(
         target,
         draft.drafter,
         config.engine(),
@@ -117,7 +118,7 @@ def check(config: ServeConfig) -> None:
     check_serve(config)
     engine = config.engine()
     check_engine(engine)
-    wanted_tree(engine)
+    configured_tree(engine)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -183,7 +184,7 @@ def make_dashboard(config: ServeConfig, server: Server) -> Dashboard:
     engine = server.loop.engine
     view = TextView() if config.dashboard_text else None
     if view is not None:
-        engine.onlooker = view.add_round
+        engine.observe_rounds(view.add_round)
     history = History(engine, server.metrics.by_class)
     return Dashboard(history, Learning(config.versions, config.learn), view)
 

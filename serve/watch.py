@@ -126,7 +126,7 @@ class VersionWatcher:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draftsmith-versions", daemon=True)
         if serving is not None and (reason := self._live.misfit(serving)):
-            loop.engine.drafting.live.quarantined = True
+            loop.quarantine()
             log.warning(
                 "draft version %d is in quarantine and drafts in one round of %d: %s",
                 serving,
@@ -177,12 +177,12 @@ class VersionWatcher:
             self._canary.serve(canary.version)
             # A version that was refused must not get the share of the one before.
             share = canary.share if self._canary.serving == canary.version else 0.0
-        self.loop.engine.lineup.router.canary_share = share
+        self.loop.set_routing(canary_share=share)
         if share == 0.0:
             self._canary.end()
 
     def _follow_pool(self, pool: DraftPool) -> None:
-        self.loop.engine.lineup.router.pool = pool
+        self.loop.set_routing(pool=pool)
         for key in [key for key in self._classes if pool.classes.get(key[0]) != key[1]]:
             self._classes.pop(key).end()
         for name, folder in pool.classes.items():

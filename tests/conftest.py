@@ -127,7 +127,8 @@ def server_seed() -> Iterator[None]:
     --seed 0`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "draftsmith.serve.requests.intake.secrets", SimpleNamespace(randbits=lambda bits: 0)
+            "draftsmith.serve.requests.input_processor.secrets",
+            SimpleNamespace(randbits=lambda bits: 0),
         )
         yield
 

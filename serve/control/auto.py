@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from draftsmith.serve.control.control import MAX_AUTO_K, Offer, RoundPlan, RoundResult, Wish
+from draftsmith.serve.control.control import (
+    MAX_AUTO_K,
+    RoundPlan,
+    RoundResult,
+    RowBudget,
+    RowResult,
+)
 from draftsmith.serve.control.latency import LatencyTable, MarginalCost, bucket_of, nearest
 from draftsmith.serve.control.survival import Survival
 
@@ -27,7 +33,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds of a bucket between two trials
 class _Load(NamedTuple):
     """The rows of a round, equal ones counted together."""
 
-    rows: Counter[Wish]
+    rows: Counter[RowBudget]
     num_rows: int
     deepest: int
 
@@ -94,7 +100,7 @@ class AutoControl:
         self._lost_s = 0.0
         self._surprise_s = 0.0  # what a trial lost beyond what was reckoned: reading text late, say
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         deepest = min(max((wish.most for wish in wishes), default=0), MAX_AUTO_K)
         number = bucket_of(num_tokens)
         if deepest == 0:
@@ -179,7 +185,7 @@ class AutoControl:
             self._surprise_s += 0.3 * (max(0.0, trial.lost_s - trial.expected_s) - self._surprise_s)
             bucket.trial, bucket.due = None, 0
 
-    def _kept(self, offer: Offer) -> float:
+    def _kept(self, offer: RowResult) -> float:
         """Accepted drafts of a row; as many as are expected where they may not be counted."""
         if offer.accepted is None:
             return sum(self.survival.chances(offer.request_class, offer.offered))

@@ -19,14 +19,14 @@ MAX_K = 64
 MAX_AUTO_K = 8  # draft tokens a round that `auto` goes up to
 
 
-class Wish(NamedTuple):
+class RowBudget(NamedTuple):
     """A row that is about to decide tokens."""
 
     request_class: str
     most: int  # drafts it may have: the request's own k, and the room left in its answer
 
 
-class Offer(NamedTuple):
+class RowResult(NamedTuple):
     """What became of a row's drafts. `accepted` is None where the request's draws can be repeated
     (`Request.repeatable`): no control may depend on them."""
 
@@ -54,13 +54,13 @@ class RoundResult:
     k: int  # the deepest draft, as planned
     seconds: float
     catching_up: bool  # the draft read far more than the last round's tokens
-    offers: Sequence[Offer]
+    offers: Sequence[RowResult]
     # tokens that were put before the target; None where draws that can be repeated decided it
     num_drafted: int | None = 0
 
 
 class Control(Protocol):
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         """The k of each row; `num_tokens` known tokens are expected in the pass."""
         ...
 
@@ -76,7 +76,7 @@ class Control(Protocol):
 class FixedControl:
     """Every request drafts what it asked for."""
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         return RoundPlan([wish.most for wish in wishes])
 
     def observe(self, result: RoundResult) -> None:
@@ -97,7 +97,7 @@ class ScheduledControl(FixedControl):
     def __init__(self, steps: Sequence[Step]):
         self.steps = steps
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         k = next(
             (step.k for step in reversed(self.steps) if step.batch <= len(wishes)), self.steps[0].k
         )

@@ -36,7 +36,7 @@ class _Arm:
         return (self.kept + 1.0) / (self.offered + 2.0)
 
 
-class DraftDistribution:
+class DraftTemperature:
     """`greedy`: drafts are the draft's likeliest tokens. `tune`: of a few multiples of the
     request's temperature the one whose first drafts are kept most often; every `TRIAL_EVERY`-th
     round asks another."""

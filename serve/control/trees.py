@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draftsmith.serve.control.auto import AutoControl
-from draftsmith.serve.control.control import RoundPlan, RoundResult, Wish
+from draftsmith.serve.control.control import RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.control.survival import Survival
 
 
@@ -38,7 +38,7 @@ class TreeControl:
         self._control = AutoControl(start=1)
         self._control.survival = _Heights(depth)
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         chosen = self._control.choose(
             [wish._replace(most=min(wish.most, 1)) for wish in wishes], num_tokens
         )

@@ -92,7 +92,7 @@ def data_of(
             version: Counts.of(counts).rates()
             for version, counts in engine.stats.by_version.items()
         },
-        "drafts": drafts(engine.stats, engine.lineup.router.canary_share, learning["learner"]),
+        "drafts": drafts(engine.stats, engine.drafts.router.canary_share, learning["learner"]),
         "points": kept.since(since),
         **learning,
     }

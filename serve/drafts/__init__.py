@@ -4,7 +4,7 @@ Files in reading order:
 - `served`: one draft and its failures
 - `routing`: draft by request
 - `swap`: new weights
-- `lineup`: drafts added, swapped, retired
+- `draft_set`: drafts added, swapped, retired
 
-Other chapters import `lineup`, `served` and `swap`.
+Other chapters import `draft_set`, `served` and `swap`.
 """

@@ -1,5 +1,5 @@
-"""One of the drafts that an engine serves, and how it stands: its failures are its own. Torch-free
-but for the drafter."""
+"""One of the drafts that an engine serves, with its own failures and pauses. Torch-free but for
+the drafter."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from draftsmith.serve.requests.route import shown
 
 log = logging.getLogger(__name__)
 
-PROBE = 4  # a draft in quarantine drafts in one round of so many: enough to be judged by
+PROBE = 4  # a draft in quarantine drafts in one of so many rounds: enough to measure it
 LONGEST_PAUSE = 256  # rounds without drafting after a drafter has failed again and again
 
 
 class ServedDraft:
     def __init__(self, name: str, drafter: ServingDrafter):
         self.name, self.drafter = name, drafter
-        # It was made for other weights of the target, until it is shown to be worth its time with
-        # these.
+        # Made for other weights of the target, until it is measured to pay with these.
         self.quarantined = False
         self.retired = False  # goes when its last request has ended
         self._failures = 0
@@ -29,8 +28,8 @@ class ServedDraft:
         return self._pause == 0 and not self.retired
 
     def take_turn(self) -> bool:
-        """Whether it may draft in this round; counts down the pause that follows failures, or a
-        turn in quarantine."""
+        """True when the draft may draft in this round. Counts down the pause that follows failures,
+        or a turn in quarantine."""
         if self._pause > 0:
             self._pause -= 1
             return False
@@ -38,7 +37,7 @@ class ServedDraft:
             self._pause = PROBE - 1
         return True
 
-    def went_well(self) -> None:
+    def succeeded(self) -> None:
         self._failures = 0
 
     def failed(self, cause: str, error: object) -> None:

@@ -2,7 +2,6 @@
 
 Files in reading order:
 - `engine`: the loop of rounds
-- `build`: an engine from its configuration
 - `round`: values of one round
 - `scheduler`: rows of a round
 - `propose`: drafted tokens of a round
@@ -11,8 +10,10 @@ Files in reading order:
 - `runner`: the target's pass
 - `graphs`: CUDA graphs of it
 - `verify`: output tokens of a round
+- `commit`: tokens and caches after a round
 - `output`: stop conditions and text
 - `recorder`: round records
+- `build`: an engine from its configuration
 - `loop`: the engine's thread
 
 Other chapters import `loop`, `build` and `engine`.

@@ -2,16 +2,146 @@
 
 from __future__ import annotations
 
-from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.compiled.recorded import record_forwards
+from draftsmith.drafters.interface import Recordable, ServingDrafter
 from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.record import Sink
+from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.cache.blocks import BlockManager
-from draftsmith.serve.cache.memory import BlockPlan, most_tapped
+from draftsmith.serve.cache.memory import BlockPlan, most_tapped, most_unread, plan_blocks
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import Control, FixedControl, ScheduledControl, parse_schedule
+from draftsmith.serve.control.draft_temperature import DraftTemperature
 from draftsmith.serve.control.trees import TreeControl
-from draftsmith.serve.engine.trees import wanted_tree
+from draftsmith.serve.drafts.draft_set import DraftSet
+from draftsmith.serve.engine.commit import Committer
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.graphs import can_capture, capture_drafts
+from draftsmith.serve.engine.output import OutputQueue
+from draftsmith.serve.engine.propose import Proposer
+from draftsmith.serve.engine.recorder import Recorder
+from draftsmith.serve.engine.runner import BlockTables, make_runner
+from draftsmith.serve.engine.scheduler import Scheduler
+from draftsmith.serve.engine.trees import configured_tree
+from draftsmith.serve.engine.verify import chain_rule
+from draftsmith.serve.requests.input_processor import InputProcessor
+from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.stats import EngineStats
+
+
+def build_engine(
+    target: Target,
+    drafter: ServingDrafter | None,
+    config: EngineConfig,
+    *,
+    sink: Sink | None = None,
+    draft_version: str = "",
+    fallback: ServingDrafter | None = None,
+) -> Engine:
+    """An engine with its pools, ready for requests. Raises `UserError` for options that do not go
+    together.
+
+    Args:
+        drafter: None: no speculation.
+        sink: takes the round records, None: nothing is recorded.
+        draft_version: of `drafter`, in records and metrics.
+        fallback: drafts from the text while the draft rests; has neither cache nor taps.
+    """
+    plan = plan_blocks(target, drafter, config)
+    if config.compile == "auto":
+        record_forwards(target, drafter)
+    stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})
+    blocks = BlockManager(plan.num_blocks, config.block_size)
+    max_blocks = blocks.blocks_for(plan.max_length) + 1
+    tree = configured_tree(config)
+    scheduler = Scheduler(
+        blocks,
+        max_batch=config.max_batch,
+        max_round_tokens=config.max_round_tokens,
+        max_queue=config.max_queue,
+        prefix=prefix_cache(target, drafter, blocks, plan) if config.prefix_cache else None,
+        control=control_of(config),
+    )
+    runner = make_runner(
+        target,
+        target.new_pool(plan.num_blocks, config.block_size),
+        max_batch=config.max_batch,
+        max_blocks=max_blocks,
+        compile=config.compile,
+    )
+    pool = None
+    if drafter is not None:
+        pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
+
+    def make_ready(further: ServingDrafter) -> None:
+        if config.compile == "auto" and isinstance(further, Recordable):
+            further.record()
+        _capture(further, target, pool, config, max_blocks)
+
+    drafts = DraftSet(drafter, target, stats, make_ready=make_ready, requests=scheduler.requests)
+    proposer = Proposer(
+        drafts,
+        pool,
+        stats,
+        vocab_size=target.vocab_size,
+        tree=tree,
+        fallback=fallback,
+        misreport=None if config.test_misreport is None else Misreport.parse(config.test_misreport),
+    )
+    _capture(drafter, target, pool, config, max_blocks)
+    recorder = Recorder(sink, target=target.name, target_revision=target.revision)
+    outputs = OutputQueue(recorder)
+    return Engine(
+        target=target,
+        drafter=drafter,
+        config=config,
+        max_length=plan.max_length,
+        stats=stats,
+        inputs=InputProcessor(
+            target,
+            k=config.k if tree is None else tree.nodes,
+            has_drafter=drafter is not None,
+            max_length=plan.max_length,
+            seed=config.seed,
+        ),
+        scheduler=scheduler,
+        tables=BlockTables(config.max_batch, max_blocks, target.device),
+        drafts=drafts,
+        proposer=proposer,
+        draft_temperature=DraftTemperature(
+            greedy=config.draft_sampling == "greedy", tune=config.tune_draft_temperature
+        ),
+        runner=runner,
+        rule=chain_rule(config.verification, config.synthetic_acceptance),
+        recorder=recorder,
+        outputs=outputs,
+        committer=Committer(
+            scheduler,
+            drafts,
+            proposer,
+            outputs,
+            recorder,
+            stats,
+            eos_token_ids=target.eos_token_ids,
+            most_unread=0 if drafter is None else most_unread(target, drafter, plan, config),
+            overlaps=target.device.type == "cuda",
+        ),
+    )
+
+
+def _capture(
+    drafter: ServingDrafter | None,
+    target: Target,
+    pool: PagedPool | None,
+    config: EngineConfig,
+    max_blocks: int,
+) -> None:
+    """Capture the drafter's passes as CUDA graphs where the device has them."""
+    if config.compile == "auto" and can_capture(target):
+        capture_drafts(drafter, pool, max_batch=config.max_batch, max_blocks=max_blocks)
 
 
 def control_of(config: EngineConfig) -> Control:
@@ -19,7 +149,7 @@ def control_of(config: EngineConfig) -> Control:
         return ScheduledControl(parse_schedule(config.k_schedule))
     if not config.adaptive:
         return FixedControl()
-    tree = wanted_tree(config)
+    tree = configured_tree(config)
     return AutoControl(min(3, config.k)) if tree is None else TreeControl(tree.depth)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.errors import UserError
 from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.engine import Engine
@@ -26,8 +27,8 @@ MOST_LONE_FAILURES = 8  # see `LoneFailures`
 
 
 class Action(NamedTuple):
-    """What the engine's thread is to do between two rounds; `request` is ended with an error should
-    that fail."""
+    """A call on the engine's thread between two rounds; `request` is ended with an error should it
+    fail."""
 
     act: Callable[[], None]
     request: Request | None = None
@@ -46,11 +47,11 @@ class EngineLoop:
     """Rounds run while there is work; between two rounds the inbox is emptied. Callbacks run on the
     engine's thread.
 
-    What a failure ends: a callback, or what the engine can lay to one request (`blame.py`), that
-    request; an action the request it is about; any other failure of a round the requests in it; and
-    `MOST_FAILURES` of these in a row, `MOST_LONE_FAILURES` rounds that served nobody because each
-    request failed alone, or whatever else escapes, the engine: all requests are told, and no more
-    are taken.
+    A failure ends no more than it has to. A callback that raises, or an error that only one request
+    can have met (`request_errors.py`), ends that request. An action ends the request it is about,
+    any other failure of a round the requests in it. The engine ends after `MOST_FAILURES` of these
+    in a row, after `MOST_LONE_FAILURES` rounds in which every request failed alone, and by whatever
+    else escapes: all requests end with an error, and no more are taken.
     """
 
     def __init__(self, engine: Engine):
@@ -85,7 +86,7 @@ class EngineLoop:
         learn: bool = True,
     ) -> Request:
         """Refuses bad requests and a full queue here, on the caller's thread."""
-        request = self.engine.intake.request(
+        request = self.engine.inputs.request(
             prompt_ids,
             params,
             on_update,
@@ -131,13 +132,13 @@ class EngineLoop:
     def swap(
         self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0
     ) -> Swap:
-        """Loads on this thread, waits until the engine serves with it. A swap that came too late
-        never comes."""
+        """Load a version on this thread and wait until the engine serves with it. A swap that was
+        given up is never applied."""
         if self._ended:
             raise SwapLate(f"version {version} cannot be swapped in; the engine has stopped")
-        swap = self.engine.swap(folder, version, draft=draft)
+        swap = self.engine.drafts.prepare(folder, version, draft)
         self._inbox.put(Action(_wake_up))
-        # Given up only while nobody has begun it; then it is a matter of a copy.
+        # Given up only before the engine has begun it; from then on only a copy remains.
         if not swap.done.wait(timeout_s) and (swap.give_up() or not swap.done.wait(timeout_s)):
             raise SwapLate(
                 f"version {version} was not swapped in within {timeout_s:g} s; the engine is "
@@ -148,7 +149,23 @@ class EngineLoop:
         return swap
 
     def retire(self, draft: str) -> None:
-        self._inbox.put(Action(partial(self.engine.retire, draft)))
+        """Give the draft no more requests; it goes when its last one has ended."""
+        self._inbox.put(Action(partial(self.engine.drafts.retire, draft)))
+
+    def set_routing(
+        self, *, canary_share: float | None = None, pool: DraftPool | None = None
+    ) -> None:
+        """Change the share of the version on trial, or the classes with drafts of their own, for
+        requests from now on; None leaves a setting as it is."""
+        router = self.engine.drafts.router
+        if canary_share is not None:
+            router.canary_share = canary_share
+        if pool is not None:
+            router.pool = pool
+
+    def quarantine(self) -> None:
+        """Let the live draft draft seldom until another version is swapped in."""
+        self.engine.drafts.live.quarantined = True
 
     def close(self, drain_s: float = 0.0) -> None:
         """No new requests; those running get `drain_s` to finish, then they are aborted."""
@@ -168,7 +185,7 @@ class EngineLoop:
         with self._lock:
             self._arriving -= 1
             self.engine.scheduler.waiting.append(request)
-        self.engine.lineup.route(request)
+        self.engine.drafts.route(request)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -196,7 +213,7 @@ class EngineLoop:
                 if not self._stopped:
                     self._round()
         except BaseException:
-            # The thread's end: whatever it was, whoever waits for an answer has to be told.
+            # The thread's end: whatever it was, every reader that waits for an answer gets its end.
             log.critical("the engine failed for good; restart the server", exc_info=True)
         finally:
             self._end(FinishReason.ABORT if self._stopped else FinishReason.ERROR)
@@ -213,7 +230,7 @@ class EngineLoop:
                 raise RuntimeError(f"{MOST_FAILURES} rounds in a row failed") from error
             for request in self._in_round():
                 self._finish(request, FinishReason.ERROR)
-        lone = self.engine.emission.failures
+        lone = self.engine.outputs.failures
         lone.end_round()
         if lone.rounds == MOST_LONE_FAILURES:
             raise RuntimeError(f"all requests of {lone.rounds} rounds in a row failed, each alone")
@@ -222,7 +239,7 @@ class EngineLoop:
         scheduler = self.engine.scheduler
         if scheduler.running or not scheduler.waiting:
             return list(scheduler.running)
-        # Nobody was in: it failed on the one that was to be let in, and would again.
+        # No request was in: it failed on the one that was to be admitted, and would again.
         return [scheduler.waiting.head()]
 
     def _take(self, *, block: bool) -> None:
@@ -250,7 +267,7 @@ class EngineLoop:
             self._finish(request, reason)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request; its reader is told even where it cannot be put away."""
+        """End a request; its reader gets the end even where the request cannot be put away."""
         try:
             self.engine.cancel(request, reason)
         except Exception:

@@ -1,5 +1,5 @@
-"""What of a round's tokens a request keeps: end-of-sequence, stop tokens, length and
-stop strings."""
+"""Tokens that a request keeps of a round (end-of-sequence, stop tokens, length, stop strings) and
+the queue of updates to its reader."""
 
 from __future__ import annotations
 
@@ -11,60 +11,65 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.engine.runner import prompt_positions
+from draftsmith.serve.engine.round import prompt_positions
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.request_errors import LoneFailures, is_own
 
 
-class Outcome(NamedTuple):
+class StopCheck(NamedTuple):
+    """Tokens committed of a round, and the reason why the request ends with them, if it does."""
+
     committed: list[int]
     finish_reason: FinishReason | None
-    text: str = ""  # of what a stop string was looked for in
-    unspoken: int = 0  # of the committed tokens, how many `late_text` is to make text of
+    text: str = ""  # text that was searched for a stop string
+    num_undecoded: int = 0  # committed tokens whose text `flush_text` is to make
 
 
-def outcome(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> Outcome:
-    """What is kept of `emitted`. A last token of -1, where none could be decided, ends the request
-    with an error unless the tokens before it end it first.
+def check_stop(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> StopCheck:
+    """Trim `emitted` to the tokens that are kept. A last token of -1, where none could be decided,
+    ends the request with an error unless the tokens before it end it first.
 
     Changes nothing of the request but its text stream, and that only where a stop string may end
     the answer.
     """
     failed = emitted[-1] < 0
-    committed, reason, silent = _trim(request, emitted[:-1] if failed else emitted, eos_token_ids)
+    committed, reason, num_hidden = _trim(
+        request, emitted[:-1] if failed else emitted, eos_token_ids
+    )
     if failed and reason is None:
         reason = FinishReason.ERROR
-    stream, count = request.text_stream, len(committed) - silent
+    stream, count = request.text_stream, len(committed) - num_hidden
     if stream is None:
-        return Outcome(committed, reason)
+        return StopCheck(committed, reason)
     if not stream.stop:
-        return Outcome(committed, reason, unspoken=count)
+        return StopCheck(committed, reason, num_undecoded=count)
     step = stream.push(committed[:count])
     if step.stopped:
-        return Outcome(committed[: step.num_tokens], FinishReason.STOP, step.text)
-    return Outcome(committed, reason, step.text)
+        return StopCheck(committed[: step.num_tokens], FinishReason.STOP, step.text)
+    return StopCheck(committed, reason, step.text)
 
 
-def late_text(request: Request, given: Outcome) -> str:
-    """The text that nothing depended on, to be made once for each outcome and in their order."""
+def flush_text(request: Request, kept: StopCheck) -> str:
+    """Text that no decision depended on; called once for each `StopCheck`, in their order."""
     stream = request.text_stream
-    if stream is None or not given.committed:
+    if stream is None or not kept.committed:
         return ""
-    text = stream.push(given.committed[: given.unspoken]).text if given.unspoken else ""
-    return text + stream.finish() if given.finish_reason is not None else text
+    text = stream.push(kept.committed[: kept.num_undecoded]).text if kept.num_undecoded else ""
+    return text + stream.finish() if kept.finish_reason is not None else text
 
 
-def complaint(request: Request, *, sound: bool) -> str:
-    """What to tell of a request that ended because a position had no token; `sound`: the target's
-    logits there were no NaN.
+def error_message(request: Request, *, logits_finite: bool) -> str:
+    """Message to the client of a request that ended because a position had no token; "" where the
+    request is not the cause.
 
-    "" where the request is not to blame.
+    Args:
+        logits_finite: the target's logits at that position held no NaN.
     """
     state = request.sampling_state
     if state is not None and (error := state.error or state.error_behind_drafts):
         return error
-    if sound and request.params.adjusts:
+    if logits_finite and request.params.adjusts:
         return (
             f"what the request allows leaves no token at position {request.num_tokens} "
             "(of allowed_token_ids, logit_bias, bad_words, min_tokens and its format); loosen one "
@@ -76,7 +81,7 @@ def complaint(request: Request, *, sound: bool) -> str:
 class _Trimmed(NamedTuple):
     committed: list[int]
     reason: FinishReason | None
-    silent: int  # how many tokens at the end (an end-of-sequence token) have no text
+    num_hidden: int  # tokens at the end (an end-of-sequence token) without text
 
 
 def _trim(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> _Trimmed:
@@ -95,8 +100,8 @@ def _trim(request: Request, emitted: list[int], eos_token_ids: Collection[int]) 
 
 
 def _grammar_end(request: Request, emitted: list[int]) -> int | None:
-    """How many tokens complete a text that a grammar lets nothing follow; asked where no token says
-    so."""
+    """Number of tokens that complete a text which the grammar lets nothing follow, None if they do
+    not."""
     if request.sampling_state is None or request.sampling_state.matcher is None:
         return None
     return request.sampling_state.matcher.tokens_until_end(emitted)
@@ -105,9 +110,9 @@ def _grammar_end(request: Request, emitted: list[int]) -> int | None:
 log = logging.getLogger(__name__)
 
 
-class _Share(NamedTuple):
+class _Item(NamedTuple):
     request: Request
-    outcome: Outcome
+    kept: StopCheck
     logprobs: list[TokenLogprob]
 
 
@@ -116,64 +121,64 @@ class Failure(NamedTuple):
     error: Exception
 
 
-class Emission:
-    """Nothing that is added here can change a schedule, so it may be flushed while the next pass
-    runs."""
+class OutputQueue:
+    """Updates of finished rounds that are still to be given to their readers.
+
+    Nothing that is added here can change a schedule, so it may be flushed while the next pass runs.
+    """
 
     def __init__(self, recorder: Recorder):
-        self._recorder = recorder
-        self._pending: deque[_Share] = deque()
+        self.recorder = recorder
+        self._pending: deque[_Item] = deque()
         self._failed: dict[str, Failure] = {}  # by request id
         self.failures = LoneFailures()
 
-    def add(self, request: Request, outcome: Outcome, logprobs: list[TokenLogprob]) -> None:
-        self._pending.append(_Share(request, outcome, logprobs))
+    def add(self, request: Request, kept: StopCheck, logprobs: list[TokenLogprob]) -> None:
+        self._pending.append(_Item(request, kept, logprobs))
 
     def take_failed(self) -> list[Failure]:
-        """Requests whose text or last record could not be made: told nothing since, to be ended by
-        the caller."""
+        """Requests whose text or last record could not be made; they got no update since, and the
+        caller ends them."""
         failed = list(self._failed.values())
-        # Later shares of theirs would be given after a hole, or after their end.
-        self._pending = deque(
-            share for share in self._pending if share.request.id not in self._failed
-        )
+        # Later items of theirs would be given after a hole, or after their end.
+        self._pending = deque(item for item in self._pending if item.request.id not in self._failed)
         self._failed.clear()
         return failed
 
     def flush(self) -> None:
         while self._pending:
-            share = self._pending.popleft()
-            if share.request.id in self._failed:
+            item = self._pending.popleft()
+            if item.request.id in self._failed:
                 continue
-            text = self._text(share)
+            text = self._text(item)
             if text is None:
                 continue
-            request, outcome, logprobs = share
-            if outcome.finish_reason is not FinishReason.ERROR:
-                self.failures.served(ended=outcome.finish_reason is not None)
+            request, kept, logprobs = item
+            if kept.finish_reason is not FinishReason.ERROR:
+                self.failures.served(ended=kept.finish_reason is not None)
             request.text += text
             request.logprobs += logprobs
             if request.on_update is not None:
                 request.on_update(
-                    request, Update(outcome.committed, text, logprobs, outcome.finish_reason)
+                    request, Update(kept.committed, text, logprobs, kept.finish_reason)
                 )
 
-    def _text(self, share: _Share) -> str | None:
-        """None where it could not be made and the request is still to be ended for that."""
-        request, outcome, _ = share
-        text = outcome.text
+    def _text(self, item: _Item) -> str | None:
+        """Text of the item; None where it could not be made and the request is still to be ended
+        for that."""
+        request, kept, _ = item
+        text = kept.text
         try:
-            text += late_text(request, outcome)
-            if outcome.finish_reason is not None and self._recorder.wants(request):
-                self._recorder.finish(request)
+            text += flush_text(request, kept)
+            if kept.finish_reason is not None and self.recorder.records(request):
+                self.recorder.finish(request)
         except Exception as error:
             if not is_own(error):
-                # Whoever still runs is ended by the caller; one that is done would never be heard
-                # of again.
-                if outcome.finish_reason is not None and request.on_update is not None:
+                # The caller ends running requests; a finished one would get no update again.
+                if kept.finish_reason is not None and request.on_update is not None:
                     request.on_update(request, Update([], "", [], FinishReason.ERROR))
                 raise
-            if outcome.finish_reason is not FinishReason.ERROR:
+            if kept.finish_reason is not FinishReason.ERROR:
                 self._failed[request.id] = Failure(request, error)
                 return None
             log.warning(
@@ -187,7 +192,7 @@ class Emission:
 def token_logprobs(
     logits: torch.Tensor, tokens: list[int], alternatives: int
 ) -> list[TokenLogprob]:
-    """Raw logits [n, V] of the positions of `tokens` [n]."""
+    """Logprobs of `tokens` [n] by the raw logits [n, V] of their positions."""
     logprobs = torch.log_softmax(logits[: len(tokens)], dim=-1)
     emitted = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     likeliest = torch.topk(logprobs, min(alternatives, logprobs.shape[-1]), dim=-1)
@@ -199,7 +204,7 @@ def token_logprobs(
 
 
 def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
-    """What a pass tells of the row's prompt; `logits` [n, V] are those behind the row's
+    """Add the prompt logprobs that a pass gave; `logits` [n, V] are those after the row's
     `prompt_positions`."""
     request, positions = row.request, prompt_positions(row)
     alternatives = request.params.prompt_logprobs

@@ -1,5 +1,4 @@
-"""Round records: what verification learned about the draft, handed to the sink the caller plugged
-in."""
+"""Round records: drafted tokens with p and q at their positions, handed to the sink."""
 
 from __future__ import annotations
 
@@ -15,38 +14,39 @@ import torch
 
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import TOP, Distributions, ProbArrays, RoundRecord, Sink, hashed, uniform
-from draftsmith.serve.engine.round import Drafts
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.round import RoundProposal, RowOutput
 from draftsmith.serve.requests.request import Request
 
 log = logging.getLogger(__name__)
 
-# Logits of rounds whose distributions the sink has not looked at yet; beyond it the engine's thread
+# Most bytes of logits whose distributions the sink has not read yet; beyond it the engine's thread
 # makes the oldest distributions itself.
 MAX_RAW_BYTES = 128 << 20
 
 
 class RoundDistributions:
     """p and q at every drafted position of one engine round. On a CPU the engine's thread only
-    copies logits, which is cheap; the likeliest tokens are found by whoever looks first, the sink's
+    copies logits, which is cheap; the likeliest tokens are found on the first access, on the sink's
     thread.
 
     Args:
         raw: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive
         ones.
-        temperatures: of each drafting row, None where nobody wants its distributions.
+        temperatures: of each drafting row, None where its distributions are not recorded.
     """
 
-    def __init__(self, raw: torch.Tensor, drafts: Drafts, temperatures: Sequence[float | None]):
-        wanted = [temperature is not None for temperature in temperatures]
-        lengths = [len(chain) * want for chain, want in zip(drafts.chains, wanted)]
+    def __init__(
+        self, raw: torch.Tensor, proposal: RoundProposal, temperatures: Sequence[float | None]
+    ):
+        recorded = [temperature is not None for temperature in temperatures]
+        lengths = [len(chain) * flag for chain, flag in zip(proposal.chains, recorded)]
         self.begins = [0, *accumulate(lengths)]
-        firsts = [0, *accumulate(len(chain) + 1 for chain in drafts.chains)]
+        firsts = [0, *accumulate(len(chain) + 1 for chain in proposal.chains)]
         rows = [first + depth for first, length in zip(firsts, lengths) for depth in range(length)]
         self._p_logits: torch.Tensor | None = raw[rows]
-        self._q_logits = _draft_logits(drafts, lengths)
+        self._q_logits = _draft_logits(proposal, lengths)
         self._tokens = [
-            token for chain, want in zip(drafts.chains, wanted) if want for token in chain
+            token for chain, flag in zip(proposal.chains, recorded) if flag for token in chain
         ]
         self._spread = [
             t for t, length in zip(temperatures, lengths) if t is not None for _ in range(length)
@@ -91,11 +91,11 @@ class RoundDistributions:
             return self._made
 
 
-def _draft_logits(drafts: Drafts, lengths: list[int]) -> torch.Tensor | None:
+def _draft_logits(proposal: RoundProposal, lengths: list[int]) -> torch.Tensor | None:
     """[n, V], a copy: the drafter may use its memory again."""
-    if drafts.logits is None:
+    if proposal.logits is None:
         return None
-    return torch.cat([drafts.logits[row, :length] for row, length in enumerate(lengths)])
+    return torch.cat([proposal.logits[row, :length] for row, length in enumerate(lengths)])
 
 
 def _arrays(logits: torch.Tensor, log_norms: np.ndarray) -> ProbArrays:
@@ -126,8 +126,8 @@ class Recorder:
         self.num_records = 0
         self._unmade: deque[RoundDistributions] = deque()
 
-    def wants(self, request: Request) -> bool:
-        """Whether its rounds are recorded: decided once, so that what is recorded is whole
+    def records(self, request: Request) -> bool:
+        """True when the request's rounds are recorded: decided once, so that records hold whole
         requests."""
         if self.sink is None or not request.learn or request.repeatable:
             return False
@@ -138,36 +138,27 @@ class Recorder:
 
     def round(
         self,
-        row: Row,
-        drafted: list[int],
-        accepted: int,
+        row: RowOutput,
         committed: list[int],
-        emitted: int,
         distributions: RoundDistributions,
-        index: int,
         version: str,
     ) -> None:
-        """One round with drafted tokens; row `index` of `distributions`. `committed` is in
-        `request.tokens` already."""
-        request = row.request
+        """Record one round with drafted tokens. `committed` is in `request.tokens` already."""
+        request = row.row.request
         position = request.num_tokens - len(committed)
         record = self._record(
             request, position, request.tokens[request.recorded : position], version
         )
-        record.drafted, record.accepted, record.committed, record.emitted = (
-            drafted,
-            accepted,
-            committed,
-            emitted,
-        )
+        record.drafted, record.accepted = row.drafted, row.accepted
+        record.committed, record.emitted = committed, row.emitted[-1]
         if not request.params.adjusts:
-            record.p, record.q = distributions.p(index), distributions.q(index)
+            record.p, record.q = distributions.p(row.index), distributions.q(row.index)
             self._bound(distributions)
         self._put(request, record)
 
     def finish(self, request: Request) -> None:
-        """Tokens committed since the last record, so that the request's text is complete, and that
-        nothing follows."""
+        """Record the tokens committed since the last record, which completes the text, and the
+        end."""
         record = self._record(request, request.num_tokens, request.tokens[request.recorded :], "")
         record.last = True
         self._put(request, record)

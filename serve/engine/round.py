@@ -1,56 +1,120 @@
-"""Values of one round: what takes part, what was proposed, what the target pass gave, what was
-decided."""
+"""Values of one round: its rows, what was drafted, the target pass, what verification kept.
+
+Legend: B deciding rows, of which the first draft; K drafted tokens of a row; R rows of logits;
+T tokens of the target pass; V vocabulary.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.random_streams import round_seeds
 from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.serve.engine.scheduler import Row, Schedule
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.adjustments import Adjustments
+from draftsmith.serve.sampling.params import SamplingParams
+
+# (request, drafted tokens, number accepted, committed tokens)
+OnRound = Callable[[Request, list[int], int, list[int]], None]
+
+
+class RowSampling:
+    """Sampling parameters and random streams of every deciding row, as the tensors that drafting
+    and verification share."""
+
+    def __init__(self, rows: Sequence[Row], device: torch.device):
+        self.params, self.device = [row.request.params for row in rows], device
+        self.all_greedy = all(params.temperature == 0 for params in self.params)
+        self.seeds = torch.tensor(
+            [row.request.seed for row in rows], dtype=torch.int64, device=device
+        )
+        self.positions = torch.tensor(
+            [row.request.num_tokens for row in rows], dtype=torch.int64, device=device
+        )
+        self.adjust = Adjustments.of(
+            [row.request.sampling_state for row in rows], [row.request.tokens for row in rows]
+        )
+
+    @cached_property
+    def distributions(self) -> SamplingRows:
+        # Not made for a greedy round without drafts, which reads none.
+        return self._distributions(self.params, [p.temperature for p in self.params])
+
+    def draft_seeds(self, num_rows: int) -> torch.Tensor:
+        """[num_rows] int64 of the first rows, which draft; no two rounds of a request have the same
+        one."""
+        return round_seeds(self.seeds[:num_rows], self.positions[:num_rows])
+
+    def draft_distributions(
+        self, num_rows: int, temperatures: Sequence[float] | None = None
+    ) -> SamplingRows:
+        """Distributions of the first rows, which draft; at their requests' temperatures or the
+        given ones."""
+        if temperatures is None and num_rows == len(self.params):
+            return self.distributions
+        params = self.params[:num_rows]
+        return self._distributions(
+            params, [p.temperature for p in params] if temperatures is None else temperatures
+        )
+
+    def _distributions(
+        self, params: Sequence[SamplingParams], temperatures: Sequence[float]
+    ) -> SamplingRows:
+        return SamplingRows.of(
+            temperatures,
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            device=self.device,
+        )
 
 
 @dataclass(frozen=True)
-class Drafts:
-    """Row b of the drafting rows."""
+class RoundProposal:
+    """Drafted tokens of the drafting rows, one entry per row in every field."""
 
     # usable tokens; empty where the drafter gave none or its first distribution failed
     chains: list[list[int]]
     # False: what the drafter did for this row is not trusted, its cache does not advance
-    sound: list[bool]
+    has_mass: list[bool]
     tokens: torch.Tensor  # [B, K] int64
     lengths: torch.Tensor  # [B] int64
     logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
-    tree: RoundTree | None = None  # how the tokens hang together when they are no chains
-    # Rows that their draft did not draft, because it rests or has failed: what became of them says
-    # nothing about it.
+    tree: RoundTree | None = None  # parents of the tokens when they are no chains
+    # Rows without tokens of their own draft, because it rests or has failed: their acceptance
+    # says nothing about it.
     missed: frozenset[int] = frozenset()
     sampled: bool = True  # False: deterministic, no distribution was drawn from
     undrawn: frozenset[int] = frozenset()  # deterministic rows among others
-    # of these, rows that text drafted in place of the trained draft behind it
+    # of these, rows drafted from text in place of the trained draft behind it
     copied: frozenset[int] = frozenset()
 
     @property
     def as_planned(self) -> bool:
-        """For most of the rows; one draft of several that fails must not keep the control of k from
-        learning."""
+        """True when most rows have tokens of their own draft. One draft of several that fails must
+        not keep the control of k from learning."""
         return 2 * len(self.missed) < len(self.chains)
 
     def offered(self, index: int) -> int:
-        """How deep the row's drafts go: a round keeps at most so many of them."""
+        """Depth of the row's drafted tokens: a round keeps at most so many of them."""
         if index >= len(self.chains):
             return 0
         return len(self.chains[index]) if self.tree is None else self.tree.height(index)
 
     def drawn(self, index: int) -> bool:
-        """Whether the row was drafted by drawing from the draft's distribution, at the temperature
-        chosen for it."""
+        """True when the row was drawn from the draft's distribution, at the temperature chosen
+        for it."""
         return self.sampled and index not in self.undrawn and self.offered(index) > 0
 
     def by_its_draft(self, index: int) -> bool:
-        """Whether the row was drafted by the draft that its request was given, and not by text in
-        its place."""
+        """True when the draft of the row's request drafted it, not text in its place."""
         return index < len(self.chains) and index not in self.missed and index not in self.copied
 
 
@@ -62,7 +126,7 @@ class RoundTree(NamedTuple):
     parents: list[list[int]]  # the same parents on the host, as many as a row has nodes
 
     def depths(self, row: int) -> list[int]:
-        """Of the row's nodes, 0 for children of the root."""
+        """Depths of the row's nodes, 0 for children of the root."""
         depths: list[int] = []
         for parent in self.parents[row]:
             depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -73,14 +137,102 @@ class RoundTree(NamedTuple):
 
 
 class PassOutput(NamedTuple):
-    logits: torch.Tensor  # [R, V] float32: row b of the sampling rows owns 1 + its drafts
+    logits: torch.Tensor  # [R, V] float32: a deciding row owns 1 + its drafted tokens
     taps: torch.Tensor | None  # [T, n * H]
-    begins: list[int]  # where each row starts in T
+    begins: list[int]  # first index of each row in T
     # [P, V] float32: after the positions that `prompt_positions` names, row after row
     prompt_logits: torch.Tensor
 
 
-class Decision(NamedTuple):
-    # each row's accepted drafts, then its residual or bonus token (-1 if its logits are not finite)
+class VerifyOutput(NamedTuple):
+    # each row's accepted tokens, then its residual or bonus token (-1 if its logits are not finite)
     emitted: list[list[int]]
     paths: list[list[int]]  # each row's accepted nodes when trees were drafted; empty for chains
+
+
+class RowOutput(NamedTuple):
+    """Share of one row in a finished round."""
+
+    row: Row
+    index: int
+    drafted: list[int]
+    emitted: list[int]  # accepted tokens and the token after them; empty for a piece of a prompt
+    logits: torch.Tensor  # [len(drafted) + 1, V] raw; [0, V] for a piece of a prompt
+    prompt_logits: torch.Tensor  # [n, V], after the row's `prompt_positions`
+
+    @property
+    def accepted(self) -> int:
+        return max(len(self.emitted) - 1, 0)
+
+
+@dataclass(slots=True)
+class Round:
+    """One round; each phase fills in its field and reads those above it."""
+
+    schedule: Schedule
+    rows: list[Row]  # in the order of the pass
+    tables: torch.Tensor  # [rows, most blocks of any of them]
+    sampling: RowSampling  # of the deciding rows
+    num_unread: int  # tokens that the drafts had yet to read
+    begun_s: float
+    proposal: RoundProposal | None = None  # None: nothing was drafted
+    output: PassOutput = field(init=False)
+    verified: VerifyOutput = field(default_factory=lambda: VerifyOutput([], []))
+
+    @property
+    def tree(self) -> RoundTree | None:
+        return None if self.proposal is None else self.proposal.tree
+
+    @property
+    def chains(self) -> list[list[int]]:
+        """Drafted tokens of every row; empty for rows behind the drafting ones."""
+        chains = [] if self.proposal is None else self.proposal.chains
+        return chains + [[]] * (len(self.rows) - len(chains))
+
+    @property
+    def as_planned(self) -> bool:
+        """True unless most of the rows that were to draft did not."""
+        if self.proposal is None:
+            return not self.schedule.drafting
+        return self.proposal.as_planned
+
+    @property
+    def planned_k(self) -> int:
+        return max((row.k for row in self.schedule.drafting), default=0)
+
+    def counted_acceptance(self) -> list[int | None]:
+        """Accepted tokens of each drafting row; None where the row's draws can be repeated: a
+        control that depended on them would bias the next request with that seed."""
+        return [
+            None if row.request.repeatable else len(tokens) - 1
+            for row, tokens in zip(self.schedule.drafting, self.verified.emitted)
+        ]
+
+    def row_outputs(self) -> Iterator[RowOutput]:
+        begin = prompt_begin = 0
+        emitted = self.verified.emitted
+        for index, (row, drafted) in enumerate(zip(self.rows, self.chains, strict=True)):
+            end = begin + (len(drafted) + 1 if row.samples else 0)
+            prompt_end = prompt_begin + len(prompt_positions(row))
+            yield RowOutput(
+                row,
+                index,
+                drafted,
+                emitted[index] if row.samples else [],
+                self.output.logits[begin:end],
+                self.output.prompt_logits[prompt_begin:prompt_end],
+            )
+            begin, prompt_begin = end, prompt_end
+
+
+def prompt_positions(row: Row) -> range:
+    """Positions of the row whose logits give the logprob of a prompt token that the request asked
+    for and does not have yet.
+
+    At most `max_round_tokens` per pass, which bounds the memory that their logits take.
+    """
+    request = row.request
+    if not request.wants_prompt_logprobs:
+        return range(0)
+    first = max(row.begin, len(request.prompt_logprobs))
+    return range(first, min(row.begin + row.count, request.num_prompt - 1))

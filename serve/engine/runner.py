@@ -16,7 +16,7 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import CudaRecorder
 from draftsmith.serve.cache.blocks import NULL_BLOCK
 from draftsmith.serve.engine.graphs import PassGraphs, PassInputs, can_capture
-from draftsmith.serve.engine.round import PassOutput, RoundTree
+from draftsmith.serve.engine.round import PassOutput, RoundTree, prompt_positions
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import lay_out
 from draftsmith.serve.requests.request import Request
@@ -28,7 +28,7 @@ class BlockTables:
     def __init__(self, max_batch: int, max_blocks: int, device: torch.device):
         self.host = torch.full((max_batch, max_blocks), NULL_BLOCK, dtype=torch.int64)
         self.device = device
-        # whose blocks, and how many of them
+        # owner of the blocks in a row, and how many are written
         self._written: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * max_batch
 
     def of(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -48,19 +48,6 @@ class BlockTables:
         return self.host[[request.slot for request in requests], :width].to(self.device)
 
 
-def prompt_positions(row: Row) -> range:
-    """Positions of the row whose logits tell a token of the prompt that the request wants judged
-    and that was not yet.
-
-    At most `max_round_tokens` a pass, which bounds the memory that their logits take.
-    """
-    request = row.request
-    if not request.wants_prompt_logprobs:
-        return range(0)
-    first = max(row.begin, len(request.prompt_logprobs))
-    return range(first, min(row.begin + row.count, request.num_prompt - 1))
-
-
 class TargetRunner:
     """`graphs` None: every pass is run as it is."""
 
@@ -75,8 +62,13 @@ class TargetRunner:
         taps: Sequence[int],
         tree: RoundTree | None = None,
     ) -> PassOutput:
-        """`drafts[b]` are the tokens that row b puts before the target, chains or `tree`; rows that
-        do not sample come last."""
+        """Run the pass.
+
+        Args:
+            drafts: drafted tokens of each row, chains or nodes of `tree`; rows that do not sample
+                come last.
+            tables: [rows, blocks] block ids.
+        """
         ids: list[int] = []
         positions: list[int] = []
         lengths: list[int] = []
@@ -96,7 +88,7 @@ class TargetRunner:
         if tree is not None:
             positions, layout = lay_out(rows, tree, self.device)
         # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on
-        # one that nobody reads.
+        # one that is not read.
         wanted = (logit_rows + prompt_rows) or [0]
         output = self._forward(PassInputs(ids, positions, lengths, wanted, tables, layout), taps)
         count = len(wanted) - len(prompt_rows)

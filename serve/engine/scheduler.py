@@ -1,17 +1,19 @@
-"""Who takes part in the next round, with how many tokens. Torch-free."""
+"""Choice of the next round's rows and of their numbers of tokens. Torch-free."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
-from draftsmith.serve.control.control import Control, FixedControl, RoundPlan, Wish
+from draftsmith.serve.control.control import Control, FixedControl, RoundPlan, RowBudget
 from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
 
-READS_A_WRITE = 8  # tokens of known text that are read in the time that one is written in, about
+PREFILL_TOKENS_PER_DECODE = 8  # prefill tokens that cost about as much as one decoded token
 
 
 class QueueFull(UserError):
@@ -65,6 +67,10 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
+    def requests(self) -> Iterator[Request]:
+        """All requests that have not ended."""
+        return itertools.chain(self.running, self.waiting)
+
     def schedule(self) -> Schedule:
         schedule = Schedule()
         self._decode(schedule)
@@ -96,8 +102,8 @@ class Scheduler:
             self._read_again(schedule, behind[0])
 
     def _read_again(self, schedule: Schedule, request: Request) -> None:
-        """Puts a request that wants drafts, but has lost its taps, back to be admitted at once; one
-        at a time, for it pauses."""
+        """Preempt a request that is to draft, but has lost its taps, so that it is admitted again
+        at once; one at a time, for it pauses."""
         # As `_find_room` will count; a request that runs does not give up its place for the sake of
         # speed.
         if schedule.preempted or len(self.running) > self.blocks.num_free:
@@ -108,9 +114,9 @@ class Scheduler:
     def _plan(self, deciding: list[Request]) -> RoundPlan:
         # The bonus token comes on top of the drafted ones, so the last token is never worth
         # drafting.
-        wishes = [Wish(request.request_class, _most_drafted(request)) for request in deciding]
+        budgets = [RowBudget(request.request_class, _most_drafted(request)) for request in deciding]
         budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
-        return self.control.choose(wishes, len(deciding) + min(self._pending(), budget))
+        return self.control.choose(budgets, len(deciding) + min(self._pending(), budget))
 
     def _pending(self) -> int:
         """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts
@@ -190,7 +196,7 @@ class Scheduler:
 def _most_drafted(request: Request) -> int:
     # A token that is read costs a fraction of one that is written, but there must be enough to
     # write to win it back.
-    if request.lost_taps and READS_A_WRITE * request.remaining < request.num_tokens:
+    if request.lost_taps and PREFILL_TOKENS_PER_DECODE * request.remaining < request.num_tokens:
         return 0
     return min(request.k, request.remaining - 1)
 
@@ -215,7 +221,7 @@ class Row:
 
     @property
     def samples(self) -> bool:
-        """Whether the pass reaches the newest token, so that its successor can be decided."""
+        """True when the pass reaches the newest token, so that its successor can be decided."""
         return self.begin + self.count == self.request.num_tokens
 
 

@@ -1,5 +1,5 @@
-"""Trees in a round: where their nodes go, which were kept, and how a kept path becomes an ordinary
-chain before it is committed.
+"""Trees in a round: the positions of their nodes, their checks, and the collapse of a kept path
+into an ordinary chain before it is committed.
 
 Legend: a row's nodes are numbered in the order of its drafted tokens; -1 is its newest committed
 token, the root.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,14 +19,11 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.verify.draft_tree import MAX_NODES, DraftTree
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.round import RoundTree
+from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree
 from draftsmith.serve.engine.scheduler import Row
 
-if TYPE_CHECKING:
-    from draftsmith.serve.engine.round import Drafts, PassOutput
 
-
-def wanted_tree(config: EngineConfig) -> TreeShape | None:
+def configured_tree(config: EngineConfig) -> TreeShape | None:
     if config.tree is None:
         return None
     if config.verification != "chain":
@@ -49,16 +46,18 @@ def wanted_tree(config: EngineConfig) -> TreeShape | None:
     return shape
 
 
-class Laid(NamedTuple):
+class TreePass(NamedTuple):
+    """Positions and attention layout of a pass with trees."""
+
     positions: list[int]
     layout: TreeLayout
 
 
-def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> Laid:
-    """Positions, places and ancestors of all tokens of a pass: each row's known tokens, then its
-    nodes."""
+def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> TreePass:
+    """Positions, cache indices and ancestors of all tokens of a pass: each row's known tokens, then
+    its nodes."""
     positions: list[int] = []
-    places: list[int] = []
+    kv_indices: list[int] = []
     ancestors: list[int] = []
     first: list[int] = []
     for index, row in enumerate(rows):
@@ -69,21 +68,23 @@ def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> Laid:
             bits.append((1 if parent < 0 else bits[parent]) | 1 << (node + 1))
         positions += range(row.begin, end)
         positions += (end + depth for depth in (tree.depths(index) if parents else ()))
-        places += range(row.begin, end + len(parents))
+        kv_indices += range(row.begin, end + len(parents))
         ancestors += [-1] * row.count + bits
         first += [end - 1] * (row.count + len(parents))
-    return Laid(
+    return TreePass(
         positions,
-        TreeLayout(*(torch.tensor(values, device=device) for values in (places, ancestors, first))),
+        TreeLayout(
+            *(torch.tensor(values, device=device) for values in (kv_indices, ancestors, first))
+        ),
     )
 
 
 def check_tree(proposal: Proposal, lengths: Sequence[int]) -> tuple[RoundTree, list[bool]] | str:
-    """The proposal's trees and whether each is sound, that is, no node's distribution is without
-    mass; or what is wrong with them.
+    """The proposal's trees, each with True when all its nodes' distributions have mass; or the
+    reason why the proposal is malformed.
 
-    Nodes of a distribution without mass stay where they are: verification passes over them, and to
-    drop a token for what came of it later would be to choose among the draws (invariant 4).
+    Nodes of a distribution without mass stay where they are: verification passes over them, and
+    dropping a token for what followed it would be choosing among the draws (invariant 4).
     """
     assert proposal.parents is not None
     width = proposal.parents.shape[1]
@@ -95,8 +96,8 @@ def check_tree(proposal: Proposal, lengths: Sequence[int]) -> tuple[RoundTree, l
             proposal.q_rows,
             _has_mass(proposal, proposal.logits, proposal.q_rows)[:, None].long(),
         ]
-    told: list[list[int]] = torch.cat(parts, dim=1).tolist()
-    parents = [row[:length] for row, length in zip(told, lengths)]
+    host_rows: list[list[int]] = torch.cat(parts, dim=1).tolist()
+    parents = [row[:length] for row, length in zip(host_rows, lengths)]
     if max(lengths, default=0) > MAX_NODES:
         return f"a tree of {max(lengths)} nodes, where {MAX_NODES} are possible"
     if any(not -1 <= parent < node for row in parents for node, parent in enumerate(row)):
@@ -106,17 +107,17 @@ def check_tree(proposal: Proposal, lengths: Sequence[int]) -> tuple[RoundTree, l
     )
     if proposal.logits is None:
         return tree, [True] * len(parents)
-    if any(max(row[width : 2 * width + 1]) >= len(proposal.logits) for row in told):
+    if any(max(row[width : 2 * width + 1]) >= len(proposal.logits) for row in host_rows):
         return "distributions without telling whose they are"
-    return tree, [bool(row[-1]) for row in told]
+    return tree, [bool(row[-1]) for row in host_rows]
 
 
 def _has_mass(proposal: Proposal, logits: torch.Tensor, q_rows: torch.Tensor) -> torch.Tensor:
-    """[B], whether the distributions of all nodes have mass where they were drawn; indices that
-    mean nothing are kept inside."""
+    """[B] bool: the distributions of all nodes have mass where they were drawn. Padding indices are
+    clamped into range."""
     assert proposal.parents is not None
     width = proposal.tokens.shape[1]
-    # What lies beyond a row's length may be anything.
+    # Entries beyond a row's length may be anything.
     real = torch.arange(width, device=proposal.tokens.device) < proposal.lengths[:, None]
     distributions = q_rows.gather(1, torch.where(real, proposal.parents + 1, 0).clamp(0, width))
     tokens = torch.where(real, proposal.tokens, 0).clamp(0, logits.shape[1] - 1)
@@ -125,11 +126,11 @@ def _has_mass(proposal: Proposal, logits: torch.Tensor, q_rows: torch.Tensor) ->
 
 
 def greedy_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """The nodes that greedy decoding walks; `choices` are the target's, after the root and after
+    """Nodes on the path of greedy decoding; `choices` are the target's, after the root and after
     each node."""
     path: list[int] = []
     node = -1
-    # Children come after their parent, so that one look at each node is enough.
+    # Children come after their parent, so one pass over the nodes is enough.
     for child, (token, parent) in enumerate(zip(tokens, parents)):
         if parent == node and token == choices[node + 1]:
             path.append(child)
@@ -147,98 +148,98 @@ def tried(parents: Sequence[int], path: Sequence[int]) -> list[int]:
 def move_kept(
     pool: PagedPool, tables: torch.Tensor, rows: Sequence[Row], paths: Sequence[Sequence[int]]
 ) -> None:
-    """Keys and values of the kept nodes go where those of a chain would be: side by side behind the
-    known tokens."""
+    """Move keys and values of the kept nodes to where those of a chain would be: side by side
+    behind the known tokens."""
     owners: list[int] = []
     sources: list[int] = []
-    places: list[int] = []
+    targets: list[int] = []
     for index, (row, path) in enumerate(zip(rows, paths)):
         begin = row.begin + row.count
         for step, node in enumerate(path):
             if node != step:
                 owners.append(index)
                 sources.append(begin + node)
-                places.append(begin + step)
+                targets.append(begin + step)
     if owners:
         rows_at, from_at, to_at = (
-            torch.tensor(values, device=tables.device) for values in (owners, sources, places)
+            torch.tensor(values, device=tables.device) for values in (owners, sources, targets)
         )
         pool.move_slots(
             pool.slots_of(tables, rows_at, from_at), pool.slots_of(tables, rows_at, to_at)
         )
 
 
-class Straightened(NamedTuple):
-    """The round as if each tree had been the chain of its kept nodes and the first one rejected
+class CollapsedRound(NamedTuple):
+    """A round as if each tree had been the chain of its kept nodes and the first one rejected
     after them."""
 
-    chains: list[list[int]]
-    drafts: Drafts
+    proposal: RoundProposal
     output: PassOutput
 
 
-def straighten(
+def collapse_to_chain(
     rows: Sequence[Row],
-    chains: Sequence[Sequence[int]],
-    drafts: Drafts,
+    proposal: RoundProposal,
     output: PassOutput,
     paths: Sequence[Sequence[int]],
     *,
     with_distributions: bool,
-) -> Straightened:
-    """`paths` of the deciding rows; `with_distributions` says whether anybody will look at q."""
-    assert drafts.tree is not None
-    nodes = [tried(parents, path) for parents, path in zip(drafts.tree.parents, paths)]
-    nodes += [[] for _ in range(len(rows) - len(nodes))]
-    straight: list[list[int]] = []
+) -> CollapsedRound:
+    """Replace the trees of a round by chains.
+
+    Args:
+        paths: kept nodes of the deciding rows.
+        with_distributions: keep q of the chains, which records need.
+    """
+    assert proposal.tree is not None
+    tree, count = proposal.tree, len(proposal.chains)
+    nodes = [tried(parents, path) for parents, path in zip(tree.parents, paths)]
+    chains = [
+        [chain[node] for node in kept] for chain, kept in zip(proposal.chains, nodes, strict=True)
+    ]
     logit_rows: list[int] = []
     tap_rows: list[int] = []
     begins: list[int] = []
     num_logits = 0
-    for row, chain, kept, begin in zip(rows, chains, nodes, output.begins, strict=True):
-        straight.append([chain[node] for node in kept])
+    for index, (row, begin) in enumerate(zip(rows, output.begins, strict=True)):
+        kept = nodes[index] if index < count else []
         begins.append(len(tap_rows))
         tap_rows += range(begin, begin + row.count)
         tap_rows += (begin + row.count + node for node in kept)
         if row.samples:
             logit_rows += (num_logits + slot for slot in (0, *(node + 1 for node in kept)))
-            num_logits += len(chain) + 1
+            num_logits += 1 + (len(proposal.chains[index]) if index < count else 0)
     device = output.logits.device
     taps = None if output.taps is None else output.taps[torch.tensor(tap_rows, device=device)]
     logits = output.logits[torch.tensor(logit_rows, dtype=torch.int64, device=device)]
-    count = len(drafts.chains)
-    width = max(map(len, straight[:count]), default=0)
+    width = max(map(len, chains), default=0)
     tokens = torch.tensor(
-        [[*chain, *[-1] * (width - len(chain))] for chain in straight[:count]], device=device
+        [[*chain, *[-1] * (width - len(chain))] for chain in chains], device=device
     )
-    distributions = (
-        _path_distributions(drafts, drafts.tree, nodes[:count], width)
-        if with_distributions
-        else None
-    )
-    lengths = torch.tensor([len(chain) for chain in straight[:count]], device=device)
-    kept_drafts = replace(
-        drafts, chains=straight[:count], tokens=tokens, lengths=lengths, logits=distributions
-    )
-    return Straightened(
-        straight, kept_drafts, output._replace(logits=logits, taps=taps, begins=begins)
+    lengths = torch.tensor([len(chain) for chain in chains], device=device)
+    q_logits = _path_distributions(proposal, tree, nodes, width) if with_distributions else None
+    return CollapsedRound(
+        replace(proposal, chains=chains, tokens=tokens, lengths=lengths, logits=q_logits),
+        output._replace(logits=logits, taps=taps, begins=begins),
     )
 
 
 def _path_distributions(
-    drafts: Drafts, tree: RoundTree, nodes: Sequence[Sequence[int]], width: int
+    proposal: RoundProposal, tree: RoundTree, nodes: Sequence[Sequence[int]], width: int
 ) -> torch.Tensor | None:
-    """[B, width, V]: what the children of each node's parent were drawn from, first to last;
-    one-hot where nothing was drawn."""
-    if drafts.logits is None or tree.q_rows is None:
+    """[B, width, V] distributions that the children of each node's parent were drawn from, first to
+    last; one-hot where nothing was drawn."""
+    if proposal.logits is None or tree.q_rows is None:
         return None
-    distributions = drafts.logits.new_full((len(nodes), width, drafts.logits.shape[1]), -torch.inf)
-    told = tree.q_rows.tolist()
+    distributions = proposal.logits.new_full(
+        (len(nodes), width, proposal.logits.shape[1]), -torch.inf
+    )
+    q_rows = tree.q_rows.tolist()
     for row, kept in enumerate(nodes):
         for step, node in enumerate(kept):
-            distribution = told[row][tree.parents[row][node] + 1]
+            distribution = q_rows[row][tree.parents[row][node] + 1]
             if distribution >= 0:
-                distributions[row, step] = drafts.logits[distribution]
+                distributions[row, step] = proposal.logits[distribution]
             else:
-                distributions[row, step, drafts.chains[row][node]] = 0.0
+                distributions[row, step, proposal.chains[row][node]] = 0.0
     return distributions

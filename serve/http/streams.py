@@ -48,11 +48,11 @@ class RequestStreams:
     ) -> None:
         """Submit one engine request per (prompt, params) pair; when one is refused none
         is taken."""
-        intake = self.loop.engine.intake
+        inputs = self.loop.engine.inputs
 
         def request(index: int, prompt: Sequence[int], choice: SamplingParams) -> Request:
             forward = self._forwarder(index)
-            return intake.request(
+            return inputs.request(
                 prompt,
                 choice,
                 forward,

@@ -191,7 +191,7 @@ class EngineCollector(Collector):
         for draft, version in stats.draft_versions.items():
             versions.add_metric([self.model, shown(draft), version], 1)
         yield versions
-        quarantined = [draft.quarantined for draft in self.engine.drafting.drafts.values()]
+        quarantined = [draft.quarantined for draft in self.engine.drafts.served.values()]
         text = "1 while the live draft, made for other weights of the target, drafts seldom."
         yield self._gauge("draftsmith_draft_quarantined", text, float(any(quarantined)))
         routed = {shown(draft): count for draft, count in dict(stats.routed).items()}

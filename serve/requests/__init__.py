@@ -3,7 +3,7 @@
 Files in reading order:
 - `route`: the draft chosen for it
 - `request`: the request
-- `intake`: from what a caller asks to a checked request
+- `input_processor`: checked requests from prompts and parameters
 - `fair_queue`: order of admission
 
 Other chapters import all of it.

@@ -15,12 +15,11 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors, run_processors
 from draftsmith.serve.sampling.stages import add_biases, ban, penalise, restrict
-from draftsmith.serve.sampling.state import SamplingState, Site
+from draftsmith.serve.sampling.state import RowContext, SamplingState
 
 
 class Adjustments:
@@ -30,14 +29,16 @@ class Adjustments:
         self.states = states
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Adjustments | None:
-        """None when no request asks for any: then nothing is computed."""
-        states = [request.sampling_state for request in requests]
+    def of(
+        cls, states: Sequence[SamplingState | None], texts: Sequence[list[int]]
+    ) -> Adjustments | None:
+        """Adjustments for requests whose tokens are now `texts`; None when no request asks for any:
+        then nothing is computed."""
         if all(state is None for state in states):
             return None
-        for request, state in zip(requests, states):
+        for state, tokens in zip(states, texts, strict=True):
             if state is not None:
-                state.follow(request.tokens)
+                state.follow(tokens)
         return cls(states)
 
     def __call__(
@@ -51,7 +52,7 @@ class Adjustments:
         self, logits: torch.Tensor, owners: Sequence[int], prefixes: Sequence[list[int]]
     ) -> torch.Tensor:
         sites = [
-            Site(row, state, prefix)
+            RowContext(row, state, prefix)
             for row, (owner, prefix) in enumerate(zip(owners, prefixes, strict=True))
             # Behind the end of an answer nobody reads the distribution.
             if (state := self.states[owner]) is not None

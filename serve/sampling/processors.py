@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.params import LogitsProcessor
-from draftsmith.serve.sampling.state import SamplingState, Site
+from draftsmith.serve.sampling.state import RowContext, SamplingState
 
 
 def check_processors(
@@ -54,7 +54,7 @@ def check_processors(
             )
 
 
-def run_processors(logits: torch.Tensor, sites: Sequence[Site]) -> bool:
+def run_processors(logits: torch.Tensor, sites: Sequence[RowContext]) -> bool:
     """Row by row in place, with the exact text before each; False when there are none.
 
     A row whose processor raises is left without any token. Behind drafted tokens that says nothing

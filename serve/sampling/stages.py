@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.serve.sampling.grammar_matcher import GrammarMatcher
-from draftsmith.serve.sampling.state import Site, TokenCounts
+from draftsmith.serve.sampling.state import RowContext, TokenCounts
 
 
-def add_biases(logits: torch.Tensor, sites: Sequence[Site]) -> None:
+def add_biases(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
     biased = [site for site in sites if len(site.state.bias_ids)]
     if biased:
         counts = torch.tensor([len(site.state.bias_ids) for site in biased], device=logits.device)
@@ -23,7 +23,7 @@ def add_biases(logits: torch.Tensor, sites: Sequence[Site]) -> None:
         logits[rows, ids] += torch.cat([site.state.bias_values for site in biased]).to(logits.dtype)
 
 
-def ban(logits: torch.Tensor, sites: Sequence[Site]) -> None:
+def ban(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
     """Bad words that would be completed, and ends that would come before `min_tokens`."""
     banned = [(site.row, token) for site in sites for token in site.state.banned(site.prefix)]
     if banned:
@@ -31,7 +31,7 @@ def ban(logits: torch.Tensor, sites: Sequence[Site]) -> None:
         logits[rows, tokens] = -math.inf
 
 
-def restrict(logits: torch.Tensor, sites: Sequence[Site]) -> None:
+def restrict(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
     """Allowed ids and the grammar."""
     listed = [(site, site.state.forbidden) for site in sites if site.state.forbidden is not None]
     if listed:
@@ -48,7 +48,7 @@ def restrict(logits: torch.Tensor, sites: Sequence[Site]) -> None:
             )
 
 
-def _allowed(matcher: GrammarMatcher, sites: Sequence[Site], vocab_size: int) -> torch.Tensor:
+def _allowed(matcher: GrammarMatcher, sites: Sequence[RowContext], vocab_size: int) -> torch.Tensor:
     """What the grammar of one request allows at its sites: [n, V] bool.
 
     Where it fails the sites are asked one by one, and those where it fails again allow nothing:
@@ -64,7 +64,7 @@ def _allowed(matcher: GrammarMatcher, sites: Sequence[Site], vocab_size: int) ->
         return masks
 
 
-def _rows(sites: Sequence[Site], device: torch.device) -> torch.Tensor:
+def _rows(sites: Sequence[RowContext], device: torch.device) -> torch.Tensor:
     return torch.tensor([site.row for site in sites], device=device)
 
 
@@ -77,7 +77,7 @@ class _Seen(NamedTuple):
     prompt: torch.Tensor  # [M] bool: whether in the prompt
 
 
-def penalise(logits: torch.Tensor, sites: Sequence[Site]) -> None:
+def penalise(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
     """transformers' repetition penalty, then OpenAI's frequency and presence, on `logits` [R, V] in
     place."""
     counted = [(site, counts) for site in sites if (counts := site.state.counts) is not None]
@@ -100,7 +100,7 @@ def penalise(logits: torch.Tensor, sites: Sequence[Site]) -> None:
     logits[rows, seen.ids] = scores - frequency * output - presence * in_output
 
 
-def _seen(counted: Sequence[tuple[Site, TokenCounts]]) -> _Seen:
+def _seen(counted: Sequence[tuple[RowContext, TokenCounts]]) -> _Seen:
     again: list[int] = []  # pairs of drafted tokens that had occurred before
     fresh: Counter[tuple[int, int]] = Counter()  # (site, token) of those that had not
     num_pairs = 0

@@ -145,7 +145,7 @@ class SamplingState:
         return text[-len(part) :] == list(part)
 
 
-class Site(NamedTuple):
+class RowContext(NamedTuple):
     """A distribution to be adjusted: row `row` of the logits, behind a request's committed tokens
     and then `prefix`."""
 

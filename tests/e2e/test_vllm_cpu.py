@@ -28,7 +28,7 @@ from draftsmith.drafters.heads.mtp_deepseek import is_appended
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -224,7 +224,7 @@ class Served(NamedTuple):
 def served(folder: Path, family: str) -> Served:
     """The same prompts and draft in our own engine."""
     target = Target.load(folder / "target")
-    engine = Engine(
+    engine = build_engine(
         target, checkpoint.load(trained(folder, family), target), EngineConfig(k=K, max_batch=8)
     )
     answers = engine.generate(

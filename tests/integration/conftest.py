@@ -32,6 +32,7 @@ from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.dashboard.page import Dashboard
 from draftsmith.serve.dashboard.samples import History
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.limits import ServerLimits
@@ -105,7 +106,7 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
         limits: ServerLimits = DEFAULT_LIMITS,
         report: Level = "none",
     ) -> LiveServer:
-        servers.append(LiveServer(Engine(target, drafter, config, sink=sink), limits, report))
+        servers.append(LiveServer(build_engine(target, drafter, config, sink=sink), limits, report))
         return servers[-1]
 
     yield start
@@ -146,7 +147,7 @@ class Loop:
         """Accepted share of the offered tokens. `folder` is served under the name of `version`."""
         drafter = checkpoint.load(folder or self.root / "draft", self.target)
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
-        engine = Engine(
+        engine = build_engine(
             self.target,
             drafter,
             EngineConfig(k=3, seed=seed),

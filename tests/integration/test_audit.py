@@ -25,7 +25,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 
 K = 4
 CONFIG = EngineConfig(k=K, max_batch=64, max_length=96, max_round_tokens=1024)
@@ -180,7 +180,7 @@ def test_trees_are_audited_by_depth(
 
 def test_a_tree_without_a_distribution_cannot_be_made_wrong(target: Target) -> None:
     with pytest.raises(UserError, match="'2:3' with the tree 'dynamic'"):
-        Engine(
+        build_engine(
             target, make("eagle3", target), replace(CONFIG, tree="dynamic", test_misreport="2:3")
         )
 
@@ -229,7 +229,7 @@ def test_a_server_made_wrong_says_so(target: Target, live_server: Callable) -> N
     assert server.http.get("/v1/models").json()["data"][0]["lossless"] is False
     assert server.complete("hello", max_tokens=2).json()["lossless"] is False
     with pytest.raises(UserError, match="DEPTH:FACTOR"):
-        Engine(target, Ngram(), replace(CONFIG, test_misreport="deep"))
+        build_engine(target, Ngram(), replace(CONFIG, test_misreport="deep"))
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.record import hashed_answer
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -103,7 +103,7 @@ def test_what_a_hook_masks_never_reaches_the_buffer(target: Target, tmp_path: Pa
     writer = BufferWriter(
         str(tmp_path), screens=[Redactor(vowels, tokenizer, mask_id=1)], flush_s=0.01
     )
-    engine = Engine(target, Ngram(min_n=1), EngineConfig(k=3, seed=3), sink=writer)
+    engine = build_engine(target, Ngram(min_n=1), EngineConfig(k=3, seed=3), sink=writer)
     (answer,) = engine.generate(
         [[60, 61, 60, 61, 60]], SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True)
     )
@@ -132,7 +132,7 @@ def learn(target: Target, name: str, root: Path, buffer: Path) -> Callable[[], i
     draft = Mtp.create(MtpOptions(), target, seed=0)
     checkpoint.save(draft, root / "draft", target)
     writer = BufferWriter(str(buffer), flush_s=0.01)
-    engine = Engine(target, draft.eval(), EngineConfig(k=3), sink=writer)
+    engine = build_engine(target, draft.eval(), EngineConfig(k=3), sink=writer)
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     engine.generate([[5, 6, 7, number] for number in range(8, 20)], params)
     writer.close()

@@ -21,7 +21,7 @@ from draftsmith.drafters.published.canary import Canary, read_canary, write_cana
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.route import CANARY
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -59,7 +59,7 @@ class Site:
         )
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
         drafter = checkpoint.load(folder, self.target)
-        engine = Engine(
+        engine = build_engine(
             self.target, drafter, EngineConfig(k=3, seed=seed), sink=writer, draft_version=str(live)
         )
         if (canary := read_canary(self.root)) is not None:
@@ -69,8 +69,8 @@ class Site:
                 spoil(module)
                 tried = self.root.parent / "spoilt"
                 checkpoint.save(module, tried, self.target)
-            engine.swap(str(tried), str(canary.version), draft=CANARY)
-            engine.lineup.router.canary_share = canary.share
+            engine.drafts.prepare(str(tried), str(canary.version), draft=CANARY)
+            engine.drafts.router.canary_share = canary.share
             engine.step()
         prompts = torch.randint(
             3, 288, (count, 6), generator=torch.Generator().manual_seed(seed)

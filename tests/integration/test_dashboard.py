@@ -60,7 +60,7 @@ def server(target: Target, live_server: Callable, tmp_path_factory: pytest.TempP
     server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
     server.dashboard.learning = Learning(str(root))
     server.dashboard.text = TextView()
-    server.engine.onlooker = server.dashboard.text.add_round
+    server.engine.observe_rounds(server.dashboard.text.add_round)
     return server
 
 

@@ -27,7 +27,7 @@ from draftsmith.drafters.options import LoraOptions
 from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 
 # Medusa learns too, but on this text, which depends on every drafted token, too little to be told
 # apart live.
@@ -68,8 +68,8 @@ def test_running_engine_takes_a_published_version(loop: Callable[..., Any]) -> N
     daemon.run(made.config)
     newest = versions.latest(made.versions)
     drafter = checkpoint.load(versions.open_version(made.versions, 1), made.target)
-    engine = Engine(made.target, drafter, EngineConfig(k=3), draft_version="1")
-    engine.swap(str(versions.open_version(made.versions, newest)), str(newest))
+    engine = build_engine(made.target, drafter, EngineConfig(k=3), draft_version="1")
+    engine.drafts.prepare(str(versions.open_version(made.versions, newest)), str(newest))
     engine.generate(made.prompts(2, 3), made.sampling, text=False)
     assert engine.stats.draft_version == str(newest)
     published = checkpoint.load(versions.open_version(made.versions, newest), made.target)

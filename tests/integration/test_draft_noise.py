@@ -23,8 +23,8 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.trees import candidates as tree_distributions
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.verify import Streams
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.sampling.params import SamplingParams
 
 K = 4
@@ -87,7 +87,7 @@ def repeats(target: Target, family: str, way: str) -> Repeats:
     drafter.propose = seen.watch(drafter.propose)
     if way == "tree":
         drafter.propose_tree = seen.watch(drafter.propose_tree)
-    engine = Engine(target, drafter, EngineConfig(k=K, max_length=64, **WAYS[way]))
+    engine = build_engine(target, drafter, EngineConfig(k=K, max_length=64, **WAYS[way]))
     engine.generate(PROMPTS, PARAMS, text=False)
     assert not engine.stats.fallbacks and seen.num_depths > 100 and seen.num_rounds > 50
     return seen
@@ -133,6 +133,6 @@ def at_one_position(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def test_one_noise_for_all_rounds_is_seen(
     family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Streams, "draft_seeds", lambda self, num_rows: self.seeds[:num_rows])
+    monkeypatch.setattr(RowSampling, "draft_seeds", lambda self, num_rows: self.seeds[:num_rows])
     seen = repeats(target, family, way)
     assert seen.same_rounds > 0.5 * seen.num_rounds

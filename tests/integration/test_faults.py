@@ -45,7 +45,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -167,7 +167,7 @@ def test_answers_do_not_depend_on_the_buffers_disk(
 
     def answers(buffer: Path) -> tuple[list[list[int]], BufferWriter]:
         writer = BufferWriter(str(buffer), flush_s=0.01)
-        engine = Engine(made.target, Ngram(min_n=1), EngineConfig(k=3, seed=1), sink=writer)
+        engine = build_engine(made.target, Ngram(min_n=1), EngineConfig(k=3, seed=1), sink=writer)
         done = engine.generate(made.prompts(20, 5), made.sampling, text=False)
         writer.close()
         return [one.tokens for one in done], writer
@@ -294,7 +294,7 @@ def test_a_servers_clock_that_jumps_back_and_forth_loses_no_record(
 ) -> None:
     made = loop()
     writer = BufferWriter(made.config.buffer, flush_s=60.0, flush_records=10**6)
-    engine = Engine(made.target, Ngram(min_n=1), EngineConfig(k=3), sink=writer)
+    engine = build_engine(made.target, Ngram(min_n=1), EngineConfig(k=3), sink=writer)
     reader, requests, newest_ms, hidden = BufferReader(made.config.buffer), [], 0, 0
     now_s = time.time
     for number, jump_s in enumerate((0, 10**6, -(10**6), 500, -500)):

@@ -31,9 +31,10 @@ from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.kernels.statistics import Fit, chi_square_survival
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, Wish
+from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.verify import Streams
+from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.sampling.params import SamplingParams
 
 FALSE_ALARM, CAUGHT = 1e-9, 1e-6
@@ -78,7 +79,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def keyed_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: every round drafts with the request's own noise, a position's being the same in
     all of them."""
-    monkeypatch.setattr(Streams, "draft_seeds", lambda self, num_rows: self.seeds[:num_rows])
+    monkeypatch.setattr(RowSampling, "draft_seeds", lambda self, num_rows: self.seeds[:num_rows])
 
 
 class Planted:
@@ -185,7 +186,7 @@ class ByDrafted(FixedControl):
 
     ended = False
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         return RoundPlan([0 if self.ended else wish.most for wish in wishes])
 
     def observe(self, result: RoundResult) -> None:
@@ -213,7 +214,7 @@ class Peeking:
 class BySurvival(ByDrafted):
     """The same by way of the least survival, which DSpark's guesses never reach when it is 0.9."""
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         least = 0.9 if self.ended else 6e-4
         return RoundPlan([wish.most for wish in wishes], least_survival=least)
 
@@ -243,7 +244,7 @@ class ByTree(FixedControl):
     def __init__(self, engine: Engine, drafter: Watched):
         self.engine, self.drafter = engine, drafter
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         names = {request.request_class: request.id for request in self.engine.scheduler.running}
         seen = [self.drafter.below.pop(names[wish.request_class], None) for wish in wishes]
         return RoundPlan(
@@ -352,7 +353,7 @@ def served(target: Target, drafter: object, *, max_batch: int = 1, **options: ob
     config = EngineConfig(
         k=K, max_batch=max_batch, max_length=2048, seed=1, prefix_cache=False, **options
     )
-    return Engine(
+    return build_engine(
         target,
         drafter,
         config,

@@ -27,7 +27,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
@@ -191,15 +191,15 @@ def test_speculation_does_not_change_greedy_output(
     batch = prompts(8)
     expected = [plain_greedy(target, prompt, 24) for prompt in batch]
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
-    plain = Engine(target, None, EngineConfig()).generate(batch, GREEDY)
+    plain = build_engine(target, None, EngineConfig()).generate(batch, GREEDY)
     for completion, right in zip(plain, expected):
         assert_same(completion.tokens, right)
     for family in FAMILIES + ([*HEADS, "suffix and draft-lm"] if arch == "llama" else []):
         drafter = make_drafter(family, target)
         for used in (drafter, Oracle(drafter, known)):
-            alone = Engine(target, used, EngineConfig(k=3)).generate(batch[:1], GREEDY)
+            alone = build_engine(target, used, EngineConfig(k=3)).generate(batch[:1], GREEDY)
             assert_same(alone[0].tokens, expected[0])
-            engine = Engine(target, used, EngineConfig(k=4, max_batch=8))
+            engine = build_engine(target, used, EngineConfig(k=4, max_batch=8))
             together = engine.generate(batch, GREEDY)
             for completion, right in zip(together, expected):
                 assert_same(completion.tokens, right)
@@ -225,7 +225,7 @@ def test_incremental_drafts_equal_drafts_from_nothing(
     config = EngineConfig(
         k=3, max_batch=3, max_round_tokens=11, num_blocks=14, block_size=8, max_length=80
     )
-    engine = Engine(target, drafter, config)
+    engine = build_engine(target, drafter, config)
     for completion, right in zip(engine.generate(batch, GREEDY), expected):
         assert_same(completion.tokens, right)
     assert not engine.stats.fallbacks

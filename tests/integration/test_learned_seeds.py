@@ -23,6 +23,7 @@ from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import chi_square_survival
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
@@ -59,7 +60,7 @@ def engine_of(target: Target, drafter: ServingDrafter, folder: Path) -> tuple[En
     config = EngineConfig(
         k=3, max_batch=64, max_length=32, max_round_tokens=2048, max_queue=10**4, seed=1
     )
-    return Engine(target, drafter, config, sink=writer), writer
+    return build_engine(target, drafter, config, sink=writer), writer
 
 
 def answers(engine: Engine, count: int, *, seeded: bool) -> list[list[int]]:

@@ -20,7 +20,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 
 SHARED = [20 + i * 7 % 90 for i in range(40)]
@@ -40,9 +40,9 @@ def quiet(target: Target) -> list[list[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=MOST, ignore_eos=True)
     return [
         completion.tokens
-        for completion in Engine(target, None, EngineConfig(max_batch=1, compile="off")).generate(
-            PROMPTS, params
-        )
+        for completion in build_engine(
+            target, None, EngineConfig(max_batch=1, compile="off")
+        ).generate(PROMPTS, params)
     ]
 
 

@@ -23,7 +23,7 @@ from draftsmith.serve.bench.command import check as check_bench
 from draftsmith.serve.bench.command import server_arguments
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.config import EvalConfig, TrainConfig
 from draftsmith.train.doctor.target import check_target
@@ -106,7 +106,8 @@ def answers(
     config = EngineConfig(**{"k": 8, "prefix_cache": False, "compile": "off", **options})
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     return [
-        completion.tokens for completion in Engine(target, drafter, config).generate(texts, params)
+        completion.tokens
+        for completion in build_engine(target, drafter, config).generate(texts, params)
     ]
 
 
@@ -150,10 +151,10 @@ def test_nothing_beyond_the_original_length_is_served(load):
     target = load("longrope")
     assert target.max_positions == ORIGINAL
     with pytest.raises(UserError, match=r"'longrope'.*longest one.*give --max-length 32"):
-        Engine(target, None, EngineConfig())
+        build_engine(target, None, EngineConfig())
     with pytest.raises(UserError, match=r"max_length is 33: .*'longrope'.*make it at most 32"):
-        Engine(target, None, EngineConfig(max_length=ORIGINAL + 1))
-    engine = Engine(target, None, EngineConfig(max_length=ORIGINAL))
+        build_engine(target, None, EngineConfig(max_length=ORIGINAL + 1))
+    engine = build_engine(target, None, EngineConfig(max_length=ORIGINAL))
     with pytest.raises(UserError, match="context 32"):
         engine.generate(prompts(ORIGINAL), SamplingParams(max_tokens=1))
 
@@ -161,9 +162,9 @@ def test_nothing_beyond_the_original_length_is_served(load):
 def test_dynamic_rope_is_served_up_to_the_length_of_its_configuration(load):
     """Beyond, transformers would follow the longest position of the pass; up to it, it does not."""
     target = load("dynamic")
-    assert Engine(target, None, EngineConfig()).max_length == target.max_positions == ORIGINAL
+    assert build_engine(target, None, EngineConfig()).max_length == target.max_positions == ORIGINAL
     with pytest.raises(UserError, match=r"max_length is 33: .*'dynamic'"):
-        Engine(target, None, EngineConfig(max_length=ORIGINAL + 1))
+        build_engine(target, None, EngineConfig(max_length=ORIGINAL + 1))
 
 
 def test_batches_of_training_and_of_answers_stay_below_the_original_length(load):

@@ -16,7 +16,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
@@ -90,7 +90,7 @@ def speculate(
 ) -> tuple[list[TokenSequence], torch.Tensor]:
     """Texts that the engine wrote, without their first token, which no draft precedes; and the
     rounds it took for the rest."""
-    engine = Engine(pair.target, pair.drafter, EngineConfig(k=K, max_batch=16))
+    engine = build_engine(pair.target, pair.drafter, EngineConfig(k=K, max_batch=16))
     prompts = some_prompts(count, seed=1)
     params = SamplingParams(temperature=temperature, max_tokens=21, ignore_eos=True)
     completions = engine.generate(prompts, params)

@@ -18,7 +18,7 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OptimConfig, TrainConfig
@@ -110,10 +110,10 @@ def test_a_draft_over_a_padded_vocabulary(
     target = Target.load(workshop / "target")
     drafter = checkpoint.load(workshop / out, target)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    engine = Engine(target, drafter, EngineConfig(k=3))
+    engine = build_engine(target, drafter, EngineConfig(k=3))
     found = engine.generate(PROMPTS, greedy)
     assert [one.tokens for one in found] == [
-        one.tokens for one in Engine(target, None, EngineConfig()).generate(PROMPTS, greedy)
+        one.tokens for one in build_engine(target, None, EngineConfig()).generate(PROMPTS, greedy)
     ]
     sampled = engine.generate(
         PROMPTS, SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)

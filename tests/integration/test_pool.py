@@ -30,7 +30,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
@@ -152,15 +153,17 @@ class Rounds:
         pass
 
 
-class Direct:
-    """What a watcher needs of an engine's loop, without its thread."""
+class Direct(EngineLoop):
+    """An engine's loop that is never started: swaps and retirements happen at once."""
 
-    def __init__(self, engine: Engine):
-        self.engine, self.retire = engine, engine.retire
+    def retire(self, draft: str) -> None:
+        self.engine.drafts.retire(draft)
 
-    def swap(self, folder: str, version: str, *, draft: str = LIVE) -> Swap:
-        swap = self.engine.swap(folder, version, draft=draft)
-        self.engine.lineup.take_in()
+    def swap(
+        self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0
+    ) -> Swap:
+        swap = self.engine.drafts.prepare(folder, version, draft=draft)
+        self.engine.drafts.apply_swaps()
         return swap
 
 
@@ -177,7 +180,7 @@ class World:
         self.daemon = self.begin()
         self.sink = Rounds(self.config.buffer)
         drafter = checkpoint.load(pair.draft, self.target)
-        self.engine = Engine(
+        self.engine = build_engine(
             self.target, drafter, EngineConfig(k=3), sink=self.sink, draft_version="1"
         )
         self.watcher = VersionWatcher(Direct(self.engine), self.config.versions, serving=1)
@@ -256,7 +259,7 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(
     # one in ten is for comparison
     assert versions_of_a >= {named} and versions_of_a <= {named, live}
     world.sink.records.clear()
-    world.engine.lineup.router.pool = DraftPool()
+    world.engine.drafts.router.pool = DraftPool()
     single = list(world.serve(asked))
     world.sink.records.clear()
     assert drafted_by(single, "a") == {live}
@@ -289,7 +292,7 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(
         if not serving(world):
             break
     assert world.decisions()[4:] == [("merged class", "a"), ("retired class", "b")]
-    assert sorted(world.engine.lineup.drafting.drafts) == [LIVE]
+    assert sorted(world.engine.drafts.served) == [LIVE]
     assert not list((tmp_path / "versions" / "pool").glob("c*/v*"))
 
 

@@ -25,6 +25,7 @@ from draftsmith.drafters.options import (
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.route import LIVE
@@ -103,8 +104,8 @@ def test_hits_change_neither_outputs_nor_proposals(
     drafter = FAMILIES[family](target)
     config = EngineConfig(k=3, block_size=8, max_round_tokens=20)
     cold, warm = Witness(drafter), Witness(drafter)
-    without = serve(Engine(target, cold, replace(config, prefix_cache=False)), quiet=quiet)
-    engine = Engine(target, warm, config)
+    without = serve(build_engine(target, cold, replace(config, prefix_cache=False)), quiet=quiet)
+    engine = build_engine(target, warm, config)
     found = serve(engine, quiet=quiet)
     assert [request.output for request in found] == [request.output for request in without]
     assert_same_proposals(cold, warm)
@@ -125,13 +126,13 @@ def test_taps_of_undrafted_text_are_found_again(target: Target) -> None:
     blocks carry."""
     drafter = FAMILIES["eagle3"](target)
     cold, warm = Witness(drafter), Witness(drafter)
-    engine = Engine(target, warm, EngineConfig(k=3, block_size=8))
-    engine.drafting.live._pause = 10_000
+    engine = build_engine(target, warm, EngineConfig(k=3, block_size=8))
+    engine.drafts.live._pause = 10_000
     engine.generate([SHARED], params(0))
-    engine.drafting.put(LIVE, warm)
+    engine.drafts.put(LIVE, warm)
     found = engine.generate([PROMPTS[1]], params(1))
     assert engine.stats.prefix_cache_hits == 40 and warm.starts[0] == 0
-    alone = Engine(target, cold, EngineConfig(k=3, prefix_cache=False)).generate(
+    alone = build_engine(target, cold, EngineConfig(k=3, prefix_cache=False)).generate(
         [PROMPTS[1]], params(1)
     )
     assert found[0].tokens == alone[0].tokens
@@ -146,10 +147,9 @@ def test_the_token_after_a_block_is_part_of_its_key(
     drafter = FAMILIES["eagle3"](target)
     config = EngineConfig(k=3, block_size=8, max_round_tokens=20)
     cold, warm = Witness(drafter), Witness(drafter)
-    serve(Engine(target, cold, replace(config, prefix_cache=False)), quiet=False)
-    engine = Engine(target, warm, config)
+    serve(build_engine(target, cold, replace(config, prefix_cache=False)), quiet=False)
+    engine = build_engine(target, warm, config)
     wrong = PrefixCache(engine.scheduler.blocks, root="", ahead=0, needs_taps=True)
-    monkeypatch.setattr(engine, "prefix", wrong)
     monkeypatch.setattr(engine.scheduler, "prefix", wrong)
     serve(engine, quiet=False)
     with pytest.raises(AssertionError):
@@ -157,6 +157,6 @@ def test_the_token_after_a_block_is_part_of_its_key(
 
 
 def test_the_cache_can_be_switched_off(target: Target) -> None:
-    engine = Engine(target, None, EngineConfig(prefix_cache=False))
+    engine = build_engine(target, None, EngineConfig(prefix_cache=False))
     engine.generate([SHARED, SHARED], params(0))
     assert engine.stats.prefix_cache_queries == engine.stats.prefix_cache_hits == 0

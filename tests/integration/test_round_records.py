@@ -20,6 +20,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.record import Distribution, RoundRecord
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
@@ -58,7 +59,7 @@ def params(temperature: float, **options: object) -> SamplingParams:
 def test_contexts_and_commits_join_to_the_text_of_every_request(
     target: Target, records: list[RoundRecord]
 ) -> None:
-    engine = Engine(
+    engine = build_engine(
         target,
         eagle3(target),
         EngineConfig(seed=1, k=3, max_batch=2),
@@ -110,7 +111,7 @@ def test_p_is_the_targets_unprocessed_distribution_and_q_the_distribution_drafte
             distributions.append(proposal)
             return proposal
 
-    engine = Engine(target, Listening(), EngineConfig(seed=1, k=3), sink=records)
+    engine = build_engine(target, Listening(), EngineConfig(seed=1, k=3), sink=records)
     serve(engine, [params(temperature, top_k=40)])
     assert sum(bool(record.drafted) for record in records) == len(distributions) > 3
     text: list[int] = []
@@ -150,7 +151,7 @@ def test_p_is_the_targets_unprocessed_distribution_and_q_the_distribution_drafte
 def test_accepted_counts_and_the_emitted_token_fit_the_text(
     target: Target, records: list[RoundRecord]
 ) -> None:
-    engine = Engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=4), sink=records)
+    engine = build_engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=4), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     counts = AcceptanceCounts()
     for record in (record for record in records if record.drafted):
@@ -172,7 +173,7 @@ def test_accepted_counts_and_the_emitted_token_fit_the_text(
 
 
 def test_a_request_may_stay_out_of_the_buffer(target: Target, records: list[RoundRecord]) -> None:
-    engine = Engine(target, eagle3(target), EngineConfig(seed=1, k=3), sink=records)
+    engine = build_engine(target, eagle3(target), EngineConfig(seed=1, k=3), sink=records)
     serve(engine, [params(0.0), params(0.0), params(0.0)], learn=False)
     assert records == [] and engine.stats.num_drafts > 0
 
@@ -195,7 +196,7 @@ def test_a_sink_that_fails_stops_nothing_but_recording(
         raise OSError("the disk is full")
 
     monkeypatch.setattr(records, "put", put)
-    engine = Engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=3), sink=records)
+    engine = build_engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=3), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     assert all(request.num_output == 20 for request in requests)
 
@@ -205,7 +206,9 @@ def test_rounds_under_penalties_are_text_without_distributions_so_that_nobody_sc
 ) -> None:
     """What was accepted under a penalty says nothing about the distributions that the record's
     sampling fields describe."""
-    engine = Engine(target, eagle3(target), EngineConfig(seed=1, k=3, max_batch=4), sink=records)
+    engine = build_engine(
+        target, eagle3(target), EngineConfig(seed=1, k=3, max_batch=4), sink=records
+    )
     asked = [params(1.0, frequency_penalty=1.0), params(1.0), params(0.0, bad_words=((7,),))]
     requests = serve(engine, asked)
     texts = [stitch(rounds) for rounds in by_request(from_table(to_table(records))).values()]

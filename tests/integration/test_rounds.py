@@ -12,7 +12,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import count_documents
@@ -46,7 +46,7 @@ def test_the_engine_writes_the_same_text_in_the_same_rounds(family, temperature,
     params = [
         SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=seed) for seed in SEEDS
     ]
-    engine = Engine(target, drafter, EngineConfig(k=K))
+    engine = build_engine(target, drafter, EngineConfig(k=K))
     served = [engine.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, params)]
     # The engine draws the first token of an answer without a draft: from there on the two see the
     # same.

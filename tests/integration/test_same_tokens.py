@@ -26,6 +26,7 @@ from draftsmith.drafters.options import (
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
@@ -76,7 +77,9 @@ def finish(
 def alone(target: Target, drafter: ServingDrafter | None, told: dict[str, str]) -> list[list[int]]:
     outputs = []
     for index, prompt in enumerate(PROMPTS):
-        engine = Engine(target, drafter, EngineConfig(k=3, max_batch=1, compile="off", **told))
+        engine = build_engine(
+            target, drafter, EngineConfig(k=3, max_batch=1, compile="off", **told)
+        )
         outputs += finish(engine, [engine.submit(prompt, params(index))])
     return outputs
 
@@ -97,7 +100,7 @@ def test_tokens_do_not_depend_on_preemption_chunking_or_rows(
             compile="off",
             **told,
         )
-        engine = Engine(target, drafter, config)
+        engine = build_engine(target, drafter, config)
         for k in (0, None):
             engine.submit([50 + seed] * 9, SamplingParams(max_tokens=12, k=k, ignore_eos=True))
         requests = [engine.submit(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
@@ -121,6 +124,6 @@ def test_a_token_decided_while_refilling_would_be_noticed(
     drafter = FAMILIES["draft-lm"](target)
     expected = alone(target, drafter, {})
     monkeypatch.setattr(Scheduler, "_piece", deciding)
-    engine = Engine(target, drafter, EngineConfig(k=3, max_batch=4, compile="off"))
+    engine = build_engine(target, drafter, EngineConfig(k=3, max_batch=4, compile="off"))
     requests = [engine.submit(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
     assert finish(engine, requests, preempt=random.Random(1)) != expected

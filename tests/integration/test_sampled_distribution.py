@@ -29,7 +29,7 @@ from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import FixedControl, RoundPlan, Wish
+from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
 
 HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 DRAFTERS = ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS]
@@ -73,7 +73,7 @@ def make(family: str, target: Target) -> ServingDrafter:
 class Sure(FixedControl):
     """Every row's drafts end where the drafter does not think them likely enough."""
 
-    def choose(self, wishes: Sequence[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         return RoundPlan([wish.most for wish in wishes], least_survival=0.25)
 
 

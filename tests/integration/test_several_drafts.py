@@ -28,6 +28,7 @@ from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord, hashed
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts import routing
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.requests.request import Request, Update
@@ -81,12 +82,12 @@ def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[st
 
 
 def take_in(engine: Engine, folder: str, version: str, draft: str) -> None:
-    engine.swap(folder, version, draft=draft)
+    engine.drafts.prepare(folder, version, draft=draft)
     engine.step()
 
 
 def pooled(engine: Engine, *classes: str) -> None:
-    engine.lineup.router.pool = DraftPool(
+    engine.drafts.router.pool = DraftPool(
         {name: f"c{number:02d}" for number, name in enumerate(classes, 1)}
     )
 
@@ -123,7 +124,7 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
             # What others said would be there to copy together and not alone.
             text = Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
             drafter = TextFirst(drafter, text, share=0.3)
-        return Engine(target, drafter, config)
+        return build_engine(target, drafter, config)
 
     def ask(engine: Engine, number: int, seed: int) -> Request:
         temperature = 0.0 if seed % 3 == 0 else 1.5
@@ -158,17 +159,17 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
 def test_records_and_counts_name_the_version_that_drafted(
     target: Target, folders: list[str], records: list[RoundRecord]
 ) -> None:
-    engine = Engine(target, new_draft(target, 0), CONFIG, sink=records, draft_version="6")
+    engine = build_engine(target, new_draft(target, 0), CONFIG, sink=records, draft_version="6")
     take_in(engine, folders[0], "7", CANARY)
     take_in(engine, folders[1], "code/3", CODE)
     pooled(engine, "code")
-    engine.lineup.router.canary_share = 1.0
+    engine.drafts.router.canary_share = 1.0
     trial = engine.submit(PROMPT, GREEDY)
     code = engine.submit(PROMPT, GREEDY, request_class="code")
     for _ in range(4):
         engine.step()
-    engine.lineup.router.canary_share = 0.0
-    engine.swap(folders[2], "code/4", draft=CODE)
+    engine.drafts.router.canary_share = 0.0
+    engine.drafts.prepare(folders[2], "code/4", draft=CODE)
     later = engine.submit(PROMPT, GREEDY)
     drain(engine)
     assert [one.route.draft for one in (trial, code, later)] == [CANARY, CODE, LIVE]
@@ -192,7 +193,9 @@ def test_records_and_counts_name_the_version_that_drafted(
 def test_no_draft_reads_what_another_left_in_the_prefix_cache(
     target: Target, folders: list[str]
 ) -> None:
-    engine = Engine(target, new_draft(target, 0), replace(CONFIG, prefix_cache=True, block_size=4))
+    engine = build_engine(
+        target, new_draft(target, 0), replace(CONFIG, prefix_cache=True, block_size=4)
+    )
     take_in(engine, folders[0], "code/1", CODE)
     pooled(engine, "code")
     short = replace(GREEDY, max_tokens=4)
@@ -228,22 +231,22 @@ def failing(drafter: Eagle3, how: str) -> Iterator[None]:
 @pytest.mark.parametrize("how", ["raised", "invalid", "nan"])
 def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: list[str]) -> None:
     def begin() -> tuple[Engine, list[Request]]:
-        engine = Engine(target, new_draft(target, 0), CONFIG)
+        engine = build_engine(target, new_draft(target, 0), CONFIG)
         take_in(engine, folders[0], "7", CANARY)
         requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
         engine.step()
-        engine.lineup.router.canary_share = 1.0
+        engine.drafts.router.canary_share = 1.0
         requests += [engine.submit(prompt, GREEDY) for prompt in PROMPTS[2:]]
         engine.step()
         return engine, requests
 
     engine, requests = begin()
-    tried = engine.drafting.drafts[CANARY].drafter
+    tried = engine.drafts.served[CANARY].drafter
     assert isinstance(tried, Eagle3)
     with failing(tried, how):
         for _ in range(2):
             engine.step()
-        assert engine.drafting.ready == [LIVE]
+        assert engine.drafts.ready == [LIVE]
         late = engine.submit(PROMPT, GREEDY)
         engine.step()
         assert late.route.draft == LIVE, "nobody new for a draft that rests"
@@ -264,31 +267,31 @@ def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: 
 def test_a_retired_draft_goes_when_its_last_request_has_ended(
     target: Target, folders: list[str]
 ) -> None:
-    engine = Engine(target, new_draft(target, 0), CONFIG)
+    engine = build_engine(target, new_draft(target, 0), CONFIG)
     take_in(engine, folders[0], "code/1", CODE)
     pooled(engine, "code")
     long = engine.submit(PROMPT, GREEDY, request_class="code")
     for _ in range(3):
         engine.step()
     pooled(engine)
-    engine.retire(CODE)
+    engine.drafts.retire(CODE)
     late = engine.submit(PROMPT, GREEDY, request_class="code")
     engine.step()
     assert (
-        CODE in engine.drafting.drafts
-        and CODE not in engine.drafting.ready
+        CODE in engine.drafts.served
+        and CODE not in engine.drafts.ready
         and late.route.draft == LIVE
     )
     while not long.finished:
         engine.step()
-    assert list(engine.drafting.drafts) == [LIVE] == list(engine.stats.draft_versions)
+    assert list(engine.drafts.served) == [LIVE] == list(engine.stats.draft_versions)
     # To its end: its first token comes without drafts, and the last round may have no room for any.
     assert len(long.speculation.offered) >= long.speculation.num_passes - 2
     drain(engine)
     take_in(engine, folders[1], "code/2", CODE)
-    assert engine.drafting.ready == [LIVE, CODE]
-    engine.retire(CODE)
-    assert engine.drafting.ready == [LIVE] == list(engine.drafting.drafts), "nobody had it"
+    assert engine.drafts.ready == [LIVE, CODE]
+    engine.drafts.retire(CODE)
+    assert engine.drafts.ready == [LIVE] == list(engine.drafts.served), "nobody had it"
 
 
 @pytest.mark.parametrize("case", ["family", "shape", "layers", "text", "room"])
@@ -302,21 +305,21 @@ def test_a_draft_that_does_not_fit_does_not_come_beside_the_live_one(
         live, other = Suffix(SuffixOptions()), new_draft(target, 1)
     elif case == "room":
         other = new_draft(target, 1)
-
-        def full(drafter: Eagle3) -> None:
-            raise torch.OutOfMemoryError("nothing is left")
-
-        monkeypatch.setattr(Eagle3, "record", full)
     else:
         other = new_draft(
             target, 1, **({"draft_vocab_size": 100} if case == "shape" else {"taps": (0, 1, 2)})
         )
     checkpoint.save(other, tmp_path, target)
-    engine = Engine(target, live, CONFIG)
-    engine.config = replace(CONFIG, compile="auto")
+    engine = build_engine(target, live, replace(CONFIG, compile="auto"))
+
+    def full(drafter: Eagle3) -> None:
+        raise torch.OutOfMemoryError("nothing is left")
+
+    if case == "room":
+        monkeypatch.setattr(Eagle3, "record", full)
     with pytest.raises(UserError):
-        engine.swap(str(tmp_path), "7", draft=CANARY)
-    assert list(engine.drafting.drafts) == [LIVE] and engine.stats.num_swaps_refused == 1
+        engine.drafts.prepare(str(tmp_path), "7", draft=CANARY)
+    assert list(engine.drafts.served) == [LIVE] and engine.stats.num_swaps_refused == 1
 
 
 def publish(root: Path, target: Target, seed: int, revision: str = "") -> int:
@@ -339,9 +342,9 @@ def test_the_watcher_follows_trials_and_pools(
     strange = publish(tmp_path, target, 4, revision="another")
     versions.rollback(tmp_path, 1, "a test")
     publish(pool_root(tmp_path) / "c01", target, 5)
-    engine = Engine(target, new_draft(target, 0), CONFIG, draft_version="0")
+    engine = build_engine(target, new_draft(target, 0), CONFIG, draft_version="0")
     loop = EngineLoop(engine).start()
-    watcher, router = VersionWatcher(loop, tmp_path), engine.lineup.router
+    watcher, router = VersionWatcher(loop, tmp_path), engine.drafts.router
 
     def served(expected: dict[str, str]) -> None:
         watcher.look()
@@ -398,8 +401,8 @@ def test_a_further_draft_is_recorded_beside_running_rounds(
     """As the first one was, on the caller's thread: the rounds meanwhile are those of any other
     time."""
     config = EngineConfig(k=3)
-    expected = [one.tokens for one in Engine(target, None, config).generate(PROMPTS, GREEDY)]
-    engine = Engine(target, new_draft(target, 0), config)
+    expected = [one.tokens for one in build_engine(target, None, config).generate(PROMPTS, GREEDY)]
+    engine = build_engine(target, new_draft(target, 0), config)
     loop = EngineLoop(engine).start()
     stop, outputs = threading.Event(), []
 
@@ -425,5 +428,5 @@ def test_a_further_draft_is_recorded_beside_running_rounds(
         client.join()
         loop.close()
     assert outputs and all(output == expected for output in outputs) and not engine.stats.fallbacks
-    further = engine.drafting.drafts[CODE].drafter
+    further = engine.drafts.served[CODE].drafter
     assert isinstance(further, Eagle3) and further._recorded is not None

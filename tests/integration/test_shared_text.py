@@ -15,7 +15,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.kernels.statistics import homogeneity
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -55,7 +55,7 @@ def prompts() -> list[list[int]]:
 
 def passes(target: Target, *, count: int) -> list[list[tuple[int, ...]]]:
     """The same prompts with the same seeds, `count` times over on one server."""
-    engine = Engine(
+    engine = build_engine(
         target,
         Suffix(),
         EngineConfig(k=3, max_batch=128, max_length=48, max_round_tokens=8192, max_queue=2000),

@@ -22,7 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve import watch
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
@@ -56,16 +56,16 @@ def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[st
 def test_greedy_requests_in_flight_do_not_notice_swaps(target: Target, folders: list[str]) -> None:
     expected = [
         completion.tokens
-        for completion in Engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
+        for completion in build_engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
     ]
     drafter = new_eagle3(target, 0)
-    engine = Engine(target, drafter, EngineConfig(k=3))
+    engine = build_engine(target, drafter, EngineConfig(k=3))
     addresses = {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()}
     requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     rounds = 0
     while engine.scheduler.busy:
         if rounds % 3 == 1:
-            engine.swap(folders[rounds % 2], str(rounds))
+            engine.drafts.prepare(folders[rounds % 2], str(rounds))
         engine.step()
         rounds += 1
     assert [request.output for request in requests] == expected
@@ -77,8 +77,8 @@ def test_after_a_swap_the_engine_drafts_with_the_new_weights(
     target: Target, folders: list[str]
 ) -> None:
     drafter = new_eagle3(target, 0)
-    engine = Engine(target, drafter, EngineConfig(k=3), draft_version="0")
-    swap = engine.swap(folders[0], "1")
+    engine = build_engine(target, drafter, EngineConfig(k=3), draft_version="0")
+    swap = engine.drafts.prepare(folders[0], "1")
     assert not swap.done.is_set() and engine.stats.draft_version == "0"
     engine.step()
     assert (
@@ -111,9 +111,9 @@ def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(
             weights.write_bytes(weights.read_bytes()[:-100])
     drafter = new_eagle3(target, 0)
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    engine = Engine(target, drafter, EngineConfig(), draft_version="0")
+    engine = build_engine(target, drafter, EngineConfig(), draft_version="0")
     with pytest.raises(UserError) as error:
-        engine.swap(str(folder), "1")
+        engine.drafts.prepare(str(folder), "1")
     assert "\n" not in str(error.value)
     engine.step()
     assert (
@@ -127,7 +127,7 @@ def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(
 def test_only_a_trained_draft_can_be_swapped(target: Target, folders: list[str]) -> None:
     for drafter in (None, Ngram()):
         with pytest.raises(UserError, match="without a trained draft"):
-            Engine(target, drafter, EngineConfig()).swap(folders[0], "1")
+            build_engine(target, drafter, EngineConfig()).drafts.prepare(folders[0], "1")
 
 
 def publish(root: Path, target: Target, drafter: Eagle3, parent: int | None) -> int:
@@ -147,9 +147,9 @@ def test_the_watcher_follows_new_versions_and_rollbacks_under_load(
 ) -> None:
     expected = [
         completion.tokens
-        for completion in Engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
+        for completion in build_engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
     ]
-    engine = Engine(target, new_eagle3(target, 0), EngineConfig(k=3))
+    engine = build_engine(target, new_eagle3(target, 0), EngineConfig(k=3))
     loop = EngineLoop(engine).start()
     watcher = VersionWatcher(loop, tmp_path, poll_s=0.01).start()
     # Making a draft runs the target, which is the engine's alone once requests are running.
@@ -195,7 +195,7 @@ def test_the_watcher_leaves_a_corrupt_version_alone_until_its_files_change_and_t
         "open_version",
         lambda root, version: opened.append(version) or versions.open_version(root, version),
     )
-    engine = Engine(target, new_eagle3(target, 0), EngineConfig())
+    engine = build_engine(target, new_eagle3(target, 0), EngineConfig())
     loop = EngineLoop(engine).start()
     watcher = VersionWatcher(loop, tmp_path)
     try:
@@ -224,16 +224,16 @@ def test_a_failure_nobody_foresaw_does_not_end_the_watching(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = Engine(target, new_eagle3(target, 0), EngineConfig(k=3, compile="off"))
+    engine = build_engine(target, new_eagle3(target, 0), EngineConfig(k=3, compile="off"))
     failures = iter(range(3))
-    prepare = engine.lineup.prepare
+    prepare = engine.drafts.prepare
 
     def failing(folder: str, version: str, draft: str) -> Swap:
         if next(failures, None) is not None:
             raise KeyError("of another release")
         return prepare(folder, version, draft)
 
-    monkeypatch.setattr(engine.lineup, "prepare", failing)
+    monkeypatch.setattr(engine.drafts, "prepare", failing)
     loop = EngineLoop(engine).start()
     publish(tmp_path, target, new_eagle3(target, 1), None)
     watcher = VersionWatcher(loop, tmp_path, poll_s=0.01).start()

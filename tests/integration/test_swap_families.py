@@ -27,9 +27,10 @@ from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts import routing
 from draftsmith.serve.engine import propose as drafting
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.proposal import Part, joined
-from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.engine.round import RoundProposal
 from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -87,10 +88,10 @@ def saved(family: str, target: Target, root: Path) -> list[str]:
 def add_drafts(engine: Engine, folders: list[str]) -> None:
     """A version on trial and the drafts of two classes beside the live one."""
     for number, name in enumerate(FURTHER):
-        engine.swap(folders[number % 2], "0", draft=name)
+        engine.drafts.prepare(folders[number % 2], "0", draft=name)
     engine.step()
-    engine.lineup.router.canary_share = 0.5
-    engine.lineup.router.pool = DraftPool({"code": "c01", "prose": "c02"})
+    engine.drafts.router.canary_share = 0.5
+    engine.drafts.router.pool = DraftPool({"code": "c01", "prose": "c02"})
 
 
 def run(engine: Engine, folders: list[str]) -> int:
@@ -98,8 +99,8 @@ def run(engine: Engine, folders: list[str]) -> int:
     returns the rounds."""
     rounds = 0
     while engine.scheduler.busy:
-        for number, name in enumerate(engine.drafting.drafts):
-            engine.swap(folders[(rounds + number) % 2], str(rounds), draft=name)
+        for number, name in enumerate(engine.drafts.served):
+            engine.drafts.prepare(folders[(rounds + number) % 2], str(rounds), draft=name)
         engine.step()
         rounds += 1
     return rounds
@@ -113,9 +114,9 @@ def test_greedy_text_is_the_same_with_a_swap_before_every_round(
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     expected = [
         one.tokens
-        for one in Engine(target, None, EngineConfig(compile="off")).generate(PROMPTS, params)
+        for one in build_engine(target, None, EngineConfig(compile="off")).generate(PROMPTS, params)
     ]
-    engine = Engine(target, new_draft(family, target, 0), EngineConfig(k=3, compile="off"))
+    engine = build_engine(target, new_draft(family, target, 0), EngineConfig(k=3, compile="off"))
     folders = saved(family, target, tmp_path)
     alone = [engine.submit(prompt, params) for prompt in PROMPTS]
     rounds = run(engine, folders)
@@ -198,7 +199,7 @@ LONG = [
 def test_the_joint_distribution_is_kept_with_a_swap_before_every_round(
     family: str, target: Target, distribution: dict[tuple[int, ...], float], tmp_path: Path
 ) -> None:
-    engine = Engine(target, served(family, target), CONFIG)
+    engine = build_engine(target, served(family, target), CONFIG)
     found = fit(engine, saved(family, target, tmp_path), distribution)
     assert found.p_value > FALSE_ALARM, found
     assert (
@@ -215,7 +216,7 @@ def test_the_joint_distribution_is_kept_with_four_drafts_in_a_batch_and_all_swap
     family: str, target: Target, distribution: dict[tuple[int, ...], float], tmp_path: Path
 ) -> None:
     engine, folders = (
-        Engine(target, served(family, target), CONFIG),
+        build_engine(target, served(family, target), CONFIG),
         saved(family, target, tmp_path),
     )
     add_drafts(engine, folders)
@@ -238,7 +239,7 @@ def test_the_distribution_is_kept_with_four_drafts_and_lost_when_their_distribut
 ) -> None:
     folders = saved("eagle3", target, tmp_path)
 
-    def mixed_up(parts: list[Part], num_rows: int) -> Drafts:
+    def mixed_up(parts: list[Part], num_rows: int) -> RoundProposal:
         drafts = joined(parts, num_rows)
         assert drafts.logits is not None
         return replace(drafts, logits=drafts.logits.roll(1, dims=0))
@@ -246,7 +247,7 @@ def test_the_distribution_is_kept_with_four_drafts_and_lost_when_their_distribut
     fits = []
     for put_together in (joined, mixed_up):
         monkeypatch.setattr(drafting, "joined", put_together)
-        engine = Engine(target, new_draft("eagle3", target, 0), CONFIG)
+        engine = build_engine(target, new_draft("eagle3", target, 0), CONFIG)
         add_drafts(engine, folders)
         fits.append(fit(engine, folders, distribution))
         assert (
@@ -275,5 +276,7 @@ def test_weights_that_are_not_those_that_drafted_are_seen(
         )
 
     monkeypatch.setattr(type(drafter), "propose", torn)
-    found = fit(Engine(target, drafter, CONFIG), saved("eagle3", target, tmp_path), distribution)
+    found = fit(
+        build_engine(target, drafter, CONFIG), saved("eagle3", target, tmp_path), distribution
+    )
     assert found.p_value < FALSE_ALARM, found

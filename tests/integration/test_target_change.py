@@ -23,7 +23,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.served import PROBE
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
@@ -68,7 +68,7 @@ class Site:
     def serve(self, count: int) -> None:
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
         drafter = checkpoint.load(self.root / "draft", self.target)
-        engine = Engine(
+        engine = build_engine(
             self.target, drafter, EngineConfig(k=3, seed=0), sink=writer, draft_version="1"
         )
         prompts = torch.randint(
@@ -178,8 +178,8 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
 ) -> None:
     site.change(0.01)
     drafter = checkpoint.load(versions.open_version(site.config.versions, 1), site.target)
-    engine = Engine(site.target, drafter, EngineConfig(k=3, seed=0), draft_version="1")
-    plain = Engine(site.target, None, EngineConfig(seed=0)).generate([[5, 6, 7]], GREEDY)
+    engine = build_engine(site.target, drafter, EngineConfig(k=3, seed=0), draft_version="1")
+    plain = build_engine(site.target, None, EngineConfig(seed=0)).generate([[5, 6, 7]], GREEDY)
     with caplog.at_level(logging.WARNING):
         watcher = VersionWatcher(EngineLoop(engine), site.config.versions, serving=1)
         (said,) = [one.message for one in caplog.records if "is in quarantine" in one.message]
@@ -188,7 +188,7 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
             one.tokens for one in plain
         ]
         drafted, rounds = engine.stats.rounds_by_k[3], engine.stats.num_rounds
-        assert [engine.drafting.live.take_turn() for _ in range(2 * PROBE)].count(True) == 2
+        assert [engine.drafts.live.take_turn() for _ in range(2 * PROBE)].count(True) == 2
         # One that fits neither is no better.
         versions.publish(
             site.config.versions, lambda folder: checkpoint.save(drafter, folder, site.target),
@@ -203,7 +203,9 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
     versions.rollback(site.config.versions, 1, "a test")
     daemon.run(site.config)
     with_own = versions.latest(site.config.versions)
-    swap = engine.swap(str(versions.open_version(site.config.versions, with_own)), str(with_own))
+    swap = engine.drafts.prepare(
+        str(versions.open_version(site.config.versions, with_own)), str(with_own)
+    )
     engine.step()
-    assert swap.done.is_set() and not engine.drafting.live.quarantined
-    assert all(engine.drafting.live.take_turn() for _ in range(2 * PROBE))
+    assert swap.done.is_set() and not engine.drafts.live.quarantined
+    assert all(engine.drafts.live.take_turn() for _ in range(2 * PROBE))

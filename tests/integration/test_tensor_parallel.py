@@ -174,7 +174,7 @@ FAILING = """
 import sys
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.serve.parallel import LeadingTarget, follow, join
@@ -196,7 +196,7 @@ if place.rank == failing:
 if place.rank != LEADER:
     follow(target, channel)
     sys.exit(0)
-loop = EngineLoop(Engine(target.lead(channel), None, EngineConfig(compile="off", prefix_cache=False))).start()
+loop = EngineLoop(build_engine(target.lead(channel), None, EngineConfig(compile="off", prefix_cache=False))).start()
 for max_tokens in (4, 24):
     done = threading.Event()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

@@ -21,8 +21,9 @@ from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine import runner as runner_module
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.trees import Laid, lay_out
+from draftsmith.serve.engine.trees import TreePass, lay_out
 from draftsmith.serve.requests.request import Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -151,7 +152,7 @@ def served(
 ) -> tuple[list[tuple[int, ...]], Engine]:
     """The first LENGTH tokens of answers, which are then cancelled: long answers have large trees
     to their end."""
-    engine = Engine(
+    engine = build_engine(
         target,
         drafter,
         EngineConfig(
@@ -195,10 +196,10 @@ def test_the_joint_distribution_is_the_targets(
     )
 
 
-def blind(*arguments: Any) -> Laid:
+def blind(*arguments: Any) -> TreePass:
     """Nodes that see their siblings and cousins."""
     laid = lay_out(*arguments)
-    return Laid(
+    return TreePass(
         laid.positions, laid.layout._replace(ancestors=torch.full_like(laid.layout.ancestors, -1))
     )
 

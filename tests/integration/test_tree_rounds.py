@@ -21,6 +21,7 @@ from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -124,7 +125,7 @@ def test_trees_do_not_change_greedy_output(
     seen: set[int] = set()
     for tree in TREES:
         for used in (drafter, TreeOracle(drafter, known)):
-            engine = Engine(
+            engine = build_engine(
                 target,
                 used,
                 EngineConfig(tree=tree, max_batch=5, block_size=8, num_blocks=18, max_length=80),
@@ -154,7 +155,7 @@ def test_rows_of_all_kinds_share_a_round(load: Callable[[str], Target]) -> None:
         make("eagle3", target), [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
     )
     for tree in TREES:
-        engine = Engine(target, oracle, EngineConfig(tree=tree, max_round_tokens=23))
+        engine = build_engine(target, oracle, EngineConfig(tree=tree, max_round_tokens=23))
         ks, lengths = (0, 1, 3, 60, None, None), (24, 24, 24, 24, 1, 2)
         requests = [
             engine.submit(prompt, replace(GREEDY, k=k, max_tokens=length))
@@ -176,10 +177,10 @@ def test_what_is_told_of_a_token_does_not_depend_on_trees(load: Callable[[str], 
     target = load("llama")
     batch = prompts(4)
     params = replace(GREEDY, logprobs=3, repetition_penalty=1.3, bad_words=((7,), (9, 11)))
-    plain = Engine(target, None, EngineConfig()).generate(batch, params)
+    plain = build_engine(target, None, EngineConfig()).generate(batch, params)
     known = [prompt + completion.tokens for prompt, completion in zip(batch, plain)]
     for tree in TREES:
-        found = Engine(
+        found = build_engine(
             target, TreeOracle(make("mtp", target), known), EngineConfig(tree=tree)
         ).generate(batch, params)
         for one, other in zip(plain, found):
@@ -189,7 +190,9 @@ def test_what_is_told_of_a_token_does_not_depend_on_trees(load: Callable[[str], 
                 assert [token for token, _ in a.top] == [token for token, _ in b.top]
         stop = plain[0].tokens[5]
         stopping = replace(params, stop_token_ids=(stop,))
-        engine = Engine(target, TreeOracle(make("mtp", target), known), EngineConfig(tree=tree))
+        engine = build_engine(
+            target, TreeOracle(make("mtp", target), known), EngineConfig(tree=tree)
+        )
         assert (
             engine.generate(batch[:1], stopping)[0].tokens
             == plain[0].tokens[: plain[0].tokens.index(stop) + 1]
@@ -202,7 +205,7 @@ def test_records_tell_the_kept_path_and_the_first_rejected(
 ) -> None:
     target = load("llama")
     drafter = make("eagle3", target)
-    engine = Engine(target, drafter, EngineConfig(tree=tree, seed=5), sink=records)
+    engine = build_engine(target, drafter, EngineConfig(tree=tree, seed=5), sink=records)
     batch = prompts(4)
     completions = engine.generate(
         batch, SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True)
@@ -235,7 +238,7 @@ def test_records_tell_the_kept_path_and_the_first_rejected(
 
 def test_counts_go_by_depth(load: Callable[[str], Target]) -> None:
     target = load("llama")
-    engine = Engine(target, make("eagle3", target), EngineConfig(tree="sampled:3x2x1"))
+    engine = build_engine(target, make("eagle3", target), EngineConfig(tree="sampled:3x2x1"))
     engine.generate(prompts(3), SamplingParams(max_tokens=30, ignore_eos=True, seed=1))
     stats = engine.stats
     assert set(stats.offered) == {0, 1, 2} and stats.num_draft_tokens == sum(stats.offered.values())
@@ -253,7 +256,7 @@ def test_broken_weights_cost_only_speed(
         for parameter in drafter.parameters():
             parameter.fill_(torch.nan)
     params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True, seed=3)
-    engine = Engine(target, drafter, EngineConfig(tree=tree))
+    engine = build_engine(target, drafter, EngineConfig(tree=tree))
     found = engine.generate(prompts(3), params)
     assert engine.stats.fallbacks["nan"] > 0 and engine.stats.num_accepted_tokens == 0
     assert all(len(completion.tokens) == 12 for completion in found)
@@ -264,9 +267,9 @@ def test_broken_weights_cost_only_speed(
 
 def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
     with pytest.raises(UserError, match="grows none"):
-        Engine(load("llama"), None, EngineConfig(tree="dynamic"))
+        build_engine(load("llama"), None, EngineConfig(tree="dynamic"))
     with pytest.raises(UserError, match="judges chains"):
-        Engine(
+        build_engine(
             load("llama"),
             make("mtp", load("llama")),
             EngineConfig(tree="dynamic", verification="block"),
@@ -274,7 +277,7 @@ def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
     with pytest.raises(UserError, match="drafts of a chain"):
         check(ServeConfig(target="t", draft="d", tree="auto", synthetic_acceptance=(0.5,)))
     with pytest.raises(UserError, match="tree is 'round'"):
-        Engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))
+        build_engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))
 
 
 def finish(
@@ -306,10 +309,12 @@ def test_tokens_do_not_depend_on_preemption_chunking_or_cached_prefixes(
     drafter = make("eagle3", target)
     batch = [[5, 60, 7, 200, 9, 33] * 4, [9, 8, 7], [40 + i % 11 for i in range(33)]]
     expected = [
-        finish(Engine(target, drafter, EngineConfig(tree=tree)), [[3]] * index + [prompt])[-1]
+        finish(build_engine(target, drafter, EngineConfig(tree=tree)), [[3]] * index + [prompt])[-1]
         for index, prompt in enumerate(batch)
     ]
-    engine = Engine(target, drafter, EngineConfig(tree=tree, max_round_tokens=17, block_size=8))
+    engine = build_engine(
+        target, drafter, EngineConfig(tree=tree, max_round_tokens=17, block_size=8)
+    )
     for seed in (1, 2):
         assert finish(engine, batch, random.Random(seed)) == expected
     assert (
@@ -330,12 +335,12 @@ def test_greedy_and_sampled_requests_share_rounds_with_trees_of_their_own(
         for i, temperature in enumerate((0.0, 1.0, 0.0, 0.7, 1.3, 0.0))
     ]
     alone = [
-        Engine(target, drafter, EngineConfig(tree=TREES[params.temperature > 0]))
+        build_engine(target, drafter, EngineConfig(tree=TREES[params.temperature > 0]))
         .generate([prompt], params)[0]
         .tokens
         for prompt, params in zip(batch, wanted)
     ]
-    engine = Engine(target, drafter, EngineConfig(tree=MIXED))
+    engine = build_engine(target, drafter, EngineConfig(tree=MIXED))
     requests = [engine.submit(prompt, params) for prompt, params in zip(batch, wanted)]
     while engine.busy:
         engine.step()

@@ -34,6 +34,7 @@ from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import bootstrap_ratio
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.sampling.params import SamplingParams
@@ -106,12 +107,12 @@ def read_prompts(data: str, count: int) -> list[list[int]]:
 def measure(
     target: Target, prompts: list[list[int]], options: argparse.Namespace, folder: str
 ) -> dict[str, Any]:
-    engine = Engine(
+    engine = build_engine(
         target, load(options.draft, target), EngineConfig(k=options.k, max_batch=options.batch)
     )
     writer = BufferWriter(folder, share=options.share)
     meter = Meter()
-    engine._round_distributions = meter.around(engine._round_distributions)
+    engine.committer.distributions = meter.around(engine.committer.distributions)
     recorders = {
         "on": Recorder(writer, target=target.name, target_revision=target.revision),
         "off": Recorder(None, target=target.name, target_revision=target.revision),
@@ -123,7 +124,7 @@ def measure(
     for turn in range(options.turns + 1):
         asked = prompts[turn * options.batch : (turn + 1) * options.batch]
         for name in ("on", "off") if turn % 2 else ("off", "on"):
-            engine.recorder, meter.counts = recorders[name], turn > 0 and name == "on"
+            engine.committer.recorder, meter.counts = recorders[name], turn > 0 and name == "on"
             begun = perf_counter(), process_time(), writer_cpu(writer)
             answer(engine, asked, options, seed=turn)
             drain(writer)
@@ -166,7 +167,7 @@ def answer(
     engine: Engine, prompts: list[list[int]], options: argparse.Namespace, *, seed: int
 ) -> None:
     # Requests with a seed of their own are not recorded.
-    engine.intake._seeds = Random(seed)
+    engine.inputs._seeds = Random(seed)
     params = SamplingParams(
         temperature=options.temperature, max_tokens=options.tokens, ignore_eos=True
     )

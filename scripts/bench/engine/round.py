@@ -25,6 +25,7 @@ from draftsmith.serve.bench.client import Client
 from draftsmith.serve.bench.prompts import read_prompts
 from draftsmith.serve.bench.server import started
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import PHASES
@@ -93,7 +94,9 @@ def measure(target: Path, draft: Path | None, options: argparse.Namespace) -> li
     torch.set_num_threads(1)
     prompts = read_prompts(str(options.prompts), count=max(options.streams), chars=400, seed=0)
     model = Target.load(target, dtype="float32")
-    engine = Engine(model, None if draft is None else load(draft, model), EngineConfig(k=options.k))
+    engine = build_engine(
+        model, None if draft is None else load(draft, model), EngineConfig(k=options.k)
+    )
     tokenizer = model.tokenizer()
     ids = [tokenizer(prompt["prompt"])["input_ids"] for prompt in prompts]
     arguments = ["--target", str(target), "--k", str(options.k), "--threads", "1"]

@@ -26,7 +26,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 from scripts.bench.online.domains import Ask
@@ -108,7 +108,7 @@ class Server:
         config = EngineConfig(
             k=K, max_batch=BATCH, max_queue=4 * BATCH, seed=seed, max_length=128, prefix_cache=False
         )
-        self.engine = Engine(target, drafter, config, sink=sink, draft_version=str(version))
+        self.engine = build_engine(target, drafter, config, sink=sink, draft_version=str(version))
         self.serve_s = self.learn_s = 0.0
 
     def serve(
@@ -194,4 +194,6 @@ class World:
     def follow(self) -> None:
         live = versions.latest(self.root)
         if str(live) != self.server.engine.stats.draft_version:
-            self.server.engine.swap(str(versions.open_version(self.root, live)), str(live))
+            self.server.engine.drafts.prepare(
+                str(versions.open_version(self.root, live)), str(live)
+            )

@@ -20,7 +20,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 
 KINDS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -144,7 +144,7 @@ def test_served_text_is_the_targets(target: Target, drafter: AppendedMtp) -> Non
         SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
     )
     plain, drafted = (
-        Engine(target, draft, EngineConfig(k=3, compile="off")).generate(
+        build_engine(target, draft, EngineConfig(k=3, compile="off")).generate(
             prompts, params, text=False
         )
         for draft in (None, drafter)

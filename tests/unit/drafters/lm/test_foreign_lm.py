@@ -21,6 +21,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.api import Engine as PythonEngine
 from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.load import load_drafter
 from draftsmith.serve.sampling.params import SamplingParams
@@ -124,7 +125,7 @@ def test_the_distribution_is_the_models_own_over_the_shared_tokens(drafter, targ
 
 
 def engine(target: Target, drafter: ForeignLm | None, **changes) -> Engine:
-    return Engine(target, drafter, EngineConfig(k=3, **changes))
+    return build_engine(target, drafter, EngineConfig(k=3, **changes))
 
 
 def test_greedy_text_is_the_targets(drafter, target):

@@ -11,7 +11,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.serve.cache import memory
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 
 
 def test_both_pools_fit_what_is_allowed(target: Target) -> None:
@@ -19,8 +19,8 @@ def test_both_pools_fit_what_is_allowed(target: Target) -> None:
     config = EngineConfig(memory_gib=2**20 / memory.GIB, max_batch=64, compile="off")
     sizes = {}
     for drafter in (None, head):
-        engine = Engine(target, drafter, config)
-        own = engine.drafting.pool
+        engine = build_engine(target, drafter, config)
+        own = engine.proposer.pool
         used = engine.runner.pool.num_bytes + (0 if own is None else own.num_bytes)
         assert 0.9 * 2**20 < used <= 2**20
         sizes[drafter] = engine.scheduler.blocks.num_blocks
@@ -63,5 +63,5 @@ def test_the_pool_that_serves_is_the_targets_last(
     monkeypatch.setattr(target, "new_pool", noted)
     head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
     for num_blocks in (None, 40):
-        engine = Engine(target, head, EngineConfig(num_blocks=num_blocks, compile="off"))
+        engine = build_engine(target, head, EngineConfig(num_blocks=num_blocks, compile="off"))
         assert made[-1] is engine.runner.pool

@@ -16,12 +16,12 @@ from draftsmith.serve.control.auto import AutoControl, _Load
 from draftsmith.serve.control.control import (
     Control,
     FixedControl,
-    Offer,
     RoundPlan,
     RoundResult,
+    RowBudget,
+    RowResult,
     ScheduledControl,
     Step,
-    Wish,
     parse_schedule,
 )
 from draftsmith.serve.control.latency import LatencyTable, MarginalCost, bucket_of
@@ -69,7 +69,7 @@ def play(
     chance = random.Random(seed)
     tokens = seconds = 0.0
     for number in range(rounds):
-        plan = control.choose([Wish(name, MOST) for name in classes], len(classes))
+        plan = control.choose([RowBudget(name, MOST) for name in classes], len(classes))
         ks = plan.ks
         round_s = machine.round_s(len(classes), ks)
         offers, expected = [], len(classes)
@@ -79,7 +79,7 @@ def play(
                 accepted += 1
             expected += sum(alpha ** (depth + 1) for depth in range(k))
             if k:
-                offers.append(Offer(name, k, accepted))
+                offers.append(RowResult(name, k, accepted))
         noisy_s = (
             round_s
             * (1.0 + machine.noise * abs(chance.gauss(0, 1)))
@@ -99,7 +99,7 @@ class Constant(FixedControl):
     def __init__(self, k: int):
         self.k = k
 
-    def choose(self, wishes: list[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: list[RowBudget], num_tokens: int) -> RoundPlan:
         return RoundPlan([min(self.k, wish.most) for wish in wishes])
 
 
@@ -178,7 +178,7 @@ def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit(
     control = AutoControl()
     for batch in (40, 24, 12, 8, 6, 3, 1):
         play(control, machine, [""] * batch, 30)
-        assert max(control.choose([Wish("", MOST)] * batch, batch).ks) == 0, batch
+        assert max(control.choose([RowBudget("", MOST)] * batch, batch).ks) == 0, batch
 
 
 def test_rounds_that_read_prompts_go_by_a_load_that_is_measured() -> None:
@@ -186,13 +186,13 @@ def test_rounds_that_read_prompts_go_by_a_load_that_is_measured() -> None:
     it would draft for ever."""
     machine = Machine(lambda name, number: 0.02, draft_share=0.4)
     control = AutoControl()
-    plan = control.choose([Wish("a", MOST)] * 8, 64)
+    plan = control.choose([RowBudget("a", MOST)] * 8, 64)
     assert max(plan.ks) > 0
     control.observe(RoundResult(plan, 64, 8, max(plan.ks), 0.1, True, []))
     play(control, machine, ["a"] * 8, 100)
     chosen = []
     for _ in range(120):
-        plan = control.choose([Wish("a", MOST)] * 8, 64)
+        plan = control.choose([RowBudget("a", MOST)] * 8, 64)
         chosen.append(max(plan.ks))
         control.observe(RoundResult(plan, 64, 8, chosen[-1], 0.1, chosen[-1] > 0, []))
     assert chosen.count(0) >= 60
@@ -215,7 +215,7 @@ def test_a_draft_that_turns_good_or_bad_is_noticed() -> None:
     chosen = []
 
     class Watched(FixedControl):
-        def choose(self, wishes: list[Wish], num_tokens: int) -> RoundPlan:
+        def choose(self, wishes: list[RowBudget], num_tokens: int) -> RoundPlan:
             plan = control.choose(wishes, num_tokens)
             chosen.append(plan.ks)
             return plan
@@ -237,7 +237,7 @@ def test_classes_of_requests_get_drafts_by_their_own_survival() -> None:
     play(control, machine, classes, 1500)
     last: list[list[int]] = []
     for _ in range(20):
-        plan = control.choose([Wish(name, MOST) for name in classes], len(classes))
+        plan = control.choose([RowBudget(name, MOST) for name in classes], len(classes))
         last.append(plan.ks)
         control.observe(
             RoundResult(plan, 12, 12, max(plan.ks), machine.round_s(12, plan.ks), False, [])
@@ -250,17 +250,17 @@ def test_classes_of_requests_get_drafts_by_their_own_survival() -> None:
 
 def test_a_requests_own_k_is_a_cap_and_zero_means_zero() -> None:
     control = AutoControl(start=5)
-    assert control.choose([Wish("", 2), Wish("", 8), Wish("", 0)], 3).ks == [2, 5, 0]
-    assert control.choose([Wish("", 0)], 1).ks == [0]
-    assert FixedControl().choose([Wish("", 2), Wish("", 8)], 2).ks == [2, 8]
+    assert control.choose([RowBudget("", 2), RowBudget("", 8), RowBudget("", 0)], 3).ks == [2, 5, 0]
+    assert control.choose([RowBudget("", 0)], 1).ks == [0]
+    assert FixedControl().choose([RowBudget("", 2), RowBudget("", 8)], 2).ks == [2, 8]
 
 
 def test_a_schedule_goes_by_batch_size() -> None:
     control = ScheduledControl(parse_schedule("1:5,8:3,32:0"))
     assert control.steps == [Step(1, 5), Step(8, 3), Step(32, 0)]
     for batch, k in ((1, 5), (7, 5), (8, 3), (31, 3), (32, 0), (300, 0)):
-        assert control.choose([Wish("", 9)] * batch, batch).ks == [k] * batch
-    assert control.choose([Wish("", 2)], 1).ks == [2]
+        assert control.choose([RowBudget("", 9)] * batch, batch).ks == [k] * batch
+    assert control.choose([RowBudget("", 2)], 1).ks == [2]
 
 
 def test_catching_up_is_charged_to_drafting() -> None:
@@ -275,10 +275,10 @@ def test_catching_up_is_charged_to_drafting() -> None:
     def usual() -> int:
         chosen = []
         for _ in range(60):
-            plan = control.choose([Wish("", 3)], 1)
+            plan = control.choose([RowBudget("", 3)], 1)
             (k,) = plan.ks
             control.observe(
-                RoundResult(plan, 1, 1, k, 1.0, False, [Offer("", k, k // 2)] if k else [])
+                RoundResult(plan, 1, 1, k, 1.0, False, [RowResult("", k, k // 2)] if k else [])
             )
             chosen.append(k)
         return sorted(chosen)[30]
@@ -295,7 +295,7 @@ def test_a_stall_measured_as_a_prompt_leaves_every_rate_positive() -> None:
     for number, k, seconds in ((8, 0, 0.005), (24, 0, 0.03), (24, 3, 0.015)):
         control.latency.add(number, k, seconds)
         control.latency.add(number, k, seconds)
-    load = _Load(Counter([Wish("", 3)] * 8), 8, 3)
+    load = _Load(Counter([RowBudget("", 3)] * 8), 8, 3)
     assert all(control._rate(24, load, k) > 0 for k in range(4))
 
 
@@ -307,11 +307,11 @@ def test_a_prompt_in_a_round_makes_drafts_no_cheaper(draft_ms: float, pays: bool
     drafting = []
     for number in range(3000):
         num_tokens = 24 if number % 6 == 0 else 8
-        plan = control.choose([Wish("", 1)] * 8, num_tokens)
+        plan = control.choose([RowBudget("", 1)] * 8, num_tokens)
         k = max(plan.ks)
         kept = [int(k > 0 and chance.random() < 0.63) for _ in range(8)]
         ms = 4.7 + 4.3 * (num_tokens == 24) + k * draft_ms
-        offers = [Offer("", k, one) for one in kept] if k else []
+        offers = [RowResult("", k, one) for one in kept] if k else []
         control.observe(RoundResult(plan, num_tokens, 8, k, ms / 1e3, False, offers))
         if number >= 600 and num_tokens == 24:
             drafting.append(k)
@@ -333,13 +333,13 @@ def test_prompts_that_the_draft_reads_late_are_part_of_the_price(
         for number in range(400):
             left, is_behind = answer, True
             while left > 0:
-                plan = None if control is None else control.choose([Wish("", 3)], 1)
+                plan = None if control is None else control.choose([RowBudget("", 3)], 1)
                 k = fixed if plan is None else max(plan.ks)
                 is_late, is_behind = k > 0 and is_behind, is_behind and k == 0
                 took_ms = ms[k] + (4.0 * late_rounds if is_late else 0.0)
                 kept = next((depth for depth in range(k) if chance.random() > 0.7), k)
                 if control is not None:
-                    offers = [Offer("", k, kept)] if k else []
+                    offers = [RowResult("", k, kept)] if k else []
                     control.observe(RoundResult(plan, 1, 1, k, took_ms / 1e3, is_late, offers, k))
                 left -= 1 + kept
                 if number >= 100:
@@ -361,7 +361,7 @@ def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round()
     for number in range(3000):
         num_tokens = 1 if number < 700 else 24 if number % 20 == 0 else 8
         rows = min(num_tokens, 8)
-        plan = control.choose([Wish("", 3)] * rows, num_tokens)
+        plan = control.choose([RowBudget("", 3)] * rows, num_tokens)
         k = max(plan.ks)
         is_late = k > 0 and behind > 2 * rows
         took_ms = usual_ms[num_tokens][k] + (0.04 * behind if is_late else 0.0)
@@ -370,7 +370,7 @@ def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round()
             next((depth for depth in range(k) if chance.random() > (0.63, 0.68, 0.74)[depth]), k)
             for _ in range(rows)
         ]
-        offers = [Offer("", k, one) for one in kept] if k else []
+        offers = [RowResult("", k, one) for one in kept] if k else []
         control.observe(RoundResult(plan, num_tokens, rows, k, took_ms / 1e3, is_late, offers))
         if number >= 900:
             ms += took_ms
@@ -404,9 +404,9 @@ def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:
     def drafting(expected: int, fed: int, rounds: int, *, accepted: bool) -> float:
         count = 0
         for _ in range(rounds):
-            plan = control.choose([Wish("", MOST)] * 4, expected)
+            plan = control.choose([RowBudget("", MOST)] * 4, expected)
             k = max(plan.ks)
-            offers = [Offer("", k, k if accepted else 0)] * 4 if k else []
+            offers = [RowResult("", k, k if accepted else 0)] * 4 if k else []
             control.observe(
                 RoundResult(plan, fed, 4, k, 0.01 + 0.002 * k + 1e-5 * fed, False, offers)
             )
@@ -427,12 +427,12 @@ def test_a_trial_ends_where_no_row_may_draft_so_deep() -> None:
     def play_(most: int, rounds: int) -> list[int]:
         chosen = []
         for _ in range(rounds):
-            plan = control.choose([Wish("", most)] * 4, 4)
+            plan = control.choose([RowBudget("", most)] * 4, 4)
             (k, *_) = plan.ks
             chosen.append(k)
             control.observe(
                 RoundResult(
-                    plan, 4, 4, k, 0.01 + 0.001 * k, False, [Offer("", k, k)] * 4 if k else []
+                    plan, 4, 4, k, 0.01 + 0.001 * k, False, [RowResult("", k, k)] * 4 if k else []
                 )
             )
             if (
@@ -455,7 +455,7 @@ def test_a_round_that_nothing_was_chosen_for_is_no_news_about_a_mix() -> None:
     control = AutoControl()
     play(control, machine, ["easy"] * 6 + ["hard"] * 6, 1500)
     assert control._bucket(12).mix is not None
-    control.choose([Wish("easy", MOST)] * 6 + [Wish("hard", MOST)] * 6, 12)
+    control.choose([RowBudget("easy", MOST)] * 6 + [RowBudget("hard", MOST)] * 6, 12)
     for _ in range(3):
         control.observe(RoundResult(None, 64, 1, 0, 0.5, False, []))
     assert control._bucket(64).mix_error == 1.0 and control.latency.seconds(64, 0) == 0.5
@@ -529,7 +529,7 @@ class Guessing:
         chance = random.Random(5)
         tokens = seconds = 0.0
         for number in range(count):
-            plan = control.choose([Wish("", MOST)] * 4, 4)
+            plan = control.choose([RowBudget("", MOST)] * 4, 4)
             offers, drafted, expected = [], 0, 4.0
             for k in plan.ks:
                 alpha = self.sure if chance.random() < 0.5 else self.unsure
@@ -540,7 +540,7 @@ class Guessing:
                     accepted += 1
                 drafted += offered
                 expected += sum(alpha ** (depth + 1) for depth in range(offered))
-                offers.append(Offer("", k, accepted))
+                offers.append(RowResult("", k, accepted))
             round_s = (self.fixed_s + self.token_s * drafted) * (
                 1.0 + 0.05 * abs(chance.gauss(0, 1))
             )
@@ -590,7 +590,7 @@ def test_trees_are_grown_where_they_pay(tree_s: float, alpha: float, pays: bool)
     control, chance, grown = TreeControl(depth=5), random.Random(1), 0
     for number in range(600):
         # The last one is at its answer's end: its tree has room for 3 nodes.
-        plan = control.choose([Wish("", 24), Wish("", 24), Wish("", 3)], 3)
+        plan = control.choose([RowBudget("", 24), RowBudget("", 24), RowBudget("", 3)], 3)
         assert plan.ks in ([24, 24, 3], [0, 0, 0])
         trees = plan.ks[0] > 0
         kept = (
@@ -598,7 +598,7 @@ def test_trees_are_grown_where_they_pay(tree_s: float, alpha: float, pays: bool)
             if trees
             else []
         )
-        offers = [Offer("", k, min(depth, k)) for k, depth in zip(plan.ks, kept, strict=False)]
+        offers = [RowResult("", k, min(depth, k)) for k, depth in zip(plan.ks, kept, strict=False)]
         seconds = (1e-2 + tree_s * trees) * chance.uniform(0.95, 1.05)
         control.observe(RoundResult(plan, 3, 3, max(plan.ks), seconds, False, offers, sum(plan.ks)))
         grown += trees and number >= 100

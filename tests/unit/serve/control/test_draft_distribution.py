@@ -19,7 +19,8 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.kernels.verify.lossy import verify_typical
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.draft_temperature import FACTORS, DraftDistribution
+from draftsmith.serve.control.draft_temperature import FACTORS, DraftTemperature
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -77,7 +78,7 @@ def fit(
 
 
 def make_engine(target: Target, drafter: DraftLm, **config: object) -> Engine:
-    return Engine(
+    return build_engine(
         target,
         drafter,
         EngineConfig(
@@ -179,14 +180,14 @@ def test_greedy_drafts_are_the_drafts_likeliest_tokens(target: Target, drafter: 
     drafted: list[list[list[int]]] = []
     for config, params in (({"draft_sampling": "greedy"}, {}), ({}, {"draft_temperature": 0.0})):
         engine = make_engine(target, drafter, **config)
-        inner, seen = engine.drafting.propose, []
+        inner, seen = engine.proposer.propose, []
 
         def watched(*args, inner=inner, seen=seen, **kwargs):
             drafts = inner(*args, **kwargs)
             seen.append(drafts.chains[0])
             return drafts
 
-        engine.drafting.propose = watched
+        engine.proposer.propose = watched
         engine.generate(
             [PROMPT],
             SamplingParams(
@@ -198,7 +199,7 @@ def test_greedy_drafts_are_the_drafts_likeliest_tokens(target: Target, drafter: 
 
 
 def test_the_temperature_with_the_best_acceptance_is_found() -> None:
-    chance, distribution = random.Random(0), DraftDistribution(tune=True)
+    chance, distribution = random.Random(0), DraftTemperature(tune=True)
     alphas = dict(zip(FACTORS, (0.5, 0.6, 0.75, 0.4), strict=True))
     params = [SamplingParams(temperature=0.8)] * 3
     kept = []
@@ -218,13 +219,13 @@ def test_only_rows_that_the_drafts_distribution_drafted_say_how_good_it_is(
     """A row at k = 0 drafts nothing, and a row copied from text has no temperature."""
     engine = make_engine(target, TextFirst(drafter, Suffix()), tune_draft_temperature=True)
     seen: list[int] = []
-    observe = engine.draft_distribution.observe
+    observe = engine.draft_temperature.observe
 
     def watched(params: list[SamplingParams], accepted: list[int]) -> None:
         seen.append(len(params))
         observe(params, accepted)
 
-    engine.draft_distribution.observe = watched
+    engine.draft_temperature.observe = watched
     fresh = list(range(60, 70))
     engine.submit(
         [46] * 12, SamplingParams(max_tokens=3, k=1, ignore_eos=True, allowed_token_ids=(46,))
@@ -237,7 +238,7 @@ def test_only_rows_that_the_drafts_distribution_drafted_say_how_good_it_is(
 
 
 def test_equal_temperatures_are_left_alone() -> None:
-    chance, distribution = random.Random(0), DraftDistribution(tune=True)
+    chance, distribution = random.Random(0), DraftTemperature(tune=True)
     params, moves = [SamplingParams(temperature=0.8)], set()
     for _ in range(1500):
         distribution.temperatures(params)
@@ -252,9 +253,9 @@ def test_a_requests_own_draft_temperature_wins_and_greedy_requests_draft_greedil
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7),
     )
-    assert DraftDistribution(greedy=True).temperatures([own, greedy, plain]) == [0.3, 0.0, 0.0]
-    assert DraftDistribution().temperatures([own, greedy, plain]) == [0.3, 0.0, 0.7]
-    assert DraftDistribution().plain([greedy, plain]) and not DraftDistribution().plain([own])
+    assert DraftTemperature(greedy=True).temperatures([own, greedy, plain]) == [0.3, 0.0, 0.0]
+    assert DraftTemperature().temperatures([own, greedy, plain]) == [0.3, 0.0, 0.7]
+    assert DraftTemperature().plain([greedy, plain]) and not DraftTemperature().plain([own])
 
 
 @pytest.mark.parametrize("value", [-0.1, 1e-9, float("nan"), 101.0])

@@ -20,6 +20,7 @@ from draftsmith.serve.dashboard.samples import (
     plain_seconds,
     summary,
 )
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.requests.request import SpeculationStats
@@ -28,7 +29,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 
 @pytest.fixture
 def engine(target: Target, fixed_drafter: Callable) -> Engine:
-    return Engine(
+    return build_engine(
         target, fixed_drafter(sharpness=0.5), EngineConfig(k=3, max_batch=4, compile="off")
     )
 
@@ -103,7 +104,7 @@ def test_rings_are_bounded_and_keep_the_latest(engine: Engine) -> None:
 def test_auto_control_tells_what_rounds_without_drafts_take(
     target: Target, fixed_drafter: Callable
 ) -> None:
-    engine = Engine(
+    engine = build_engine(
         target,
         fixed_drafter(sharpness=0.5),
         EngineConfig(k=3, adaptive=True, max_batch=4, compile="off"),

@@ -9,6 +9,7 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.dashboard.live_text import KEPT, TextView, pieces
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
@@ -18,7 +19,7 @@ PROMPT = [40, 41, 42, 43]
 
 @pytest.fixture
 def engine(target: Target, fixed_drafter: Callable) -> Engine:
-    return Engine(
+    return build_engine(
         target, fixed_drafter(sharpness=0.5), EngineConfig(k=3, max_batch=4, compile="off")
     )
 
@@ -34,7 +35,7 @@ def served(engine: Engine, **options: object) -> Request:
 
 def test_what_is_shown_joins_to_the_answer_and_counts_agree(engine: Engine, target: Target) -> None:
     view = TextView()
-    engine.onlooker = view.add_round
+    engine.observe_rounds(view.add_round)
     request = served(engine, request_class="code")
     shown = view.after(0)
     assert [token for one in shown for token in (*one.accepted, *one.own)] == request.output
@@ -57,7 +58,7 @@ def test_what_is_shown_joins_to_the_answer_and_counts_agree(engine: Engine, targ
 
 def test_a_request_that_keeps_out_of_learning_is_never_shown(engine: Engine) -> None:
     view = TextView()
-    engine.onlooker = view.add_round
+    engine.observe_rounds(view.add_round)
     served(engine, learn=False)
     assert view.after(0) == []
     served(engine)

@@ -31,7 +31,7 @@ def chosen(
 def feed(router: Router, draft: str, rate: float, count: int = WINDOW, seed: int = 0) -> None:
     chance = random.Random(seed)
     for _ in range(count):
-        router.heard(Route(draft, "code"), 20, sum(chance.random() < rate for _ in range(20)))
+        router.observe(Route(draft, "code"), 20, sum(chance.random() < rate for _ in range(20)))
 
 
 def test_nothing_but_the_live_draft_without_a_trial_and_a_pool() -> None:
@@ -109,7 +109,7 @@ def test_a_request_without_a_tag_belongs_to_the_cluster_of_its_prompt() -> None:
 def test_requests_that_drafted_nothing_or_belong_to_no_class_say_nothing() -> None:
     router = pooled()
     for _ in range(WINDOW):
-        router.heard(Route(LIVE, ""), 20, 20)
-        router.heard(Route(CODE, "code"), 0, 0)
+        router.observe(Route(LIVE, ""), 20, 20)
+        router.observe(Route(CODE, "code"), 0, 0)
     feed(router, LIVE, 0.9)
     assert router.prefers("code")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.serve.engine.propose import Drafting
-from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.drafts.draft_set import DraftSet
+from draftsmith.serve.engine.propose import Proposer
+from draftsmith.serve.engine.round import RoundProposal
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.route import UNROUTED
 from draftsmith.serve.sampling.params import SamplingParams
@@ -47,7 +49,13 @@ class Padded:
         return Proposal(tokens=tokens, lengths=torch.tensor([0, 1, 2]), logits=logits)
 
 
-def proposed(drafter: ServingDrafter) -> Drafts:
+def proposer_of(drafter: ServingDrafter) -> Proposer:
+    stats, unused = EngineStats(), cast(Any, None)
+    drafts = DraftSet(drafter, unused, stats, make_ready=unused, requests=unused)
+    return Proposer(drafts, None, stats, vocab_size=8)
+
+
+def proposed(drafter: ServingDrafter) -> RoundProposal:
     request = SimpleNamespace(
         id="a",
         tokens=[1, 2, 3],
@@ -58,8 +66,7 @@ def proposed(drafter: ServingDrafter) -> Drafts:
         route=UNROUTED,
     )
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
-    drafting = Drafting(drafter, None, EngineStats(), vocab_size=8)
-    drafts = drafting.propose(
+    drafts = proposer_of(drafter).propose(
         rows, torch.zeros(3, 1, dtype=torch.int64), SamplingRows.of([1.0] * 3), torch.arange(3)
     )
     assert drafts is not None
@@ -71,7 +78,7 @@ def test_what_lies_beyond_a_length_is_no_failure() -> None:
     assert (
         drafts.chains == [[], [3], [5, 6]]
         and drafts.lengths.tolist() == [0, 1, 2]
-        and all(drafts.sound)
+        and all(drafts.has_mass)
     )
 
 
@@ -79,7 +86,7 @@ def test_tokens_before_a_broken_distribution_are_still_verified() -> None:
     drafts = proposed(BrokenLater())
     assert drafts.chains == [[1, 2], [3], []]
     assert drafts.lengths.tolist() == [2, 1, 0]
-    assert drafts.sound == [True, False, False]
+    assert drafts.has_mass == [True, False, False]
 
 
 class Greedy:
@@ -96,7 +103,7 @@ class Greedy:
 
 def test_a_greedy_draft_says_where_a_distribution_was_broken() -> None:
     drafts = proposed(Greedy())
-    assert drafts.chains == [[1, 2], [3], [5]] and drafts.sound == [True, False, True]
+    assert drafts.chains == [[1, 2], [3], [5]] and drafts.has_mass == [True, False, True]
     assert drafts.lengths.tolist() == [2, 1, 1] and not drafts.sampled
 
 
@@ -136,5 +143,5 @@ def test_text_that_may_not_be_shared_is_not_kept(
 ) -> None:
     drafter = Remembers()
     request = Request("a", [1, 2, 3], 1, params, seed=3, k=2, max_tokens=9, learn=learn)
-    Drafting(drafter, None, EngineStats(), vocab_size=8).finished(request)
+    proposer_of(drafter).finished(request)
     assert drafter.texts == [kept]

@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.verify.draft_tree import slot_prefixes
 from draftsmith.serve.engine.proposal import Part, checked, joined
-from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.engine.round import RoundProposal
 
 VOCAB = 8
 NONE: frozenset[int] = frozenset()
@@ -16,7 +16,7 @@ NONE: frozenset[int] = frozenset()
 
 def chains(
     *rows: list[int], drawn: bool = True, width: int = 0, copied: frozenset[int] = NONE
-) -> Drafts:
+) -> RoundProposal:
     """Distributions that name their row: its number is every logit's."""
     width = max([width, *map(len, rows)])
     tokens = torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
@@ -42,7 +42,7 @@ def test_every_row_gets_its_own_drafts_and_distributions() -> None:
         0,
     ]
     assert found.tokens.tolist() == [[4, -1, -1], [-1] * 3, [5, 6, -1], [1, 2, 3], [-1] * 3]
-    assert found.sound == [True, False, True, True, False] and found.missed == {1, 4}
+    assert found.has_mass == [True, False, True, True, False] and found.missed == {1, 4}
     assert found.logits is not None and found.logits.shape == (5, 3, VOCAB)
     assert [found.logits[row, 0, 0].item() for row in (0, 2, 3)] == [1.0, 0.0, 0.0]
     assert bool((found.logits[1] == -torch.inf).all()) and bool(
@@ -80,12 +80,12 @@ def test_a_broken_distribution_and_a_stand_in_stay_with_their_rows() -> None:
     found = joined([Part([2, 0], broken), Part([1], chains([3]))], 3)
     assert (
         found.chains == [[], [3], [1]]
-        and found.sound == [False, True, True]
+        and found.has_mass == [False, True, True]
         and found.missed == frozenset()
     )
 
 
-def tree(parents: list[list[int]], distributions: list[list[int]] | None) -> Drafts:
+def tree(parents: list[list[int]], distributions: list[list[int]] | None) -> RoundProposal:
     """Token i + 1 at node i; `distributions` the row of each slot's distribution, of as many
     distributions as are named."""
     width = max(map(len, parents))

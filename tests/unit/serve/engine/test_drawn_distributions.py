@@ -21,7 +21,7 @@ from draftsmith.drafters.trees import candidates as tree_distributions
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import verify as decide_module
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 
 K = 3
@@ -112,8 +112,8 @@ class Watch:
 
 def run(target: Target, family: str, watch: Watch, **config: Any) -> None:
     drafter = FAMILIES[family].create(OPTIONS[family](), target, seed=1).eval()
-    engine = Engine(target, drafter, EngineConfig(**config, compile="off"))
-    engine._rule = engine._rule._replace(verify=watch.chain(engine._rule.verify))
+    engine = build_engine(target, drafter, EngineConfig(**config, compile="off"))
+    engine.rule = engine.rule._replace(verify=watch.chain(engine.rule.verify))
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         engine.submit(prompt, params)
     while engine.busy:

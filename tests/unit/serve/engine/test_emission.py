@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -20,8 +20,8 @@ def play(
     target: Target, drafter: Any, *, overlaps: bool, stop: tuple[str, ...], cancel_after: int
 ) -> list[tuple]:
     """All updates of three requests, one of them cancelled on the way."""
-    engine = Engine(target, drafter, EngineConfig(k=2, num_blocks=64, block_size=8))
-    engine.overlaps = overlaps
+    engine = build_engine(target, drafter, EngineConfig(k=2, num_blocks=64, block_size=8))
+    engine.committer.overlaps = overlaps
     told: dict[str, list[Update]] = {}
     requests = []
     for index, prompt in enumerate(PROMPTS):
@@ -72,8 +72,8 @@ def test_what_is_told_does_not_depend_on_when(
 def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(
     target: Target, overlaps: bool
 ) -> None:
-    engine = Engine(target, None, EngineConfig(num_blocks=64, block_size=8))
-    engine.overlaps = overlaps
+    engine = build_engine(target, None, EngineConfig(num_blocks=64, block_size=8))
+    engine.committer.overlaps = overlaps
     events: list[str] = []
     run = engine.runner.run
 
@@ -99,8 +99,8 @@ def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(
 def test_a_text_that_cannot_be_made_ends_its_request_alone(
     target: Target, monkeypatch: pytest.MonkeyPatch, max_tokens: int, overlaps: bool
 ) -> None:
-    engine = Engine(target, None, EngineConfig(num_blocks=64, block_size=8))
-    engine.overlaps = overlaps
+    engine = build_engine(target, None, EngineConfig(num_blocks=64, block_size=8))
+    engine.committer.overlaps = overlaps
     updates: list[Update] = []
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     request = engine.submit(PROMPTS[0], params, lambda _, update: updates.append(update))

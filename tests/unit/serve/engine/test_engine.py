@@ -12,10 +12,10 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.round import Drafts
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.round import RoundProposal, RowSampling
 from draftsmith.serve.engine.scheduler import Row
-from draftsmith.serve.engine.verify import Streams, decide
+from draftsmith.serve.engine.verify import verify_round
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -68,7 +68,7 @@ class Broken:
 def test_a_broken_drafter_costs_nothing_but_speed(
     failure: str, cause: str, target: Target, greedy_text: Callable[[list[int], int], list[int]]
 ) -> None:
-    engine = Engine(target, Broken(failure, target.vocab_size), EngineConfig(k=3))
+    engine = build_engine(target, Broken(failure, target.vocab_size), EngineConfig(k=3))
     completions = engine.generate([PROMPT, PROMPT[:3]], GREEDY)
     assert completions[0].tokens == greedy_text(PROMPT, 12)
     assert completions[1].tokens == greedy_text(PROMPT[:3], 12)
@@ -79,7 +79,7 @@ def test_a_broken_drafter_costs_nothing_but_speed(
 
 def test_without_speculation_no_drafter_code_runs(target: Target, fixed_drafter: Callable) -> None:
     drafter = fixed_drafter()
-    engine = Engine(target, drafter, EngineConfig(k=3))
+    engine = build_engine(target, drafter, EngineConfig(k=3))
     engine.generate([PROMPT], SamplingParams(max_tokens=8, k=0, ignore_eos=True))
     assert drafter.calls == 0
     engine.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True))
@@ -87,7 +87,7 @@ def test_without_speculation_no_drafter_code_runs(target: Target, fixed_drafter:
 
 
 def test_a_request_may_choose_its_own_draft_length(target: Target, fixed_drafter: Callable) -> None:
-    engine = Engine(target, fixed_drafter(), EngineConfig(k=3, max_batch=8))
+    engine = build_engine(target, fixed_drafter(), EngineConfig(k=3, max_batch=8))
     params = [SamplingParams(max_tokens=20, ignore_eos=True, k=k, seed=1) for k in (0, 1, 5, None)]
     requests = [engine.submit(PROMPT, p) for p in params]
     while engine.busy:
@@ -121,7 +121,7 @@ def joint_distribution(
 
 def fit(target: Target, drafter: object, params: SamplingParams, num_samples: int) -> Fit:
     distribution = joint_distribution(target, PROMPT, params, 4)
-    engine = Engine(
+    engine = build_engine(
         target, drafter, EngineConfig(k=3, max_batch=64, max_round_tokens=1024, max_length=64)
     )
     completions = engine.generate([PROMPT] * num_samples, params, text=False)
@@ -160,7 +160,7 @@ def first_pair(target: Target, drafter: object, params: SamplingParams, num_samp
     is drawn by the prompt's pass. `max_tokens` 3 lets one token be drafted."""
     prompts = [PROMPT] * num_samples
     params = SamplingParams(temperature=params.temperature, max_tokens=3, ignore_eos=True)
-    engine = Engine(
+    engine = build_engine(
         target, drafter, EngineConfig(k=1, max_batch=64, max_round_tokens=1024, max_length=64)
     )
     completions = engine.generate(prompts, params, text=False)
@@ -180,8 +180,14 @@ def test_a_seeded_request_is_the_same_in_any_company(
     target: Target, fixed_drafter: Callable
 ) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=20, seed=42, ignore_eos=True)
-    alone = Engine(target, fixed_drafter(), EngineConfig(k=3)).generate([PROMPT], params)[0].tokens
-    engine = Engine(target, fixed_drafter(), EngineConfig(k=3, max_batch=6, max_round_tokens=16))
+    alone = (
+        build_engine(target, fixed_drafter(), EngineConfig(k=3))
+        .generate([PROMPT], params)[0]
+        .tokens
+    )
+    engine = build_engine(
+        target, fixed_drafter(), EngineConfig(k=3, max_batch=6, max_round_tokens=16)
+    )
     others = [
         engine.submit(
             [i + 3] * (5 + 3 * i), SamplingParams(max_tokens=30, k=i % 4, ignore_eos=True)
@@ -199,7 +205,7 @@ def test_a_seeded_request_is_the_same_in_any_company(
 
 def test_unseeded_requests_differ(target: Target) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
-    texts = Engine(target, None, EngineConfig()).generate([PROMPT] * 4, params)
+    texts = build_engine(target, None, EngineConfig()).generate([PROMPT] * 4, params)
     assert len({tuple(text.tokens) for text in texts}) == 4
 
 
@@ -237,7 +243,7 @@ def test_end_of_sequence_inside_accepted_drafts_ends_the_request(
     params = SamplingParams(
         temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=(text[stop_at],)
     )
-    engine = Engine(target, Scripted(text), EngineConfig(k=8))
+    engine = build_engine(target, Scripted(text), EngineConfig(k=8))
     completion = engine.generate([PROMPT], params)[0]
     assert completion.tokens == text[: stop_at + 1]
     assert completion.finish_reason is FinishReason.STOP
@@ -258,7 +264,7 @@ def test_an_end_of_sequence_token_inside_accepted_drafts_ends_the_answer(
     text = greedy_text(PROMPT, 12)
     at = next(i for i in range(3, 8) if text[i] not in text[:i])
     monkeypatch.setattr(target, "eos_token_ids", (text[at],))
-    engine = Engine(target, Scripted(text), EngineConfig(k=8))
+    engine = build_engine(target, Scripted(text), EngineConfig(k=8))
     completion = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=12))[0]
     assert engine.stats.acceptance.accepted[at] == 1, "the token behind the end was accepted too"
     assert completion.tokens == text[: at + 1] and completion.finish_reason is FinishReason.STOP
@@ -275,7 +281,9 @@ def test_a_stop_string_inside_accepted_drafts_ends_text_and_tokens(
         if words[i].isascii() and words[i].strip() and words[i] not in "".join(words[:i])
     )
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(words[at],))
-    completion = Engine(target, Scripted(text), EngineConfig(k=8)).generate([PROMPT], params)[0]
+    completion = build_engine(target, Scripted(text), EngineConfig(k=8)).generate([PROMPT], params)[
+        0
+    ]
     assert completion.tokens == text[: at + 1]
     assert words[at] not in completion.text and completion.finish_reason is FinishReason.STOP
 
@@ -286,7 +294,7 @@ def test_the_models_own_end_token_stops_unless_ignored(
     text = greedy_text(PROMPT, 8)
     at = next(i for i in range(2, 8) if text[i] not in text[:i])
     monkeypatch.setattr(target, "eos_token_ids", (text[at],))
-    engine = Engine(target, Scripted(text), EngineConfig(k=4))
+    engine = build_engine(target, Scripted(text), EngineConfig(k=4))
     stopped = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8))[0]
     assert stopped.tokens == text[: at + 1] and stopped.finish_reason is FinishReason.STOP
     assert (
@@ -302,7 +310,7 @@ def test_logprobs_are_the_targets_own(target: Target, greedy_text: Callable) -> 
         temperature=0.7, top_k=5, max_tokens=6, logprobs=2, seed=3, ignore_eos=True
     )
     for drafter in (None, Scripted(greedy_text(PROMPT, 6))):
-        completion = Engine(target, drafter, EngineConfig(k=3)).generate([PROMPT], params)[0]
+        completion = build_engine(target, drafter, EngineConfig(k=3)).generate([PROMPT], params)[0]
         tokens = torch.tensor([PROMPT + completion.tokens])
         _, hidden = target.states(tokens, torch.ones_like(tokens), ())
         logprobs = torch.log_softmax(target.head(hidden[0, len(PROMPT) - 1 : -1]).float(), -1)
@@ -313,7 +321,7 @@ def test_logprobs_are_the_targets_own(target: Target, greedy_text: Callable) -> 
 
 
 def test_requests_join_and_leave_while_others_run(target: Target, greedy_text: Callable) -> None:
-    engine = Engine(target, Scripted(greedy_text(PROMPT, 40)), EngineConfig(k=0, max_batch=2))
+    engine = build_engine(target, Scripted(greedy_text(PROMPT, 40)), EngineConfig(k=0, max_batch=2))
     running = [
         engine.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
         for n in (30, 4)
@@ -335,7 +343,7 @@ def test_preempted_requests_end_as_if_they_had_never_left(
 ) -> None:
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:] * 3]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    engine = Engine(
+    engine = build_engine(
         target,
         fixed_drafter(),
         EngineConfig(k=3, max_batch=3, block_size=4, num_blocks=14, max_length=48),
@@ -348,7 +356,7 @@ def test_preempted_requests_end_as_if_they_had_never_left(
 
 def test_updates_add_up_to_the_answer(target: Target, fixed_drafter: Callable) -> None:
     updates: list[Update] = []
-    engine = Engine(target, fixed_drafter(), EngineConfig(k=3))
+    engine = build_engine(target, fixed_drafter(), EngineConfig(k=3))
     request = engine.submit(PROMPT, GREEDY, lambda request, update: updates.append(update))
     while engine.busy:
         engine.step()
@@ -364,7 +372,7 @@ def test_updates_add_up_to_the_answer(target: Target, fixed_drafter: Callable) -
 
 def test_a_cancelled_request_says_so_and_frees_its_blocks(target: Target) -> None:
     updates: list[Update] = []
-    engine = Engine(target, None, EngineConfig())
+    engine = build_engine(target, None, EngineConfig())
     request = engine.submit(PROMPT, GREEDY, lambda request, update: updates.append(update))
     engine.step()
     engine.cancel(request)
@@ -379,7 +387,7 @@ def test_a_target_that_gives_nan_ends_the_request_with_an_error(
     target = Target.load(tiny_target("llama", seed=3))
     with torch.no_grad():
         target.model.get_output_embeddings().weight.fill_(torch.nan)
-    completion = Engine(target, None, EngineConfig()).generate([PROMPT], GREEDY)[0]
+    completion = build_engine(target, None, EngineConfig()).generate([PROMPT], GREEDY)[0]
     assert completion.finish_reason is FinishReason.ERROR and completion.tokens == []
 
 
@@ -395,7 +403,7 @@ def test_what_cannot_be_honoured_is_refused(
     prompt: list[int], params: dict, words: str, target: Target
 ) -> None:
     with pytest.raises(UserError, match=words):
-        Engine(target, None, EngineConfig()).submit(prompt, SamplingParams(**params))
+        build_engine(target, None, EngineConfig()).submit(prompt, SamplingParams(**params))
 
 
 @pytest.mark.parametrize("params", [
@@ -414,7 +422,7 @@ def test_sampling_parameters_out_of_range_are_refused(params: dict) -> None:
 ])  # fmt: skip
 def test_engine_sizes_that_cannot_work_are_refused(config: dict, target: Target) -> None:
     with pytest.raises(ValueError):
-        Engine(target, None, EngineConfig(**config))
+        build_engine(target, None, EngineConfig(**config))
 
 
 def test_the_short_cut_for_greedy_batches_decides_as_verification_does(
@@ -427,19 +435,19 @@ def test_the_short_cut_for_greedy_batches_decides_as_verification_does(
         logits = torch.randint(0, 3, (int(lengths.sum()) + 5, 4), generator=generator).float()
         tokens = torch.randint(0, 4, (5, 3), generator=generator)
         chains = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist())]
-        drafts = Drafts(chains, [True] * 5, tokens, lengths, None)
+        drafts = RoundProposal(chains, [True] * 5, tokens, lengths, None)
         requests = [Request(f"{i}", [1, 2], 1, GREEDY, seed=i, k=3, max_tokens=9) for i in range(5)]
-        streams = Streams([Row(request, 1, 1, 3) for request in requests], torch.device("cpu"))
-        short = decide(logits, chains, drafts, streams)
+        streams = RowSampling([Row(request, 1, 1, 3) for request in requests], torch.device("cpu"))
+        short = verify_round(logits, chains, drafts, streams)
         monkeypatch.setattr(streams, "all_greedy", False)
-        assert short == decide(logits, chains, drafts, streams)
+        assert short == verify_round(logits, chains, drafts, streams)
 
 
 def test_sampling_without_drafts_uses_the_streams_of_batched_answers(target: Target) -> None:
-    """Same seed, same draws: the engine and `Target.answer` decide a position with the same random
+    """Same seed, same draws: the engine and `Target.answer` verify_round a position with the same random
     stream."""
     params = SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=77, ignore_eos=True)
-    served = Engine(target, None, EngineConfig()).generate([PROMPT], params)[0].tokens
+    served = build_engine(target, None, EngineConfig()).generate([PROMPT], params)[0].tokens
     assert (
         served
         == target.answer(
@@ -449,7 +457,7 @@ def test_sampling_without_drafts_uses_the_streams_of_batched_answers(target: Tar
 
 
 def test_the_draft_cache_does_not_advance_over_a_failed_round(target: Target) -> None:
-    engine = Engine(target, Broken("no mass", target.vocab_size), EngineConfig(k=3))
+    engine = build_engine(target, Broken("no mass", target.vocab_size), EngineConfig(k=3))
     request = engine.submit(PROMPT, GREEDY)
     for _ in range(5):
         engine.step()

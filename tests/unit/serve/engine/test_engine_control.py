@@ -14,6 +14,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -67,7 +68,7 @@ def test_a_draft_that_never_pays_is_left(
     target: Target, greedy_text: Callable[[list[int], int], list[int]]
 ) -> None:
     drafter = Slow()
-    engine = Engine(target, drafter, EngineConfig(k=8, adaptive=True))
+    engine = build_engine(target, drafter, EngineConfig(k=8, adaptive=True))
     for _ in range(3):
         outputs, planned = run(engine)
     assert outputs == [greedy_text(prompt, 60) for prompt in PROMPTS]
@@ -83,7 +84,7 @@ def test_an_untrained_head_drafts_again_after_rounds_without_it(
     """k goes up and down by a schedule of the batch as requests end; what was not drafted is read
     later."""
     drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    engine = Engine(target, drafter, EngineConfig(k=5, k_schedule="1:5,2:2,3:0"))
+    engine = build_engine(target, drafter, EngineConfig(k=5, k_schedule="1:5,2:2,3:0"))
     params = [
         SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (40, 30, 10, 12)
     ]
@@ -100,7 +101,7 @@ def test_an_untrained_head_drafts_again_after_rounds_without_it(
 def test_a_requests_own_k_is_a_cap_of_the_controls_choice(
     target: Target, fixed_drafter: Callable
 ) -> None:
-    engine = Engine(target, fixed_drafter(), EngineConfig(k=8, adaptive=True))
+    engine = build_engine(target, fixed_drafter(), EngineConfig(k=8, adaptive=True))
     requests = [
         engine.submit(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True, k=k))
         for k in (0, 1, None)
@@ -132,7 +133,7 @@ def test_a_k_that_is_no_number_is_refused(k: str) -> None:
 
 def test_k_auto_grows_whole_trees_or_none(target: Target) -> None:
     drafter = Eagle3.create(Eagle3Options(), target, seed=0).eval()
-    engine = Engine(
+    engine = build_engine(
         target,
         drafter,
         EngineConfig(k=8, adaptive=True, tree="dynamic:nodes=6,depth=3,width=2", compile="off"),

@@ -17,7 +17,7 @@ from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import TEXT
 
@@ -75,10 +75,10 @@ def test_text_drafts_while_the_draft_rests(
     target: Target, head: Eagle3, greedy_text: Callable, records: list[RoundRecord]
 ) -> None:
     drafter, answer = Failing(head, 4), greedy_text(PROMPT, 60)
-    engine = Engine(
+    engine = build_engine(
         target, drafter, CONFIG, sink=records, draft_version="7", fallback=Knowing(PROMPT + answer)
     )
-    engine.lineup.router.pool = DraftPool({"code": "c01"})
+    engine.drafts.router.pool = DraftPool({"code": "c01"})
     request = engine.submit(PROMPT, GREEDY, request_class="code")
     while engine.busy:
         engine.step()
@@ -92,7 +92,7 @@ def test_text_drafts_while_the_draft_rests(
     assert len(drafted) == own.rounds == engine.stats.num_drafts - text.rounds and text.rounds >= 10
     assert sum(text.accepted) == sum(text.offered) > 0 and sum(own.accepted) < sum(own.offered)
     # By them alone the draft is compared with another.
-    (measured,) = engine.lineup.router._measured.values()
+    (measured,) = engine.drafts.router._measured.values()
     assert list(measured.shares) == [sum(own.accepted) / sum(own.offered)]
     told = [token for record in records for token in record.context + record.committed]
     assert told == PROMPT + answer
@@ -102,7 +102,7 @@ def test_what_text_drafts_in_front_of_a_draft_is_not_the_drafts(
     target: Target, head: Eagle3, records: list[RoundRecord]
 ) -> None:
     drafter = TextFirst(head, Suffix(), share=0.5)
-    engine = Engine(target, drafter, CONFIG, sink=records, draft_version="7")
+    engine = build_engine(target, drafter, CONFIG, sink=records, draft_version="7")
     (completion,) = engine.generate([[7, 8, 9] * 5], GREEDY)
     own, text = engine.stats.by_version["7"], engine.stats.by_version[TEXT]
     assert own.rounds > 0 < text.rounds and own.rounds + text.rounds == engine.stats.num_drafts
@@ -111,7 +111,7 @@ def test_what_text_drafts_in_front_of_a_draft_is_not_the_drafts(
 
 
 def test_without_a_fallback_nobody_drafts_meanwhile(target: Target, head: Eagle3) -> None:
-    engine = Engine(target, Failing(head, 4), CONFIG)
+    engine = build_engine(target, Failing(head, 4), CONFIG)
     engine.generate([PROMPT], GREEDY)
     assert engine.stats.num_drafts == sum(engine.stats.by_version[""].committed.values())
 
@@ -120,7 +120,7 @@ def test_a_request_stops_drafting_and_starts_again(
     target: Target, head: Eagle3, greedy_text: Callable
 ) -> None:
     drafter = Failing(head, 0)
-    engine = Engine(target, drafter, CONFIG)
+    engine = build_engine(target, drafter, CONFIG)
     request = engine.submit(PROMPT, GREEDY)
     calls = []
     for k in (3, 0, 2):
@@ -141,7 +141,7 @@ def test_a_request_stops_drafting_and_starts_again(
 
 
 def test_k_needs_a_drafter(target: Target) -> None:
-    engine = Engine(target, None, CONFIG)
+    engine = build_engine(target, None, CONFIG)
     request = engine.submit(PROMPT, GREEDY)
     engine.set_k(request, 0)
     with pytest.raises(UserError, match="no drafter"):
@@ -151,8 +151,8 @@ def test_k_needs_a_drafter(target: Target) -> None:
 def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
     target: Target, head: Eagle3, greedy_text: Callable
 ) -> None:
-    engine = Engine(target, head, EngineConfig(k=3, k_schedule="1:0", compile="off"))
-    engine.most_unread = 10
+    engine = build_engine(target, head, EngineConfig(k=3, k_schedule="1:0", compile="off"))
+    engine.committer.most_unread = 10
     request = engine.submit(PROMPT, GREEDY)
     kept = []
     while engine.busy:
@@ -166,12 +166,12 @@ def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
 def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
     prefix_cache: bool, target: Target, head: Eagle3, greedy_text: Callable
 ) -> None:
-    engine = Engine(
+    engine = build_engine(
         target,
         head,
         EngineConfig(k=3, k_schedule="1:3,3:0", compile="off", prefix_cache=prefix_cache),
     )
-    engine.most_unread = 10
+    engine.committer.most_unread = 10
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
     first, second, _ = (
         engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
@@ -206,8 +206,8 @@ def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_ri
             num_blocks=num_blocks,
             max_length=84,
         )
-        engine = Engine(target, head, config)
-        engine.most_unread = 10
+        engine = build_engine(target, head, config)
+        engine.committer.most_unread = 10
         long = engine.submit(
             PROMPT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         )

@@ -13,6 +13,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap, SwapLate
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import (
     MOST_FAILURES,
@@ -55,7 +56,7 @@ def make_loop(target: Target) -> Iterator[Callable[..., EngineLoop]]:
     loops: list[EngineLoop] = []
 
     def make(*, start: bool = True, **options: int) -> EngineLoop:
-        loops.append(EngineLoop(Engine(target, None, EngineConfig(compile="off", **options))))
+        loops.append(EngineLoop(build_engine(target, None, EngineConfig(compile="off", **options))))
         return loops[-1].start() if start else loops[-1]
 
     yield make
@@ -296,13 +297,13 @@ class Swaps:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
         self.made: list[Swap] = []
-        monkeypatch.setattr(engine, "swap", self.swap)
+        monkeypatch.setattr(engine.drafts, "prepare", self.prepare)
         self.engine = engine
 
-    def swap(self, folder: str, version: str, *, draft: str = LIVE) -> Swap:
+    def prepare(self, folder: str, version: str, draft: str = LIVE) -> Swap:
         swap = Swap(version, [])
         self.made.append(swap)
-        self.engine.lineup.swaps.append(swap)
+        self.engine.drafts.swaps.append(swap)
         return swap
 
 
@@ -329,7 +330,7 @@ def test_swaps_from_two_threads_both_land(
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(loop.engine.lineup.swaps) == 2)
+    wait_until(lambda: len(loop.engine.drafts.swaps) == 2)
     loop.start()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -345,7 +346,7 @@ def test_a_copy_that_fails_is_told_and_ends_no_request(
     def fail(swap: Swap) -> float:
         raise RuntimeError("the device is full")
 
-    monkeypatch.setattr("draftsmith.serve.drafts.lineup.apply_swap", fail)
+    monkeypatch.setattr("draftsmith.serve.drafts.draft_set.apply_swap", fail)
     reader = ask(loop)
     with pytest.raises(UserError, match="the device is full"):
         loop.swap("folder", "9")

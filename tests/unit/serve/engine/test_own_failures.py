@@ -14,6 +14,7 @@ import torch
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import MOST_FAILURES, EngineLoop
 from draftsmith.serve.http.errors import failure
@@ -110,11 +111,13 @@ PLANTED: dict[str, Callable[[Engine, Request, int], None]] = {
     "grammar's mask": matcher("masks"),
     "grammar's end": matcher("tokens_until_end"),
     "grammar's commit": matcher("commit"),
-    "records": engines_own(lambda engine: engine.recorder, "round", lambda row, *_: row.request),
+    "records": engines_own(
+        lambda engine: engine.recorder, "round", lambda row, *_: row.row.request
+    ),
     "the last record": engines_own(lambda engine: engine.recorder, "finish", first, at_once=True),
-    "prefix cache": engines_own(lambda engine: engine.prefix, "store", first),
+    "prefix cache": engines_own(lambda engine: engine.scheduler.prefix, "store", first),
     "draft cache": engines_own(
-        lambda engine: engine.drafting, "advance", lambda row, *_: row.request
+        lambda engine: engine.proposer, "advance", lambda row, *_: row.request
     ),
 }
 
@@ -135,10 +138,10 @@ def drawn(
     target: Target, drafter: object, sink: Ignored, plant: Callable | None, *, overlaps: bool
 ) -> tuple[Request, list[Request]]:
     """A request in which `plant` makes something raise, and two beside it."""
-    engine = Engine(
+    engine = build_engine(
         target, drafter, EngineConfig(k=3, block_size=4, compile="off", seed=7), sink=sink
     )
-    engine.overlaps = overlaps
+    engine.committer.overlaps = overlaps
     # Without a seed of its own, or it would not be recorded.
     bad = replace(PARAMS, seed=None, grammar=Grammar.regex("[ab]{20,40}"), ignore_eos=False)
     told: list[Update] = []
@@ -202,7 +205,7 @@ def test_what_raises_for_one_request_ends_it_alone(
 
 
 def test_what_the_machine_cannot_do_is_nobodys_own(target: Target, fixed_drafter: Callable) -> None:
-    engine = Engine(target, fixed_drafter(), EngineConfig(k=3, compile="off"))
+    engine = build_engine(target, fixed_drafter(), EngineConfig(k=3, compile="off"))
     request = engine.submit(PROMPTS[0], PARAMS)
 
     def full(tokens: Sequence[int]) -> None:
@@ -238,10 +241,12 @@ def test_requests_in_vain_do_not_stop_the_engine(
     """Again and again, each time beside an innocent one, which gets what it gets alone."""
     monkeypatch.setattr(target, "eos_token_ids", (0,) if with_eos else ())
     params = replace(PARAMS, k=k)
-    alone = Engine(target, fixed_drafter(), EngineConfig(k=3, compile="off")).generate(
+    alone = build_engine(target, fixed_drafter(), EngineConfig(k=3, compile="off")).generate(
         [PROMPTS[1]], params
     )[0]
-    loop = EngineLoop(Engine(target, fixed_drafter(), EngineConfig(k=3, compile="off"))).start()
+    loop = EngineLoop(
+        build_engine(target, fixed_drafter(), EngineConfig(k=3, compile="off"))
+    ).start()
     try:
         for _ in range(REPEATS):
             told = [(index, []) for index in range(3)]
@@ -286,13 +291,13 @@ def test_tokens_before_a_position_without_one_are_kept(
 
     params = replace(PARAMS, temperature=0.0, logits_processors=(ends,))
     text = (
-        Engine(target, None, EngineConfig(compile="off"))
+        build_engine(target, None, EngineConfig(compile="off"))
         .generate([PROMPTS[0]], replace(params, logits_processors=()))[0]
         .tokens
     )
     outputs = []
     for drafter in (None, Knowing(PROMPTS[0] + text)):
-        engine = Engine(
+        engine = build_engine(
             target, drafter, EngineConfig(compile="off", **({} if drafter is None else {"k": 3}))
         )
         completion = engine.generate([PROMPTS[0]], params)[0]
@@ -324,7 +329,7 @@ def test_what_raises_behind_drafts_that_fall_changes_nothing(
     params = replace(PARAMS, temperature=temperature, logits_processors=(picky,))
     outputs = []
     for drafter, k in ((None, {}), (OffersSeven([]), {"k": 3})):
-        engine = Engine(target, drafter, EngineConfig(compile="off", **k))
+        engine = build_engine(target, drafter, EngineConfig(compile="off", **k))
         completion = engine.generate([PROMPTS[0]], params)[0]
         assert completion.finish_reason is FinishReason.LENGTH
         outputs.append(completion.tokens)

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [(7 * i + 3) % 200 + 5 for i in range(45)]
@@ -41,7 +41,7 @@ def check(told: list[Any], expected: torch.Tensor) -> None:
 def test_they_are_the_targets_in_whole_or_in_pieces(
     options: dict, drafts: bool, target: Target, fixed_drafter: Callable, expected: torch.Tensor
 ) -> None:
-    engine = Engine(target, fixed_drafter() if drafts else None, EngineConfig(k=2, **options))
+    engine = build_engine(target, fixed_drafter() if drafts else None, EngineConfig(k=2, **options))
     other = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     # Among others, which take part in the same passes.
     engine.submit(PROMPT[:9], other)
@@ -54,7 +54,7 @@ def test_they_are_the_targets_in_whole_or_in_pieces(
 
 
 def test_a_cached_prefix_is_read_again_for_them(target: Target, expected: torch.Tensor) -> None:
-    engine = Engine(target, None, EngineConfig(block_size=4))
+    engine = build_engine(target, None, EngineConfig(block_size=4))
     engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=3))
     first = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=3))[0]
     assert engine.stats.prefix_cache_hits > 0 and first.prompt_logprobs == []
@@ -64,7 +64,9 @@ def test_a_cached_prefix_is_read_again_for_them(target: Target, expected: torch.
 def test_a_preempted_request_keeps_and_completes_them(
     target: Target, expected: torch.Tensor
 ) -> None:
-    engine = Engine(target, None, EngineConfig(block_size=4, num_blocks=20, max_round_tokens=4))
+    engine = build_engine(
+        target, None, EngineConfig(block_size=4, num_blocks=20, max_round_tokens=4)
+    )
     first = engine.submit(
         PROMPT[:20], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     )
@@ -82,4 +84,6 @@ def test_a_preempted_request_keeps_and_completes_them(
 
 
 def test_a_prompt_of_one_token_has_none(target: Target) -> None:
-    assert Engine(target, None, EngineConfig()).generate([[5]], JUDGED)[0].prompt_logprobs == []
+    assert (
+        build_engine(target, None, EngineConfig()).generate([[5]], JUDGED)[0].prompt_logprobs == []
+    )

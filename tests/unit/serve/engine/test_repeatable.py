@@ -20,10 +20,11 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.auto import AutoControl
-from draftsmith.serve.control.control import Offer, RoundResult
+from draftsmith.serve.control.control import RoundResult, RowResult
 from draftsmith.serve.engine import engine as engine_module
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests import intake
+from draftsmith.serve.requests import input_processor
 from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 7, 200, 9, 33]
@@ -51,9 +52,9 @@ def by_acceptance(engine: Engine) -> dict[str, Any]:
     decided by time alone."""
     return plain({
         "survival": engine.scheduler.control.survival,
-        "temperatures": (engine.draft_distribution.best, engine.draft_distribution._arms),
-        "rests": [(one._failures, one._pause) for one in engine.drafting.drafts.values()],
-        "classes": {str(route): measured for route, measured in engine.lineup.router._measured.items()},
+        "temperatures": (engine.draft_temperature.best, engine.draft_temperature._arms),
+        "rests": [(one._failures, one._pause) for one in engine.drafts.served.values()],
+        "classes": {str(route): measured for route, measured in engine.drafts.router._measured.items()},
         "records": engine.recorder.num_records,
     })  # fmt: skip
 
@@ -66,8 +67,10 @@ def serve(engine: Engine, params: SamplingParams) -> None:
 
 @pytest.fixture
 def engine(target: Target, fixed_drafter: Callable, records: list[RoundRecord]) -> Engine:
-    made = Engine(target, fixed_drafter(sharpness=0.5), ADAPTIVE, sink=records, draft_version="1")
-    made.lineup.router.pool = DraftPool({"code": "c01"})
+    made = build_engine(
+        target, fixed_drafter(sharpness=0.5), ADAPTIVE, sink=records, draft_version="1"
+    )
+    made.drafts.router.pool = DraftPool({"code": "c01"})
     return made
 
 
@@ -133,7 +136,7 @@ def after_rounds(engine: Engine, params: SamplingParams, rounds: int) -> tuple[A
     for _ in range(rounds):
         engine.step()
     return plain(
-        (engine.scheduler.control, engine.draft_distribution)
+        (engine.scheduler.control, engine.draft_temperature)
     ), engine.stats.num_accepted_tokens
 
 
@@ -145,7 +148,7 @@ def test_what_a_control_knows_does_not_depend_on_draws_that_can_be_repeated(
 
     def states(params: list[SamplingParams], seeds: list[int]) -> list[tuple[Any, int]]:
         engines = [
-            Engine(target, fixed_drafter(sharpness=0.5), replace(ADAPTIVE, seed=seed))
+            build_engine(target, fixed_drafter(sharpness=0.5), replace(ADAPTIVE, seed=seed))
             for seed in seeds
         ]
         return [after_rounds(engine, one, 30) for engine, one in zip(engines, params, strict=True)]
@@ -163,8 +166,10 @@ def test_a_row_that_may_not_count_is_reckoned_as_expected() -> None:
     like one that kept none."""
     control = AutoControl()
     control.survival.add("", 3, 2, 50)
-    assert control._kept(Offer("", 3, 2)) == 2
-    assert control._kept(Offer("", 3, None)) == pytest.approx(sum(control.survival.chances("", 3)))
+    assert control._kept(RowResult("", 3, 2)) == 2
+    assert control._kept(RowResult("", 3, None)) == pytest.approx(
+        sum(control.survival.chances("", 3))
+    )
 
 
 class Broken:
@@ -206,10 +211,10 @@ def test_a_draft_does_not_rest_by_draws_that_can_be_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     drafter = Broken(target.vocab_size, raises=raises)
-    engine = Engine(target, drafter, EngineConfig(k=3, compile="off"))
+    engine = build_engine(target, drafter, EngineConfig(k=3, compile="off"))
     serve(engine, params)
     (failures,) = engine.stats.fallbacks.values()
-    assert (engine.drafting.live._failures > 0) == rests
+    assert (engine.drafts.live._failures > 0) == rests
     if rests:
         assert drafter.calls < 10
         return
@@ -223,12 +228,12 @@ def test_text_is_shared_by_those_that_draw_once(
     params: SamplingParams, num_texts: int, target: Target
 ) -> None:
     drafter = Suffix()
-    serve(Engine(target, drafter, EngineConfig(k=3, compile="off")), params)
+    serve(build_engine(target, drafter, EngineConfig(k=3, compile="off")), params)
     assert drafter.shared.num_texts == num_texts
 
 
 def test_seeds_that_differ_draw_differently(target: Target) -> None:
-    engine = Engine(target, None, EngineConfig(compile="off"))
+    engine = build_engine(target, None, EngineConfig(compile="off"))
     seeds = [3, 3 + 2**62, 3 - 2**62, 3 + 2**63 - 2**64, -3]
     answers = [
         tuple(engine.generate([PROMPT], replace(SAMPLED, seed=seed))[0].tokens)
@@ -240,10 +245,12 @@ def test_seeds_that_differ_draw_differently(target: Target) -> None:
 def test_servers_repeat_each_others_answers_under_one_seed_alone(
     target: Target, fixed_drafter: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "secrets", secrets)  # which the other tests settle
+    monkeypatch.setattr(input_processor, "secrets", secrets)  # which the other tests settle
 
     def answers(config: EngineConfig) -> list[list[int]]:
-        done = Engine(target, fixed_drafter(sharpness=0.5), config).generate([PROMPT] * 4, SAMPLED)
+        done = build_engine(target, fixed_drafter(sharpness=0.5), config).generate(
+            [PROMPT] * 4, SAMPLED
+        )
         return [one.tokens for one in done]
 
     default = EngineConfig(k=2, compile="off")

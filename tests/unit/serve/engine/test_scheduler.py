@@ -12,10 +12,10 @@ from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import (
     Control,
     FixedControl,
-    Offer,
     RoundPlan,
     RoundResult,
-    Wish,
+    RowBudget,
+    RowResult,
 )
 from draftsmith.serve.engine.scheduler import QueueFull, Row, Schedule, Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
@@ -58,7 +58,7 @@ def observe(scheduler: Scheduler, schedule: Schedule, *, accepting: bool) -> int
     k = max((row.k for row in schedule.drafting), default=0)
     num_tokens = sum(row.count for row in schedule.rows)
     if schedule.num_deciding:
-        offers = [Offer("", row.k, row.k if accepting else 0) for row in schedule.drafting]
+        offers = [RowResult("", row.k, row.k if accepting else 0) for row in schedule.drafting]
         seconds = 0.01 + 0.002 * k + 1e-5 * num_tokens
         scheduler.control.observe(
             RoundResult(schedule.plan, num_tokens, schedule.num_deciding, k, seconds, False, offers)
@@ -248,7 +248,7 @@ class Watched(FixedControl):
     def __init__(self) -> None:
         self.expected: list[int] = []
 
-    def choose(self, wishes: list[Wish], num_tokens: int) -> RoundPlan:
+    def choose(self, wishes: list[RowBudget], num_tokens: int) -> RoundPlan:
         self.expected.append(num_tokens)
         return super().choose(wishes, num_tokens)
 

@@ -23,7 +23,7 @@ from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -138,7 +138,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def answers(
     target: Target, drafter: ServingDrafter | None, way: dict[str, Any], params: SamplingParams
 ) -> list[list[int]]:
-    engine = Engine(target, drafter, EngineConfig(**way, compile="off", block_size=4))
+    engine = build_engine(target, drafter, EngineConfig(**way, compile="off", block_size=4))
     requests = [
         engine.submit(prompt, replace(params, seed=seed)) for seed, prompt in enumerate(PROMPTS)
     ]
@@ -178,7 +178,7 @@ def test_greedy_answers_are_those_without_drafts(
 def test_a_request_whose_own_text_is_not_finite_ends_alone(
     targets: tuple[Target, Target], near: Near
 ) -> None:
-    engine = Engine(targets[1], near, EngineConfig(k=3, compile="off"))
+    engine = build_engine(targets[1], near, EngineConfig(k=3, compile="off"))
     lost = engine.submit([5, BAD, 7], SAMPLED)
     others = [
         engine.submit(prompt, replace(SAMPLED, seed=seed)) for seed, prompt in enumerate(PROMPTS)

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.verify.draft_tree import DraftTree, ancestor_bits, depths
-from draftsmith.serve.engine.round import Drafts, PassOutput, RoundTree
+from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree, RowSampling
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import (
     check_tree,
+    collapse_to_chain,
     greedy_path,
     lay_out,
     move_kept,
-    straighten,
     tried,
 )
-from draftsmith.serve.engine.verify import Streams, decide
+from draftsmith.serve.engine.verify import verify_round
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -101,14 +101,16 @@ def test_greedy_trees_are_decided_as_verification_of_one_hot_distributions(
         0, 3, (sum(map(len, forest)) + len(forest) + 1, 3), generator=generator
     ).float()
     tree = round_tree(forest, tokens)
-    drafts = Drafts(tokens, [True] * len(forest), tree.draft.tokens, tree.draft.lengths, None, tree)
+    drafts = RoundProposal(
+        tokens, [True] * len(forest), tree.draft.tokens, tree.draft.lengths, None, tree
+    )
     # One more row that drafts nothing.
     rows = rows_of([*forest, []])
     chains = [*tokens, []]
-    streams = Streams(rows, CPU)
-    short = decide(logits, chains, drafts, streams)
+    streams = RowSampling(rows, CPU)
+    short = verify_round(logits, chains, drafts, streams)
     streams.all_greedy = False
-    assert short == decide(logits, chains, drafts, streams)
+    assert short == verify_round(logits, chains, drafts, streams)
     assert len(short.paths) == len(rows) and all(
         len(e) == len(p) + 1 for e, p in zip(short.emitted, short.paths)
     )
@@ -145,7 +147,7 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
     q_rows = torch.randint(-1, slots, (len(forest), width + 1), generator=generator)
     q_logits = torch.randn(slots, 40, generator=generator)
     tree = round_tree(forest, tokens, q_rows)
-    drafts = Drafts(
+    drafts = RoundProposal(
         tokens, [True] * len(forest), tree.draft.tokens, tree.draft.lengths, q_logits, tree
     )
     rows = rows_of([*forest, []], count=2)
@@ -159,11 +161,11 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
     logits = torch.arange(slots + 1, dtype=torch.float32)[:, None].repeat(1, 4)
     taps = torch.arange(total, dtype=torch.float32)[:, None]
     output = PassOutput(logits, taps, begins, torch.empty(0, 4))
-    straight = straighten(rows, chains, drafts, output, [*paths, []], with_distributions=True)
+    straight = collapse_to_chain(rows, drafts, output, [*paths, []], with_distributions=True)
     begin_logits = new_logits = 0
     for row, (parents, path) in enumerate(zip(forest, paths)):
         kept = tried(parents, path)
-        assert straight.chains[row] == [tokens[row][node] for node in kept]
+        assert straight.proposal.chains[row] == [tokens[row][node] for node in kept]
         wanted = [begin_logits, *(begin_logits + 1 + node for node in kept)]
         found = straight.output.logits[new_logits : new_logits + len(kept) + 1, 0].tolist()
         assert found == wanted
@@ -174,7 +176,7 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
         assert straight.output.taps[begin : begin + len(at), 0].tolist() == at
         for step, node in enumerate(kept):
             distribution = int(q_rows[row, parents[node] + 1])
-            told = straight.drafts.logits[row, step]
+            told = straight.proposal.logits[row, step]
             if distribution >= 0:
                 assert torch.equal(told, q_logits[distribution])
             else:
@@ -182,7 +184,7 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
     assert straight.output.logits[new_logits:, 0].tolist() == [begin_logits]
     last = straight.output.begins[-1]
     assert straight.output.taps[last:, 0].tolist() == list(range(begins[-1], begins[-1] + 3))
-    assert straight.drafts.offered(0) == tree.height(0) and straight.drafts.offered(99) == 0
+    assert straight.proposal.offered(0) == tree.height(0) and straight.proposal.offered(99) == 0
 
 
 def test_keys_of_kept_nodes_move_in_all_rows_at_once() -> None:

@@ -19,6 +19,7 @@ from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
@@ -53,7 +54,7 @@ def drafters(target: Target, fixed_drafter: Callable) -> dict[str, ServingDrafte
 def engines(target: Target, drafters: dict[str, ServingDrafter | None]) -> dict[str, Engine]:
     config = EngineConfig(k=4, max_batch=4, max_length=64)
     return {
-        name: Engine(target, drafter, config if drafter is not None else replace(config, k=0))
+        name: build_engine(target, drafter, config if drafter is not None else replace(config, k=0))
         for name, drafter in drafters.items()
     }
 
@@ -62,7 +63,7 @@ def engines(target: Target, drafters: dict[str, ServingDrafter | None]) -> dict[
 def likely(target: Target) -> list[int]:
     """Tokens that greedy texts of the prompts really hold: what is asked of others
     changes nothing."""
-    engine = Engine(target, None, EngineConfig(k=0, max_length=64))
+    engine = build_engine(target, None, EngineConfig(k=0, max_length=64))
     done = engine.generate(
         PROMPTS, SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     )
@@ -151,7 +152,7 @@ def test_drafts_that_know_what_is_asked_are_kept_more_often(
     )
     kept = []
     for drafter in (drafters["draft-lm"], Deaf(drafters["draft-lm"])):
-        engine = Engine(target, drafter, EngineConfig(k=4, max_batch=8, max_length=64))
+        engine = build_engine(target, drafter, EngineConfig(k=4, max_batch=8, max_length=64))
         engine.generate([[5 + n, 6, 7] for n in range(8)], params, text=False)
         kept.append(engine.stats.num_accepted_tokens / engine.stats.num_draft_tokens)
     assert kept[0] > kept[1] + 0.2, kept
@@ -164,7 +165,9 @@ def test_a_row_draws_the_same_tokens_beside_a_neighbour_with_penalties(
     for name in ("draft-lm", "pruned"):
         texts = []
         for neighbour in (plain, replace(plain, presence_penalty=1.0, bad_words=((7,),))):
-            engine = Engine(target, drafters[name], EngineConfig(k=4, max_batch=8, max_length=64))
+            engine = build_engine(
+                target, drafters[name], EngineConfig(k=4, max_batch=8, max_length=64)
+            )
             requests = [engine.submit([5, 6, 7], plain), engine.submit([9, 9], neighbour)]
             while engine.scheduler.busy:
                 engine.step()
@@ -178,7 +181,9 @@ def test_a_draft_without_a_token_that_may_come_is_no_failure(
     known = set(drafters["pruned"].vocab_map.tolist())
     foreign = tuple(token for token in range(target.vocab_size) if token not in known)
     for temperature in (0.0, 1.0):
-        engine = Engine(target, drafters["pruned"], EngineConfig(k=4, max_batch=8, max_length=64))
+        engine = build_engine(
+            target, drafters["pruned"], EngineConfig(k=4, max_batch=8, max_length=64)
+        )
         params = SamplingParams(
             temperature=temperature, max_tokens=10, allowed_token_ids=foreign, ignore_eos=True
         )
@@ -206,7 +211,7 @@ def test_a_preempted_request_goes_on_with_what_it_had_counted_and_matched(
     ]
     texts = []
     for num_blocks in (15, 80):
-        engine = Engine(
+        engine = build_engine(
             target,
             drafters["draft-lm"],
             EngineConfig(k=3, max_batch=4, max_length=48, block_size=4, num_blocks=num_blocks),

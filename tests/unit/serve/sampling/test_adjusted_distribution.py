@@ -19,9 +19,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.engine.scheduler import Row
-from draftsmith.serve.engine.verify import CHAIN_RULES, Streams
 from draftsmith.serve.requests.request import Request, Update
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
@@ -144,7 +144,7 @@ def fit(
 ) -> Fit:
     """Of the first LENGTH tokens of answers, which are then cancelled; some drafts of every depth
     are kept."""
-    engine = Engine(target, drafter, config)
+    engine = build_engine(target, drafter, config)
 
     def stop(request: Request, update: Update) -> None:
         if len(request.output) >= LENGTH:
@@ -200,14 +200,13 @@ def test_the_joint_distribution_of_chains_judged_as_blocks_is_the_enumerated_one
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
-@pytest.mark.parametrize("rule", CHAIN_RULES)
-def test_every_round_is_drafted_with_noise_of_its_own(rule: str) -> None:
+def test_every_round_is_drafted_with_noise_of_its_own() -> None:
     """What was thrown away may have been looked at (tests/integration/test_fresh_noise.py)."""
     requests = [
         Request("", [1] * length, 1, PENALTIES, seed=7, k=3, max_tokens=4) for length in (5, 6)
     ]
     rows = [Row(request, 1, 1, 3) for request in requests]
-    seeds = Streams(rows, torch.device("cpu"), rule=CHAIN_RULES[rule]).draft_seeds(2)
+    seeds = RowSampling(rows, torch.device("cpu")).draft_seeds(2)
     assert len({7, *seeds.tolist()}) == 3
 
 

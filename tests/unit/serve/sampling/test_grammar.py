@@ -19,7 +19,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import Completion, FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.grammar_matcher import (
@@ -239,7 +239,7 @@ def test_combinations_that_contradict_a_grammar_are_refused() -> None:
 
 
 def answers(target: Target, drafter: object, params: SamplingParams, *, k: int) -> list[Completion]:
-    engine = Engine(target, drafter, EngineConfig(k=k, max_batch=8, max_length=160))
+    engine = build_engine(target, drafter, EngineConfig(k=k, max_batch=8, max_length=160))
     done = engine.generate([[5 + n, 6, 7] for n in range(6)], params)
     assert not engine.stats.fallbacks
     return done

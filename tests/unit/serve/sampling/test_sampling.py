@@ -61,7 +61,7 @@ def batch(*requests: tuple[SamplingParams, list[int], list[int]]) -> Adjustments
         )
         for asked, prompt, output in requests
     ]
-    return Adjustments.of(made)
+    return Adjustments.of([one.sampling_state for one in made], [one.tokens for one in made])
 
 
 @settings(max_examples=200, deadline=None)
@@ -108,7 +108,7 @@ def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor
     raw = torch.linspace(-1, 1, VOCAB)
     for fresh in ([], [5, 5], [6], [5, 3]):
         request.tokens += fresh
-        adjust = Adjustments.of([request])
+        adjust = Adjustments.of([request.sampling_state], [request.tokens])
         for prefix in ([], [7, 5]):
             found = adjust(raw[None], torch.tensor([0]), [prefix])[0]
             expected = adjusted(asked, request.tokens + prefix, 2, EOS, raw)
@@ -142,9 +142,7 @@ def test_rows_on_a_device_are_those_on_the_cpu() -> None:
     owners, prefixes = chain_prefixes([[7, 4, 8]])
     found = []
     for device in (CPU, torch.device("cuda")):
-        adjust = Adjustments.of(
-            [SimpleNamespace(tokens=[3, 2, 7, 4], sampling_state=state_of(asked, 2, device))]
-        )
+        adjust = Adjustments.of([state_of(asked, 2, device)], [[3, 2, 7, 4]])
         found.append(adjust.apply(logits.to(device), owners, prefixes).cpu())
     # A division on the device may round otherwise.
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)

@@ -26,7 +26,7 @@ from draftsmith.text_stream import TextStream
 SEED_BITS = 62  # of seeds drawn here; those of requests have 64
 
 
-class Intake:
+class InputProcessor:
     """`k` is the draft length of requests that do not name one; 0 when there is no drafter. `seed`
     None: requests without a seed draw what no other engine and no earlier start has drawn."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.serve.drafts.lineup import Lineup
+from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.route import Route, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
@@ -27,11 +27,11 @@ def test_only_requests_whose_draws_nobody_shares_are_measured(
     params: SamplingParams, pool_class: str, measured: bool
 ) -> None:
     unused: Any = None
-    lineup = Lineup(unused, EngineStats(), unused, unused)
+    drafts = DraftSet(None, unused, EngineStats(), make_ready=unused, requests=unused)
     told: list[tuple[Route, int, int]] = []
-    lineup.router = SimpleNamespace(heard=lambda *given: told.append(given))  # type: ignore[assignment]
+    drafts.router = SimpleNamespace(observe=lambda *given: told.append(given))  # type: ignore[assignment]
     route = Route(CODE, pool_class)
     request = Request("a", [1, 2, 3], 1, params, seed=3, k=2, max_tokens=9, route=route)
     request.speculation.add(2, 1, 2, own=True)
-    lineup.heard(request)
+    drafts.finished(request)
     assert told == ([(route, 2, 1)] if measured else [])

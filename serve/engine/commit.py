@@ -1,0 +1,215 @@
+"""Commit of a verified round: requests get their tokens, both caches advance, finished requests
+leave."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+
+from draftsmith.serve.drafts.draft_set import DraftSet
+from draftsmith.serve.engine.output import (
+    OutputQueue,
+    StopCheck,
+    add_prompt_logprobs,
+    check_stop,
+    error_message,
+    token_logprobs,
+)
+from draftsmith.serve.engine.propose import Proposer, keep_taps
+from draftsmith.serve.engine.recorder import Recorder, RoundDistributions
+from draftsmith.serve.engine.round import OnRound, Round, RowOutput
+from draftsmith.serve.engine.scheduler import Scheduler
+from draftsmith.serve.requests.request import FinishReason, Request
+from draftsmith.serve.sampling.request_errors import is_own
+from draftsmith.serve.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+
+class Committer:
+    """Writes what a round decided into its requests, and ends them.
+
+    Args:
+        eos_token_ids: of the target.
+        most_unread: tokens of an answer whose taps a request keeps for a draft that does not come.
+        overlaps: the next pass runs while the host goes on, so that updates wait until it is
+            launched.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        drafts: DraftSet,
+        proposer: Proposer,
+        outputs: OutputQueue,
+        recorder: Recorder,
+        stats: EngineStats,
+        *,
+        eos_token_ids: Collection[int],
+        most_unread: int,
+        overlaps: bool,
+    ):
+        self.scheduler, self.drafts, self.proposer = scheduler, drafts, proposer
+        self.outputs, self.recorder, self.stats = outputs, recorder, stats
+        self.eos_token_ids, self.most_unread = eos_token_ids, most_unread
+        self.overlaps = overlaps
+        # Called with (request, drafted tokens, number accepted, committed tokens) after each round.
+        self.on_round: OnRound | None = None
+
+    def commit(self, round: Round) -> None:
+        now_s = time.monotonic()
+        distributions = self.distributions(round)
+        for row in round.row_outputs():
+            try:
+                self._commit_row(round, row, distributions, now_s)
+            except Exception as error:
+                self._fail(row.row.request, error)
+        if self.overlaps and self.scheduler.busy:
+            self._end_failed()
+        else:
+            self.emit()
+
+    def _commit_row(
+        self,
+        round: Round,
+        row: RowOutput,
+        distributions: RoundDistributions | None,
+        now_s: float,
+    ) -> None:
+        request = row.row.request
+        add_prompt_logprobs(row.row, row.prompt_logits)
+        self._advance(round, row)
+        if not row.row.samples:
+            self._store_prefix(request)
+            return
+        kept = check_stop(request, row.emitted, self.eos_token_ids)
+        self._extend(request, kept.committed, now_s)
+        self._store_prefix(request)
+        version = self._draft_version(round, row)
+        self._count(round, row, len(kept.committed), version)
+        if self.on_round is not None:
+            self.on_round(request, row.drafted, row.accepted, kept.committed)
+        if kept.finish_reason is FinishReason.ERROR:
+            finite = not bool(row.logits[row.accepted].isnan().any())
+            request.error = error_message(request, logits_finite=finite)
+        elif (
+            distributions is not None
+            and version is not None
+            and row.drafted
+            and kept.committed
+            and self.recorder.records(request)
+        ):
+            self.recorder.round(row, kept.committed, distributions, version)
+        alternatives = request.params.logprobs
+        logprobs = (
+            [] if alternatives is None else token_logprobs(row.logits, kept.committed, alternatives)
+        )
+        if kept.finish_reason is not None:
+            self._finish(request, kept.finish_reason)
+        self.outputs.add(request, kept, logprobs)
+
+    def _advance(self, round: Round, row: RowOutput) -> None:
+        """Both caches now hold the row's known tokens and the accepted ones."""
+        request, proposal = row.row.request, round.proposal
+        count = row.row.count + row.accepted
+        request.computed += count
+        if request.k > 0 and round.output.taps is not None and not request.lost_taps:
+            keep_taps(request, round.output.taps, round.output.begins[row.index], count)
+        if proposal is not None and row.index < len(proposal.chains):
+            self.proposer.advance(
+                row.row, len(row.drafted), row.accepted, has_mass=proposal.has_mass[row.index]
+            )
+        unread = request.computed - max(
+            request.draft_cached, request.num_prompt, request.num_forgotten
+        )
+        if request.taps and unread > self.most_unread:
+            # Its draft was away for so long that keeping what it would have to read costs more than
+            # it may bring.
+            request.lost_taps = True
+            request.taps.clear()
+
+    def _extend(self, request: Request, committed: list[int], now_s: float) -> None:
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        request.last_token_s = now_s
+        request.tokens += committed
+        self.stats.num_generation_tokens += len(committed)
+        self.stats.num_seeded_tokens += len(committed) * request.repeatable
+
+    def _store_prefix(self, request: Request) -> None:
+        if self.scheduler.prefix is not None:
+            self.scheduler.prefix.store(request)
+
+    def _draft_version(self, round: Round, row: RowOutput) -> str | None:
+        """Version that drafted the row; None for text in its place and for no draft."""
+        if round.proposal is None or not round.proposal.by_its_draft(row.index):
+            return None
+        return self.stats.draft_versions[row.row.request.route.draft]
+
+    def _count(self, round: Round, row: RowOutput, committed: int, version: str | None) -> None:
+        offered = 0 if round.proposal is None else round.proposal.offered(row.index)
+        row.row.request.speculation.add(offered, row.accepted, committed, own=version is not None)
+        if offered > 0:
+            self.stats.count_round(offered, row.accepted, committed, version=version)
+
+    def distributions(self, round: Round) -> RoundDistributions | None:
+        """p and q of the drafted positions, None when no request of the round is recorded."""
+        proposal = round.proposal
+        # Tokens of the fallback say nothing about the draft.
+        if (
+            proposal is None
+            or len(proposal.missed) == len(proposal.chains)
+            or not any(proposal.chains)
+        ):
+            return None
+        temperatures = [
+            row.request.params.temperature if self.recorder.records(row.request) else None
+            for row in round.schedule.drafting
+        ]
+        if all(temperature is None for temperature in temperatures):
+            return None
+        return RoundDistributions(round.output.logits, proposal, temperatures)
+
+    def cancel(self, request: Request, reason: FinishReason) -> None:
+        """End a request; its reader gets the tokens so far and then the reason."""
+        if not request.finished:
+            self.emit()
+        if not request.finished:
+            self._finish(request, reason)
+            self.outputs.add(request, StopCheck([], reason), [])
+            self.emit()
+
+    def emit(self) -> None:
+        """Give all updates to their readers."""
+        self.outputs.flush()
+        self._end_failed()
+
+    def _end_failed(self) -> None:
+        """End the requests whose text could not be made."""
+        while failed := self.outputs.take_failed():
+            for request, error in failed:
+                self._fail(request, error)
+            self.outputs.flush()
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End one request for an error that only it can have met; raise any other again."""
+        if not is_own(error):
+            raise error
+        log.error("request %s failed and is ended; the others go on", request.id, exc_info=error)
+        self.outputs.failures.failed(adjusts=request.params.adjusts)
+        if request.finished:
+            request.finish_reason = FinishReason.ERROR
+        else:
+            self._finish(request, FinishReason.ERROR)
+        self.outputs.add(request, StopCheck([], FinishReason.ERROR), [])
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        request.finished_s = time.monotonic()
+        request.taps.clear()
+        self.scheduler.remove(request)
+        self.proposer.finished(request)
+        self.drafts.finished(request)
+        self.stats.finished[reason.value] += 1
+        self.stats.num_seeded_requests += request.repeatable
