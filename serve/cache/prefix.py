@@ -77,11 +77,11 @@ class PrefixCache:
             return
         size = self.blocks.block_size
         request.blocks = self.blocks.share([entry.block for entry in entries])
-        request.computed = len(entries) * size
+        request.cache.computed = len(entries) * size
         if request.k > 0:
-            request.draft_cached = _num_ready(entries) * size
+            request.draft.cached = _num_ready(entries) * size
             if self.needs_taps:
-                request.taps = [
+                request.draft.taps = [
                     tap for entry in entries[_num_ready(entries) :] for tap in entry.taps or ()
                 ]
 
@@ -96,15 +96,15 @@ class PrefixCache:
     def store(self, request: Request) -> None:
         """After a round: the request's full blocks may be found by others from now on."""
         size = self.blocks.block_size
-        num_full = min(request.computed, request.num_tokens - self.ahead) // size
-        num_ready = min(num_full, request.draft_cached // size)
+        num_full = min(request.cache.computed, request.num_tokens - self.ahead) // size
+        num_ready = min(num_full, request.draft.cached // size)
         # Those that were stored before the draft had read them are stored again when it has.
-        again = range(request.num_ready, min(num_ready, request.num_stored))
-        for index in (*again, *range(request.num_stored, num_full)):
+        again = range(request.cache.num_ready, min(num_ready, request.cache.num_stored))
+        for index in (*again, *range(request.cache.num_stored, num_full)):
             self._store(request, index, index < num_ready)
-        request.num_stored, request.num_ready = (
-            max(request.num_stored, num_full),
-            max(request.num_ready, num_ready),
+        request.cache.num_stored, request.cache.num_ready = (
+            max(request.cache.num_stored, num_full),
+            max(request.cache.num_ready, num_ready),
         )
 
     def _store(self, request: Request, index: int, ready: bool) -> None:
@@ -164,10 +164,10 @@ class PrefixCache:
         gone."""
         size = self.blocks.block_size
         begin, end = index * size, (index + 1) * size
-        if request.draft_cached > begin:
+        if request.draft.cached > begin:
             return None
-        found, position = [], request.draft_cached
-        for tap in request.taps:
+        found, position = [], request.draft.cached
+        for tap in request.draft.taps:
             piece = tap[max(begin - position, 0) : max(end - position, 0)]
             # A copy: a view would keep the taps of the whole round alive.
             found += [piece.clone()] if len(piece) else []

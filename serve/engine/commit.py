@@ -113,21 +113,21 @@ class Committer:
         """Both caches now hold the row's known tokens and the accepted ones."""
         request, proposal = row.row.request, round.proposal
         count = row.row.count + row.accepted
-        request.computed += count
-        if request.k > 0 and round.output.taps is not None and not request.lost_taps:
+        request.cache.computed += count
+        if request.k > 0 and round.output.taps is not None and not request.draft.lost_taps:
             keep_taps(request, round.output.taps, round.output.begins[row.index], count)
         if proposal is not None and row.index < len(proposal.chains):
             self.proposer.advance(
                 row.row, len(row.drafted), row.accepted, has_mass=proposal.has_mass[row.index]
             )
-        unread = request.computed - max(
-            request.draft_cached, request.num_prompt, request.num_forgotten
+        unread = request.cache.computed - max(
+            request.draft.cached, request.num_prompt, request.cache.num_forgotten
         )
-        if request.taps and unread > self.most_unread:
+        if request.draft.taps and unread > self.most_unread:
             # Its draft was away for so long that keeping what it would have to read costs more than
             # it may bring.
-            request.lost_taps = True
-            request.taps.clear()
+            request.draft.lost_taps = True
+            request.draft.taps.clear()
 
     def _extend(self, request: Request, committed: list[int], now_s: float) -> None:
         if request.first_token_s is None:
@@ -207,7 +207,7 @@ class Committer:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request.finished_s = time.monotonic()
-        request.taps.clear()
+        request.draft.taps.clear()
         self.scheduler.remove(request)
         self.proposer.finished(request)
         self.drafts.finished(request)

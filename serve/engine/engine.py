@@ -90,14 +90,16 @@ class Engine:
         if k > 0 and self.drafter is None:
             raise UserError(f"k is {k} but there is no drafter; give 0")
         unread = (
-            bool(self.proposer.taps) and request.k == 0 and request.draft_cached < request.computed
+            bool(self.proposer.taps)
+            and request.k == 0
+            and request.draft.cached < request.cache.computed
         )
         if k > 0 and unread and request in self.scheduler.running:
             # Taps were not kept while k was 0: the text is read again, after which the draft can
             # follow.
             self.scheduler.preempt(request)
         if k == 0:
-            request.taps.clear()
+            request.draft.taps.clear()
         request.k = k
 
     def observe_rounds(self, on_round: OnRound) -> None:
@@ -178,7 +180,7 @@ class Engine:
                 rows,
                 self.tables.of([row.request for row in rows]),
                 RowSampling(schedule.drafting + schedule.sampling, self.tables.device),
-                sum(row.request.num_tokens - row.request.draft_cached for row in schedule.drafting),
+                sum(row.request.num_tokens - row.request.draft.cached for row in schedule.drafting),
                 begun_s,
             )
 

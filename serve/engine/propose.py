@@ -180,13 +180,13 @@ class Proposer:
         requests = [row.request for row in asked.rows]
         tokens: list[int] = []
         for request in requests:
-            tokens += request.tokens[request.draft_cached :]
-        taps = [tap for request in requests for tap in request.taps]
+            tokens += request.tokens[request.draft.cached :]
+        taps = [tap for request in requests for tap in request.draft.taps]
         return DraftInputs(
             tokens=torch.tensor(tokens, device=asked.tables.device),
-            starts=torch.tensor([request.draft_cached for request in requests]),
+            starts=torch.tensor([request.draft.cached for request in requests]),
             lengths=torch.tensor(
-                [request.num_tokens - request.draft_cached for request in requests]
+                [request.num_tokens - request.draft.cached for request in requests]
             ),
             taps=_concatenated(taps) if self.taps else None,
             num_draft=torch.tensor([row.k for row in asked.rows]),
@@ -235,20 +235,20 @@ def keep_taps(request: Request, taps: torch.Tensor, begin: int, count: int) -> N
     """The request's share `taps[begin : begin + count]` of a round, until its drafter has consumed
     it."""
     if count > 0:
-        request.taps.append(taps[begin : begin + count])
+        request.draft.taps.append(taps[begin : begin + count])
 
 
 def drop_taps(request: Request, cached: int) -> None:
     """The draft cache holds positions below `cached`: their taps are not needed any more."""
-    surplus = cached - request.draft_cached
-    request.draft_cached = cached
-    while request.taps and surplus > 0:
-        first = request.taps[0]
+    surplus = cached - request.draft.cached
+    request.draft.cached = cached
+    while request.draft.taps and surplus > 0:
+        first = request.draft.taps[0]
         if len(first) > surplus:
-            request.taps[0] = first[surplus:]
+            request.draft.taps[0] = first[surplus:]
             return
         surplus -= len(first)
-        request.taps.pop(0)
+        request.draft.taps.pop(0)
 
 
 def _concatenated(taps: list[torch.Tensor]) -> torch.Tensor:

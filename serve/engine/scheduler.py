@@ -89,14 +89,16 @@ class Scheduler:
         reading = any(request.prefilling and request.num_output > 0 for request in self.running)
         behind: list[Request] = []
         for request, k in zip(deciding, schedule.plan.ks, strict=True):
-            if k > 0 and request.lost_taps:
+            if k > 0 and request.draft.lost_taps:
                 behind.append(request)
                 k = 0
             if request not in self.running or not self._reserve(
                 request, request.num_tokens + k, schedule
             ):
                 continue
-            row = Row(request, request.computed, request.num_tokens - request.computed, k)
+            row = Row(
+                request, request.cache.computed, request.num_tokens - request.cache.computed, k
+            )
             (schedule.drafting if k > 0 else schedule.sampling).append(row)
         if behind and not reading:
             self._read_again(schedule, behind[0])
@@ -122,7 +124,7 @@ class Scheduler:
         """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts
         take blocks first."""
         pending = sum(
-            _end(request) - request.computed for request in self.running if request.prefilling
+            _end(request) - request.cache.computed for request in self.running if request.prefilling
         )
         if self.waiting and self._slots and self.waiting.head() is not self._blocked:
             head = self.waiting.head()
@@ -162,8 +164,8 @@ class Scheduler:
         return budget
 
     def _piece(self, schedule: Schedule, request: Request, budget: int) -> int:
-        count = min(budget, _end(request) - request.computed)
-        row = Row(request, request.computed, count)
+        count = min(budget, _end(request) - request.cache.computed)
+        row = Row(request, request.cache.computed, count)
         (schedule.sampling if row.samples else schedule.filling).append(row)
         return count
 
@@ -196,7 +198,10 @@ class Scheduler:
 def _most_drafted(request: Request) -> int:
     # A token that is read costs a fraction of one that is written, but there must be enough to
     # write to win it back.
-    if request.lost_taps and PREFILL_TOKENS_PER_DECODE * request.remaining < request.num_tokens:
+    if (
+        request.draft.lost_taps
+        and PREFILL_TOKENS_PER_DECODE * request.remaining < request.num_tokens
+    ):
         return 0
     return min(request.k, request.remaining - 1)
 

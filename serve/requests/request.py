@@ -1,4 +1,4 @@
-"""A request on its way through the engine. Torch-free but for the tap tensors it carries."""
+"""Request and its state in the engine. Torch-free but for the tap tensors it carries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What one round gave a request."""
+    """Tokens and text that a request got from one round."""
 
     tokens: list[int]
     text: str
@@ -44,8 +44,8 @@ class Update(NamedTuple):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """One request's target passes that emitted; the lists hold an entry for each that put at least
-    one draft token before it."""
+    """Speculation counters of one request. The lists have one entry per target pass that verified
+    at least one drafted token."""
 
     offered: list[int] = field(default_factory=list)
     # kept, and still there after stop and EOS trimming
@@ -75,13 +75,34 @@ class SpeculationStats:
                 self.own_kept += kept
 
 
+@dataclass(slots=True)
+class CacheState:
+    """Prefix of the text that the target's paged cache holds."""
+
+    computed: int = 0  # positions 0 .. computed-1 are in it
+    num_stored: int = 0  # leading blocks that were offered to the prefix cache
+    num_ready: int = 0  # of these, leading ones that the draft had read as well
+    # tokens at the last preemption: these are read at once, with or without drafts
+    num_forgotten: int = 0
+
+
+@dataclass(slots=True)
+class DraftState:
+    """Prefix of the text that the draft's cache holds, and the taps that it has yet to read."""
+
+    cached: int = 0  # positions 0 .. cached-1 are in its cache
+    # of positions cached .. computed-1, in order
+    taps: list[torch.Tensor] = field(default_factory=list)
+    # too many unread tokens: the text must be read again before it can be drafted
+    lost_taps: bool = False
+
+
 OnUpdate = Callable[["Request", Update], None]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Positions `0 .. computed-1` of `tokens` are in the target's cache, `0 .. draft_cached-1` in
-    the draft's."""
+    """Text, parameters and state of one request, from its arrival to its last token."""
 
     id: str
     tokens: list[int]  # prompt, then everything committed
@@ -106,22 +127,14 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str = ""
 
+    cache: CacheState = field(default_factory=CacheState)
+    draft: DraftState = field(default_factory=DraftState)
     blocks: list[int] = field(default_factory=list)
     slot: int = -1  # row of the block-table tensor while running
     # of the prompt's tokens, those that the prefix cache held when it was admitted
     num_cached: int = 0
-    computed: int = 0
-    draft_cached: int = 0
-    # of positions draft_cached .. computed-1, in order
-    taps: list[torch.Tensor] = field(default_factory=list)
-    # the draft did not come for too long: the text must be read again before it can be drafted
-    lost_taps: bool = False
-    # tokens it had when its caches were last taken: these are read at once, with or without drafts
-    num_forgotten: int = 0
     # of its full blocks, as the prefix cache knows them
     block_keys: list[bytes] = field(default_factory=list)
-    num_stored: int = 0  # leading blocks that were offered to the prefix cache
-    num_ready: int = 0  # of these, leading ones that the draft had read as well
 
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_records: int = 0
@@ -137,7 +150,7 @@ class Request:
 
     @property
     def repeatable(self) -> bool:
-        """Whether another request may make the same draws: it is sampled, with a seed of its own.
+        """True when another request may make the same draws: sampled, with a seed of its own.
 
         Text that it drew, or a draft or setting chosen by how its drafts were accepted, depends on
         draws that are made again, and would bias the output of a request that makes them. So it is
@@ -159,7 +172,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logits of its prompt are still to be read; a cached prefix has none."""
+        """True while logits of its prompt are still to be read; a cached prefix has none."""
         return (
             self.params.prompt_logprobs is not None
             and len(self.prompt_logprobs) < self.num_prompt - 1
@@ -172,18 +185,16 @@ class Request:
     @property
     def prefilling(self) -> bool:
         """More than the newest token still has to go through the target."""
-        return self.computed < len(self.tokens) - 1 or self.num_output == 0
+        return self.cache.computed < len(self.tokens) - 1 or self.num_output == 0
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def forget_caches(self) -> None:
-        """Its blocks were taken: both models start again from the first token."""
-        self.computed = self.draft_cached = self.num_stored = self.num_ready = 0
-        self.taps.clear()
-        self.lost_taps = False
-        self.num_forgotten = self.num_tokens
+        """Start both models again from the first token: the request's blocks were taken."""
+        self.cache = CacheState(num_forgotten=self.num_tokens)
+        self.draft = DraftState()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,11 @@ def test_a_token_decided_while_refilling_would_be_noticed(
     from draftsmith.serve.engine.scheduler import Row, Schedule, Scheduler
 
     def deciding(self: Scheduler, schedule: Schedule, request: Request, budget: int) -> int:
-        row = Row(request, request.computed, min(budget, request.num_tokens - request.computed))
+        row = Row(
+            request,
+            request.cache.computed,
+            min(budget, request.num_tokens - request.cache.computed),
+        )
         (schedule.sampling if row.samples else schedule.filling).append(row)
         return row.count
 

@@ -71,7 +71,7 @@ class Engine:
         schedule = self.scheduler.schedule()
         assert schedule.rows or not self.scheduler.busy
         for row in schedule.rows:
-            self.num_hit += row.begin if row.request.num_stored == 0 else 0
+            self.num_hit += row.begin if row.request.cache.num_stored == 0 else 0
             drafts = row in schedule.drafting and chance.random() < 0.7
             if drafts:
                 self.draft(row)
@@ -93,7 +93,7 @@ class Engine:
 
     def end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        request.taps.clear()
+        request.draft.taps.clear()
         self.scheduler.remove(request)
 
     def run(self, row: Row, kept: int, chance: random.Random) -> None:
@@ -109,27 +109,27 @@ class Engine:
         text = request.tokens[: row.begin + row.count] + drafts
         for position in range(row.begin, len(text)):
             self.write(self.target_pool, request, position, tuple(text[: position + 1]))
-        request.computed += row.count + kept
+        request.cache.computed += row.count + kept
         if self.needs_taps and request.k > 0:
-            request.taps.append(
+            request.draft.taps.append(
                 Taps(tuple(text[: p + 1]) for p in range(row.begin, row.begin + row.count + kept))
             )
 
     def draft(self, row: Row) -> None:
         request = row.request
-        for position in range(request.draft_cached):
+        for position in range(request.draft.cached):
             assert self.draft_pool[self.slot(request, position)] == tuple(
                 request.tokens[: position + 1 + self.ahead]
             )
         if self.needs_taps:
-            taps = [tap for taps in request.taps for tap in taps]
+            taps = [tap for taps in request.draft.taps for tap in taps]
             assert taps == [
                 tuple(request.tokens[: p + 1])
-                for p in range(request.draft_cached, request.num_tokens - 1)
+                for p in range(request.draft.cached, request.num_tokens - 1)
             ]
             # Without a new state there is nothing to draft from.
             assert taps
-        for position in range(request.draft_cached, request.num_tokens - self.ahead):
+        for position in range(request.draft.cached, request.num_tokens - self.ahead):
             self.write(
                 self.draft_pool,
                 request,
@@ -139,11 +139,11 @@ class Engine:
 
     def advance(self, row: Row) -> None:
         request, cached = row.request, row.begin + row.count - self.ahead
-        surplus = cached - request.draft_cached
-        request.draft_cached = cached
+        surplus = cached - request.draft.cached
+        request.draft.cached = cached
         if self.needs_taps:
-            left = [tap for taps in request.taps for tap in taps][surplus:]
-            request.taps[:] = [Taps(left)] if left else []
+            left = [tap for taps in request.draft.taps for tap in taps][surplus:]
+            request.draft.taps[:] = [Taps(left)] if left else []
 
     def write(
         self,
@@ -176,8 +176,8 @@ class Engine:
         for request in self.scheduler.waiting:
             assert (
                 request.blocks == []
-                and request.computed == request.draft_cached == 0
-                and not request.taps
+                and request.cache.computed == request.draft.cached == 0
+                and not request.draft.taps
             )
 
 
@@ -319,6 +319,6 @@ def test_a_block_is_found_only_when_its_last_token_was_read(computed: int, found
     prefix = PrefixCache(blocks, root="target")
     request = make_request("a", list(range(10)), 4, 0)
     assert blocks.grow(request.blocks, 10)
-    request.computed = computed
+    request.cache.computed = computed
     prefix.store(request)
     assert prefix.num_found(make_request("b", list(range(10)), 4, 0)) == found

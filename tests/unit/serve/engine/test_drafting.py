@@ -13,7 +13,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.round import RoundProposal
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import DraftState, Request
 from draftsmith.serve.requests.route import UNROUTED
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
@@ -59,9 +59,8 @@ def proposed(drafter: ServingDrafter) -> RoundProposal:
     request = SimpleNamespace(
         id="a",
         tokens=[1, 2, 3],
-        draft_cached=0,
+        draft=DraftState(),
         num_tokens=3,
-        taps=[],
         repeatable=False,
         route=UNROUTED,
     )

@@ -462,4 +462,4 @@ def test_the_draft_cache_does_not_advance_over_a_failed_round(target: Target) ->
     for _ in range(5):
         engine.step()
     assert engine.stats.fallbacks["nan"] >= 2 and request.num_output == 5
-    assert request.draft_cached == 0
+    assert request.draft.cached == 0

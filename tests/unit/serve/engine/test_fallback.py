@@ -157,7 +157,7 @@ def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
     kept = []
     while engine.busy:
         engine.step()
-        kept.append(sum(len(tap) for tap in request.taps))
+        kept.append(sum(len(tap) for tap in request.draft.taps))
     assert max(kept) <= len(PROMPT) + 11 and kept[-2] == 0
     assert request.output == greedy_text(PROMPT, 60)
 
@@ -216,7 +216,7 @@ def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_ri
         )
         while not short.finished:
             engine.step()
-        assert long.lost_taps
+        assert long.draft.lost_taps
         if num_blocks is not None:
             # Nothing is free but what it holds itself.
             assert engine.scheduler.blocks.grow(long.blocks, long.num_tokens + 12)

@@ -45,7 +45,7 @@ def play(scheduler: Scheduler, schedule: Schedule, accepted: random.Random) -> N
     """What the engine does to requests after a round."""
     for row in schedule.rows:
         kept = accepted.randint(0, row.k)
-        row.request.computed += row.count + kept
+        row.request.cache.computed += row.count + kept
         if row.samples:
             row.request.tokens += [7] * min(kept + 1, row.request.remaining)
             if row.request.remaining == 0:
@@ -75,9 +75,9 @@ def check(scheduler: Scheduler, schedule: Schedule) -> None:
         assert 0 <= request.slot < scheduler.max_batch
     assert len(held) == len(set(held)) == scheduler.blocks.num_usable - scheduler.blocks.num_free
     for request in scheduler.waiting:
-        assert request.blocks == [] and request.computed == 0 and request.slot == -1
+        assert request.blocks == [] and request.cache.computed == 0 and request.slot == -1
     for row in rows:
-        assert row.begin == row.request.computed and row.count >= 1
+        assert row.begin == row.request.cache.computed and row.count >= 1
         assert (
             len(row.request.blocks) * scheduler.blocks.block_size >= row.begin + row.count + row.k
         )
@@ -173,7 +173,7 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
         assert first in scheduler.running
         play(scheduler, schedule, always)
     assert second.num_preemptions > 0 and first.num_preemptions == 0
-    assert second.computed == 0 or second in scheduler.running
+    assert second.cache.computed == 0 or second in scheduler.running
     order = []
     while scheduler.busy:
         play(scheduler, scheduler.schedule(), always)
@@ -229,7 +229,7 @@ def test_k_follows_what_pays_while_the_pool_is_full(num_waiting: int) -> None:
             for row in schedule.rows:
                 # Texts stay as long as they are, so that the pool stays as full as it is.
                 row.request.tokens += [7] * (row.samples and row.request.num_output == 0)
-                row.request.computed = (
+                row.request.cache.computed = (
                     row.begin + row.count if row.count > 1 else row.request.num_tokens - 1
                 )
             count += observe(scheduler, schedule, accepting=accepting) > 0
@@ -293,7 +293,7 @@ def test_what_a_round_will_feed_is_foreseen() -> None:
         round_()
     scheduler.add(same)
     round_()
-    assert same.computed == 18 and ran[-1] == 1 + 2  # sixteen of its tokens were in the cache
+    assert same.cache.computed == 18 and ran[-1] == 1 + 2  # sixteen of its tokens were in the cache
     # Only the first look at the head without room is wrong: nobody had tried yet.
     wrong = [
         (expected, fed)
