@@ -26,7 +26,14 @@ from draftsmith.serve.engine.scheduler import Row, Scheduler
 from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
 from draftsmith.serve.engine.verify import ChainRule, verify_round
 from draftsmith.serve.requests.input_processor import InputProcessor
-from draftsmith.serve.requests.request import Completion, FinishReason, OnUpdate, Request
+from draftsmith.serve.requests.request import (
+    DEFAULT_OPTIONS,
+    Completion,
+    FinishReason,
+    OnUpdate,
+    Request,
+    RequestOptions,
+)
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
 
@@ -58,22 +65,10 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         on_update: OnUpdate | None = None,
-        *,
-        text: bool = True,
-        request_class: str = "",
-        tenant: str = "",
-        learn: bool = True,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
         """Queue a request; `on_update` is called after every round that gave it tokens."""
-        request = self.inputs.request(
-            prompt_ids,
-            params,
-            on_update,
-            text=text,
-            request_class=request_class,
-            tenant=tenant,
-            learn=learn,
-        )
+        request = self.inputs.request(prompt_ids, params, on_update, options)
         self._enqueue(request)
         return request
 
@@ -138,7 +133,10 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, text: bool = True
     ) -> list[Completion]:
         """Answer all prompts and return when they are done."""
-        requests = [self.inputs.request(prompt, params, text=text) for prompt in prompts]
+        requests = [
+            self.inputs.request(prompt, params, options=RequestOptions(text=text))
+            for prompt in prompts
+        ]
         arrivals = list(reversed(requests))
         while arrivals or self.scheduler.busy:
             while arrivals and len(self.scheduler.waiting) < self.config.max_queue:

@@ -16,7 +16,14 @@ from draftsmith.errors import UserError
 from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.scheduler import QueueFull
-from draftsmith.serve.requests.request import FinishReason, OnUpdate, Request, Update
+from draftsmith.serve.requests.request import (
+    DEFAULT_OPTIONS,
+    FinishReason,
+    OnUpdate,
+    Request,
+    RequestOptions,
+    Update,
+)
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -79,22 +86,10 @@ class EngineLoop:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         on_update: OnUpdate | None = None,
-        *,
-        text: bool = True,
-        request_class: str = "",
-        tenant: str = "",
-        learn: bool = True,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
-        """Refuses bad requests and a full queue here, on the caller's thread."""
-        request = self.engine.inputs.request(
-            prompt_ids,
-            params,
-            on_update,
-            text=text,
-            request_class=request_class,
-            tenant=tenant,
-            learn=learn,
-        )
+        """Queue a request; raises for a bad one and a full queue, on the caller's thread."""
+        request = self.engine.inputs.request(prompt_ids, params, on_update, options)
         self.enqueue([request])
         return request
 

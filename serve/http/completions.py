@@ -32,6 +32,7 @@ from draftsmith.serve.http.schema import (
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import RequestStreams
 from draftsmith.serve.http.tokens import Prompt, bad_word_tokens, completion_prompts
+from draftsmith.serve.requests.request import RequestOptions
 
 LEARN_HEADER = "x-draftsmith-learn"  # "off" keeps a request's rounds out of the buffer
 
@@ -128,12 +129,15 @@ async def _submit(
     await streams.submit(
         [prompt.tokens for prompt in prompts for _ in range(num_choices)],
         params * len(prompts),
-        request_class=body.request_class,
-        tenant=tenant_of(request.headers.get("authorization", ""))
-        if len(server.limits.api_keys) > 1
-        else "",
-        learn=request.headers.get(LEARN_HEADER, "on").lower() not in ("off", "false", "0", "no"),
-        answer=answer,
+        RequestOptions(
+            request_class=body.request_class,
+            tenant=tenant_of(request.headers.get("authorization", ""))
+            if len(server.limits.api_keys) > 1
+            else "",
+            learn=request.headers.get(LEARN_HEADER, "on").lower()
+            not in ("off", "false", "0", "no"),
+            answer=answer,
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.threads import ThreadBridge, TokenizerThread
-from draftsmith.serve.requests.request import OnUpdate, Request, Update
+from draftsmith.serve.requests.request import OnUpdate, Request, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
 
@@ -40,11 +40,7 @@ class RequestStreams:
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        *,
-        request_class: str,
-        tenant: str,
-        learn: bool,
-        answer: str,
+        options: RequestOptions,
     ) -> None:
         """Submit one engine request per (prompt, params) pair; when one is refused none
         is taken."""
@@ -52,15 +48,7 @@ class RequestStreams:
 
         def request(index: int, prompt: Sequence[int], choice: SamplingParams) -> Request:
             forward = self._forwarder(index)
-            return inputs.request(
-                prompt,
-                choice,
-                forward,
-                request_class=request_class,
-                tenant=tenant,
-                learn=learn,
-                answer=answer,
-            )
+            return inputs.request(prompt, choice, forward, options)
 
         def make() -> list[Request]:
             return [

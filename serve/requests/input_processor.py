@@ -1,4 +1,4 @@
-"""From what a caller asks to a checked request. Reads only what never changes, so any thread may
+"""Checked requests from prompts, parameters and options. Reads only constants, so any thread may
 use it."""
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from draftsmith.drafters.published.prompt_clusters import is_cluster_name
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
-from draftsmith.serve.requests.request import OnUpdate, Request
+from draftsmith.serve.requests.request import (
+    DEFAULT_OPTIONS,
+    OnUpdate,
+    Request,
+    RequestOptions,
+)
 from draftsmith.serve.sampling.adjustments import sampling_state
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams
@@ -42,33 +47,23 @@ class InputProcessor:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         on_update: OnUpdate | None = None,
-        *,
-        text: bool = True,
-        request_class: str = "",
-        tenant: str = "",
-        learn: bool = True,
-        answer: str | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
-        """Raises `UserError` for what cannot be honoured. `text` False skips detokenisation unless
-        a stop string needs it.
-
-        `answer` is the id under which a client knows the request, and others that belong to the
-        same answer.
-        """
-        if is_cluster_name(request_class):
+        """A checked request; raises `UserError` for one that cannot be honoured exactly."""
+        if is_cluster_name(options.request_class):
             raise UserError(
-                f"request_class {request_class!r} is kept for kinds of prompts that are found; "
-                "choose another name"
+                f"request_class {options.request_class!r} is kept for kinds of prompts that are "
+                "found; choose another name"
             )
         prompt = list(prompt_ids)
         max_tokens = self.max_tokens(prompt, params)
         stream = None
-        if text or params.stop:
+        if options.text or params.stop:
             stream = TextStream(
                 self._decoder, context=prompt, stop=params.stop, min_tokens=params.min_tokens
             )
         return Request(
-            id=f"{answer or uuid.uuid4().hex}-{next(self._numbers)}",
+            id=f"{options.answer or uuid.uuid4().hex}-{next(self._numbers)}",
             tokens=prompt,
             num_prompt=len(prompt),
             params=params,
@@ -78,9 +73,9 @@ class InputProcessor:
             k=self.draft_length(params),
             max_tokens=max_tokens,
             on_update=on_update,
-            request_class=request_class,
-            tenant=tenant,
-            learn=learn,
+            request_class=options.request_class,
+            tenant=options.tenant,
+            learn=options.learn,
             text_stream=stream,
             sampling_state=sampling_state(params, prompt, self.target, lambda: self._grammars),
         )
@@ -106,7 +101,7 @@ class InputProcessor:
         return self.k if params.k is None else params.k
 
     def max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """How many tokens the answer may have; the context bounds it."""
+        """Most tokens of the answer; the context bounds it."""
         if not prompt:
             raise UserError("prompt is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:

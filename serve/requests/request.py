@@ -75,6 +75,22 @@ class SpeculationStats:
                 self.own_kept += kept
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """Options of a request besides its sampling parameters."""
+
+    text: bool = True  # False: no detokenisation unless a stop string needs it
+    request_class: str = ""
+    # client by whom the queue shares turns; "" when the server does not tell them apart
+    tenant: str = ""
+    learn: bool = True  # its rounds may be recorded
+    # id under which a client knows the request, and others that belong to the same answer
+    answer: str | None = None
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
 @dataclass(slots=True)
 class CacheState:
     """Prefix of the text that the target's paged cache holds."""

@@ -35,6 +35,7 @@ from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResul
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.round import RowSampling
+from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
 FALSE_ALARM, CAUGHT = 1e-9, 1e-6
@@ -309,7 +310,7 @@ def answers(engine: Engine, count: int, length: int) -> torch.Tensor:
     of its own."""
     params = SamplingParams(max_tokens=1 + length + SPARE, ignore_eos=True)
     requests = [
-        engine.submit(PROMPT, params, text=False, request_class=f"{number}")
+        engine.submit(PROMPT, params, options=RequestOptions(text=False, request_class=f"{number}"))
         for number in range(count)
     ]
     while engine.busy:

@@ -25,7 +25,7 @@ from draftsmith.kernels.statistics import chi_square_survival
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
 ALLOWED = (40, 41, 42, 43)
@@ -65,7 +65,11 @@ def engine_of(target: Target, drafter: ServingDrafter, folder: Path) -> tuple[En
 
 def answers(engine: Engine, count: int, *, seeded: bool) -> list[list[int]]:
     requests = [
-        engine.submit(prompt, replace(PARAMS, seed=seed) if seeded else PARAMS, text=False)
+        engine.submit(
+            prompt,
+            replace(PARAMS, seed=seed) if seeded else PARAMS,
+            options=RequestOptions(text=False),
+        )
         for seed, prompt in enumerate(prompts(count))
     ]
     while engine.busy:
@@ -174,7 +178,7 @@ def test_seeded_answers_reach_no_learner_and_others_do(target: Target, tmp_path:
             replace(PARAMS, seed=number),
             replace(PARAMS, seed=number, temperature=0.0),
         ][number % 3]
-        engine.submit(prompt, params, text=False)
+        engine.submit(prompt, params, options=RequestOptions(text=False))
     while engine.busy:
         engine.step()
     told = recorded(writer, tmp_path)

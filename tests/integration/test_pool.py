@@ -32,6 +32,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
@@ -200,7 +201,9 @@ class World:
         """Prompts by class; the records since the learner looked last."""
         for name, asked in prompts.items():
             for prompt in asked:
-                self.engine.submit(prompt, SAMPLING, text=False, request_class=name)
+                self.engine.submit(
+                    prompt, SAMPLING, options=RequestOptions(text=False, request_class=name)
+                )
         while self.engine.scheduler.busy:
             self.engine.step()
         return self.sink.records

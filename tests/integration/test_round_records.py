@@ -22,7 +22,7 @@ from draftsmith.record import Distribution, RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.roles import Role
 
@@ -39,7 +39,10 @@ def eagle3(target: Target) -> Eagle3:
 
 
 def serve(engine: Engine, params: list[SamplingParams], **options: object) -> list[Request]:
-    requests = [engine.submit(prompt, p, **options) for prompt, p in zip(PROMPTS, params)]
+    requests = [
+        engine.submit(prompt, p, options=RequestOptions(**options))
+        for prompt, p in zip(PROMPTS, params)
+    ]
     while engine.busy:
         engine.step()
     return requests

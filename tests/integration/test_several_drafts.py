@@ -31,7 +31,7 @@ from draftsmith.serve.drafts import routing
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import Request, Update
+from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
@@ -135,7 +135,11 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
             seed=seed,
             repetition_penalty=1.1,
         )
-        return engine.submit(PROMPTS[seed % 4], params, request_class=("", "code", "prose")[number])
+        return engine.submit(
+            PROMPTS[seed % 4],
+            params,
+            options=RequestOptions(request_class=("", "code", "prose")[number]),
+        )
 
     together = engine_of(folders[0])
     for name, folder in zip(names[1:], folders[1:], strict=True):
@@ -165,7 +169,7 @@ def test_records_and_counts_name_the_version_that_drafted(
     pooled(engine, "code")
     engine.drafts.router.canary_share = 1.0
     trial = engine.submit(PROMPT, GREEDY)
-    code = engine.submit(PROMPT, GREEDY, request_class="code")
+    code = engine.submit(PROMPT, GREEDY, options=RequestOptions(request_class="code"))
     for _ in range(4):
         engine.step()
     engine.drafts.router.canary_share = 0.0
@@ -201,7 +205,7 @@ def test_no_draft_reads_what_another_left_in_the_prefix_cache(
     short = replace(GREEDY, max_tokens=4)
     hits = []
     for request_class in ("", "code", "", "code"):
-        engine.submit(PROMPT * 3, short, request_class=request_class)
+        engine.submit(PROMPT * 3, short, options=RequestOptions(request_class=request_class))
         drain(engine)
         hits.append(engine.stats.prefix_cache_hits)
     assert hits[0] == hits[1] == 0 < hits[2] < hits[3]
@@ -270,12 +274,12 @@ def test_a_retired_draft_goes_when_its_last_request_has_ended(
     engine = build_engine(target, new_draft(target, 0), CONFIG)
     take_in(engine, folders[0], "code/1", CODE)
     pooled(engine, "code")
-    long = engine.submit(PROMPT, GREEDY, request_class="code")
+    long = engine.submit(PROMPT, GREEDY, options=RequestOptions(request_class="code"))
     for _ in range(3):
         engine.step()
     pooled(engine)
     engine.drafts.retire(CODE)
-    late = engine.submit(PROMPT, GREEDY, request_class="code")
+    late = engine.submit(PROMPT, GREEDY, options=RequestOptions(request_class="code"))
     engine.step()
     assert (
         CODE in engine.drafts.served

@@ -16,7 +16,7 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.kernels.statistics import homogeneity
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
 NUM_PROMPTS = 240
@@ -63,7 +63,7 @@ def passes(target: Target, *, count: int) -> list[list[tuple[int, ...]]]:
     answers = []
     for _ in range(count):
         requests = [
-            engine.submit(prompt, replace(PARAMS, seed=seed), text=False)
+            engine.submit(prompt, replace(PARAMS, seed=seed), options=RequestOptions(text=False))
             for seed, prompt in enumerate(prompts())
         ]
         while engine.busy:

@@ -31,6 +31,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.proposal import Part, joined
 from draftsmith.serve.engine.round import RoundProposal
+from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -123,7 +124,10 @@ def test_greedy_text_is_the_same_with_a_swap_before_every_round(
     assert engine.stats.num_swaps == rounds > 5
     add_drafts(engine, folders)
     short = replace(params, max_tokens=10)
-    together = [engine.submit(PROMPTS[0], short, request_class=name) for name in CLASSES]
+    together = [
+        engine.submit(PROMPTS[0], short, options=RequestOptions(request_class=name))
+        for name in CLASSES
+    ]
     run(engine, folders)
     assert [request.output for request in alone] == expected
     assert [request.output for request in together] == [expected[0][:10]] * len(CLASSES)
@@ -171,9 +175,9 @@ def fit(
         engine.submit(
             PROMPTS[0],
             replace(params, seed=seed),
-            text=False,
-            request_class=CLASSES[seed % len(CLASSES)],
-            tenant="all alike",
+            options=RequestOptions(
+                text=False, request_class=CLASSES[seed % len(CLASSES)], tenant="all alike"
+            ),
         )
         for seed in range(num_samples)
     ]

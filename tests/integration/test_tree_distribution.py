@@ -24,7 +24,7 @@ from draftsmith.serve.engine import runner as runner_module
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.trees import TreePass, lay_out
-from draftsmith.serve.requests.request import Request, Update
+from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
 FALSE_ALARM = 1e-6
@@ -165,7 +165,7 @@ def served(
             engine.cancel(request)
 
     requests = [
-        engine.submit(prompt, replace(PARAMS, seed=seed), stop, text=False)
+        engine.submit(prompt, replace(PARAMS, seed=seed), stop, options=RequestOptions(text=False))
         for seed in range(num_samples)
     ]
     while engine.busy:

@@ -27,7 +27,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from scripts.bench.online.domains import Ask
 
@@ -134,7 +134,9 @@ class Server:
                 self.learn_s += time.thread_time() - begun_s
 
     def _submit(self, ask: Ask) -> Request:
-        return self.engine.submit(ask.prompt, SAMPLING, text=False, request_class=ask.domain)
+        return self.engine.submit(
+            ask.prompt, SAMPLING, options=RequestOptions(text=False, request_class=ask.domain)
+        )
 
     def _answer(self, request: Request, ask: Ask) -> Answer:
         stats = request.speculation

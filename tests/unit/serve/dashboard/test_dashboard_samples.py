@@ -23,7 +23,7 @@ from draftsmith.serve.dashboard.samples import (
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.metrics.server import ServerMetrics
-from draftsmith.serve.requests.request import SpeculationStats
+from draftsmith.serve.requests.request import RequestOptions, SpeculationStats
 from draftsmith.serve.sampling.params import SamplingParams
 
 
@@ -179,7 +179,9 @@ def test_classes_are_counted_when_requests_finish(engine: Engine) -> None:
     history.recent.every_s = 0.0
     for name, seed in (("code", 1), ("code", 2), ("", 3)):
         request = engine.submit(
-            [5, 6, 7], SamplingParams(max_tokens=20, seed=seed, ignore_eos=True), request_class=name
+            [5, 6, 7],
+            SamplingParams(max_tokens=20, seed=seed, ignore_eos=True),
+            options=RequestOptions(request_class=name),
         )
         while not request.finished:
             engine.step()

@@ -11,7 +11,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.dashboard.live_text import KEPT, TextView, pieces
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [40, 41, 42, 43]
@@ -26,7 +26,9 @@ def engine(target: Target, fixed_drafter: Callable) -> Engine:
 
 def served(engine: Engine, **options: object) -> Request:
     request = engine.submit(
-        PROMPT, SamplingParams(max_tokens=24, seed=3, ignore_eos=True), **options
+        PROMPT,
+        SamplingParams(max_tokens=24, seed=3, ignore_eos=True),
+        options=RequestOptions(**options),
     )
     while not request.finished:
         engine.step()

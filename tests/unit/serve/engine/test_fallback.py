@@ -18,6 +18,7 @@ from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import TEXT
 
@@ -79,7 +80,7 @@ def test_text_drafts_while_the_draft_rests(
         target, drafter, CONFIG, sink=records, draft_version="7", fallback=Knowing(PROMPT + answer)
     )
     engine.drafts.router.pool = DraftPool({"code": "c01"})
-    request = engine.submit(PROMPT, GREEDY, request_class="code")
+    request = engine.submit(PROMPT, GREEDY, options=RequestOptions(request_class="code"))
     while engine.busy:
         engine.step()
     assert request.output == answer

@@ -25,6 +25,7 @@ from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests import input_processor
+from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 7, 200, 9, 33]
@@ -60,7 +61,7 @@ def by_acceptance(engine: Engine) -> dict[str, Any]:
 
 
 def serve(engine: Engine, params: SamplingParams) -> None:
-    engine.submit(PROMPT, params, request_class="code")
+    engine.submit(PROMPT, params, options=RequestOptions(request_class="code"))
     while engine.busy:
         engine.step()
 

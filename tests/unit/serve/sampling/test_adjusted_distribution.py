@@ -22,7 +22,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.engine.scheduler import Row
-from draftsmith.serve.requests.request import Request, Update
+from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
@@ -150,7 +150,10 @@ def fit(
         if len(request.output) >= LENGTH:
             engine.cancel(request)
 
-    requests = [engine.submit(PROMPT, params, stop, text=False) for _ in range(num_samples)]
+    requests = [
+        engine.submit(PROMPT, params, stop, options=RequestOptions(text=False))
+        for _ in range(num_samples)
+    ]
     while engine.busy:
         engine.step()
     answers = Counter(tuple(request.output[:LENGTH]) for request in requests)
