@@ -1,5 +1,5 @@
-"""Which blocks of the paged pool belong to whom. Torch-free; the target's and the draft's pool
-share the ids."""
+"""Owners of the blocks of the paged pool. Torch-free; the target's and the draft's pool share the
+ids."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class BlockManager:
         return True
 
     def share(self, blocks: list[int]) -> list[int]:
-        """The same blocks, owned or kept, for one more owner."""
+        """Give the same blocks, owned or kept, to one more owner."""
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
@@ -92,7 +92,7 @@ class BlockManager:
         blocks.clear()
 
     def keep(self, block: int) -> None:
-        """What an owned block holds outlives its owners."""
+        """Let the contents of an owned block outlive its owners."""
         if block not in self._references:
             raise ValueError(f"block {block} has no owner; only what an owner wrote can be kept")
         self._kept.add(block)

@@ -1,4 +1,4 @@
-"""How many blocks the paged pools get, and how long a request may therefore be."""
+"""Number of blocks in the paged pools, and the longest request that they allow."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def served_length(target: Target, config: EngineConfig) -> int:
 
 
 def block_bytes(target: Target, drafter: ServingDrafter | None, block_size: int) -> int:
-    """By trying: ranks that share a target keep the pool made last, so this comes before the pools
-    that serve."""
+    """Bytes of one block in both pools, measured on pools of one block. Ranks that share a target
+    keep the pool made last, so this comes before the pools that serve."""
     own = None if drafter is None else drafter.new_pool(1, block_size, target.device, target.dtype)
     return target.new_pool(1, block_size).num_bytes + (0 if own is None else own.num_bytes)
 
@@ -93,7 +93,7 @@ def most_unread(
 
 
 def allowed_bytes(device: torch.device) -> int:
-    """What the pools may take where nobody said."""
+    """Most bytes of the pools where no option gives them."""
     return (
         CPU_BYTES if device.type != "cuda" else int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
     )

@@ -86,7 +86,7 @@ class PrefixCache:
                 ]
 
     def num_found(self, request: Request) -> int:
-        """How many of its tokens `attach` would find."""
+        """Number of the request's tokens that `attach` would find."""
         return (
             0
             if request.wants_prompt_logprobs

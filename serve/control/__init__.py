@@ -1,4 +1,4 @@
-"""How many tokens to draft.
+"""Number of tokens to draft.
 
 Files in reading order:
 - `latency`: measured time of a round

@@ -1,5 +1,5 @@
-"""How many tokens to draft: fixed, by batch size, or what pays as measured while serving
-(`auto_control.py`). Torch-free.
+"""Number of tokens to draft: fixed, by batch size, or by measurements while serving (`auto.py`).
+Torch-free.
 
 What is chosen here is chosen before anything of the round is drawn (invariant 4), so it cannot
 change the distribution of the output. It does change which random numbers decide a position: token
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from draftsmith.errors import UserError
 
 MAX_K = 64
-MAX_AUTO_K = 8  # draft tokens a round that `auto` goes up to
+MAX_AUTO_K = 8  # draft tokens per round that `auto` goes up to
 
 
 class RowBudget(NamedTuple):
@@ -27,8 +27,8 @@ class RowBudget(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What became of a row's drafts. `accepted` is None where the request's draws can be repeated
-    (`Request.repeatable`): no control may depend on them."""
+    """Offered and accepted tokens of a row. `accepted` is None where the request's draws can be
+    repeated (`Request.repeatable`): no control may depend on them."""
 
     request_class: str
     offered: int
@@ -37,8 +37,7 @@ class RowResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What was chosen for a round, and whatever its control needs to know again when the round is
-    over."""
+    """Choice for a round, with the values that its control needs again when the round is over."""
 
     ks: list[int]  # of each row
     # A row's drafts end where the drafter itself thinks them less likely to be kept, all of them,
@@ -60,24 +59,24 @@ class RoundResult:
 
 
 class Control(Protocol):
-    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         """The k of each row; `num_tokens` known tokens are expected in the pass."""
         ...
 
     def observe(self, result: RoundResult) -> None:
-        """What became of a plan; a round that did not go by its plan is not told."""
+        """Take the result of a round; rounds that did not follow their plan are left out."""
         ...
 
     def new_draft(self) -> None:
-        """Other weights draft from now on."""
+        """Note that other weights draft from now on."""
         ...
 
 
 class FixedControl:
-    """Every request drafts what it asked for."""
+    """Every request drafts its own k."""
 
-    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
-        return RoundPlan([wish.most for wish in wishes])
+    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+        return RoundPlan([budget.most for budget in budgets])
 
     def observe(self, result: RoundResult) -> None:
         return
@@ -97,11 +96,11 @@ class ScheduledControl(FixedControl):
     def __init__(self, steps: Sequence[Step]):
         self.steps = steps
 
-    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         k = next(
-            (step.k for step in reversed(self.steps) if step.batch <= len(wishes)), self.steps[0].k
+            (step.k for step in reversed(self.steps) if step.batch <= len(budgets)), self.steps[0].k
         )
-        return RoundPlan([min(k, wish.most) for wish in wishes])
+        return RoundPlan([min(k, budget.most) for budget in budgets])
 
 
 def parse_schedule(text: str) -> list[Step]:

@@ -1,8 +1,8 @@
 """The temperature that drafts are drawn at: the request's own, greedy, or tuned while serving.
 Torch-free.
 
-Verification is told the distribution that a draft was drawn from, so any choice is lossless as long
-as it is made before the draw.
+Verification uses the distribution that a draft was drawn from, so any choice is lossless as long as
+it is made before the draw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_SEEN = 60.0
 
 @dataclass(slots=True)
 class _Arm:
-    """How often the first draft of a round was kept: later ones are not reached equally often by
+    """Share of first drafted tokens that was kept: later ones are not reached equally often by
     all."""
 
     offered: float = 0.0
@@ -53,7 +53,7 @@ class DraftTemperature:
         return FACTORS[self.best]
 
     def temperatures(self, params: Sequence[SamplingParams]) -> list[float]:
-        """Of a round's drafting rows; called once a round, before anything is drawn."""
+        """Temperatures of the drafting rows; called once per round, before anything is drawn."""
         self._rounds += 1
         self._now = self.best
         if self.tune and self._rounds % TRIAL_EVERY == 0:
@@ -70,7 +70,7 @@ class DraftTemperature:
         )
 
     def observe(self, params: Sequence[SamplingParams], accepted: Sequence[int]) -> None:
-        """What became of that round's drafts; rows that drafted nothing must be left out."""
+        """Count the acceptance of that round; rows that drafted nothing must be left out."""
         if not self.tune:
             return
         kept = [min(count, 1) for each, count in zip(params, accepted, strict=True) if _tuned(each)]

@@ -1,5 +1,5 @@
-"""How long a round takes, measured while serving, by the tokens that go through the target anyway
-and by k. Torch-free."""
+"""Time of a round, measured while serving, by the tokens that go through the target anyway and by
+k. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from statistics import median
 # rounds replace.
 FIRST_SLOPE = 0.12
 KEPT = 15  # measurements; their median counts, for a stall of the machine is not the price of k
-BELIEVED = 3  # so many stand for themselves, before that a change is told from a change of the pace
+BELIEVED = 3  # first measurements of a k, which are not taken for a change of the pace
 STALE = 32  # rounds after which what a k took is measured anew
 PACED = 5  # latest rounds whose median is the pace
 
@@ -104,8 +104,7 @@ class LatencyTable:
         return self._own(bucket, k) is not None
 
     def seconds(self, bucket: int, k: int) -> float:
-        """Of a round of this bucket. Before anything was measured anywhere only ratios mean
-        something."""
+        """Expected seconds of a round of this bucket. Before any measurement only ratios count."""
         if (measured := self._own(bucket, k)) is not None:
             return measured
         own = self._buckets.get(bucket)
@@ -119,7 +118,8 @@ class LatencyTable:
         return own.pace * (low_s + (high_s - low_s) * (k - low) / (high - low))
 
     def _own(self, bucket: int, k: int) -> float | None:
-        """Without a walk through the cells, so that another thread may ask while they grow."""
+        """Time from the bucket's own cell, read without iterating over the cells, which may grow in
+        another thread."""
         own = self._buckets.get(bucket)
         cell = None if own is None else own.cells.get(k)
         return (
@@ -129,10 +129,13 @@ class LatencyTable:
         )
 
     def _beyond(self, bucket: int, points: list[tuple[int, float]], k: int) -> float:
-        """By the ratio that the nearest bucket with both measured has, else by the last slope; one
-        point alone has no slope, so it goes by all that the nearest bucket with more infers: a load
-        far from this one that happens to know just this k would make it look cheaper than a lesser
-        one."""
+        """Extrapolated seconds: by the ratio of the nearest bucket with both measured, else by the
+        last slope.
+
+        One point alone has no slope. It follows all that the nearest bucket with several points
+        infers: a distant load that happens to have just this k measured would make it look cheaper
+        than a lesser one.
+        """
         near, near_s = points[0] if k < points[0][0] else points[-1]
         other = (
             self._nearest(bucket, near, several=True)
@@ -168,8 +171,8 @@ class LatencyTable:
 
 
 MEMORY = 200.0  # rounds
-LEAST_VARIANCE = 0.05  # of drafted tokens a round; below it nothing can be told
-# of what was told last, for each such round: rounds must differ again before it is told anew
+LEAST_VARIANCE = 0.05  # of drafted tokens a round; below it the slope cannot be measured
+# factor per such round on the last slope: rounds must differ again before it is measured anew
 FORGETTING = 0.995
 
 

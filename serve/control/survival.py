@@ -1,4 +1,4 @@
-"""How far drafts survive, by request class: the chance that position i is kept given that it was
+"""Survival of drafted tokens by request class: the chance that position i is kept given that it was
 reached. Torch-free."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 FIRST_ALPHA = 0.6
-CLASS_WEIGHT = 24.0  # rounds of all classes together that stand in for a class nobody knows yet
+CLASS_WEIGHT = 24.0  # weight of the pooled rate in a class's own, in rounds
 DEPTH_WEIGHT = 4.0  # how much a position says about the next one
 MEMORY = 400.0  # rounds
 MAX_CLASSES = 256
@@ -41,8 +41,8 @@ class _Counts:
 
 
 class Survival:
-    """A class leans on all classes together until it has rounds of its own, a position on the one
-    before it."""
+    """Shrinks each class towards the pooled rate, and each position towards the previous one, until
+    it has enough rounds."""
 
     def __init__(self) -> None:
         self._all = _Counts()
@@ -59,7 +59,7 @@ class Survival:
             del self._classes[next(iter(self._classes))]
 
     def chances(self, request_class: str, k: int) -> list[float]:
-        """Of the first, the first two, ..., the first `k` drafts being kept."""
+        """Chances that the first, the first two, ..., the first `k` drafted tokens are kept."""
         counts = self._classes.get(request_class, _Counts())
         chances, survived, common = [], 1.0, FIRST_ALPHA
         for position in range(k):
@@ -69,7 +69,6 @@ class Survival:
         return chances
 
     def doubt(self, left: float) -> None:
-        """What was seen counts for a share `left` of what it did: weights have changed, or it was
-        seen long ago."""
+        """Scale the weight of earlier counts by `left`: weights have changed, or they are old."""
         for counts in (self._all, *self._classes.values()):
             counts.scale(left)

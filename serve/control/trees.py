@@ -38,12 +38,12 @@ class TreeControl:
         self._control = AutoControl(start=1)
         self._control.survival = _Heights(depth)
 
-    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         chosen = self._control.choose(
-            [wish._replace(most=min(wish.most, 1)) for wish in wishes], num_tokens
+            [budget._replace(most=min(budget.most, 1)) for budget in budgets], num_tokens
         )
         return _Plan(
-            [wish.most if trees else 0 for wish, trees in zip(wishes, chosen.ks, strict=True)],
+            [budget.most if trees else 0 for budget, trees in zip(budgets, chosen.ks, strict=True)],
             chosen,
         )
 

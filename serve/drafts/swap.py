@@ -24,7 +24,7 @@ from draftsmith.serve.requests.route import LIVE
 
 
 class SwapLate(UserError):
-    """Nothing is wrong with the version; the engine did not come to it."""
+    """Timeout of a swap that the engine did not come to; the version itself is fine."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Swap:
         return self._taken.acquire(blocking=False)
 
     def give_up(self) -> bool:
-        """Whether it will not come; False once the engine has begun."""
+        """Withdraw the swap; False once the engine has begun to copy it."""
         if not self.claim():
             return False
         self.pairs.clear()
@@ -56,8 +56,8 @@ class Swap:
 def prepare_swap(
     drafter: ServingDrafter | None, target: Target, folder: str, version: str, *, draft: str = LIVE
 ) -> Swap:
-    """To be copied over the weights of `drafter`, which the swap keeps: it may be gone from the
-    engine by then."""
+    """Swap that copies over the weights of `drafter`, which it keeps: the engine may have dropped
+    the draft by then."""
     live = model_of(drafter, version)
     served, pairs = live.state_dict(), []
     for name, values in checked_weights(live, load(Path(folder), target), version).items():
@@ -100,7 +100,7 @@ def model_of(drafter: ServingDrafter | None, version: str) -> torch.nn.Module:
 def checked_weights(
     live: torch.nn.Module, new: TrainedDrafter, version: str
 ) -> dict[str, torch.Tensor]:
-    """The weights of `new`, sound and of the family and shape of `live`."""
+    """Weights of `new`, checked to be finite and of the family and shape of `live`."""
     if new.family != live.family:
         raise UserError(
             f"version {version} is a {new.family} draft but {live.family} is being served; "

@@ -158,8 +158,8 @@ def prefix_cache(
 ) -> PrefixCache:
     if drafter is None:
         return PrefixCache(blocks, root=target.revision)
-    # A drafter that cannot hold the newest position before it knows the next token keeps there what
-    # depends on that token.
+    # A drafter that cannot hold the newest position before the next token is decided keeps values
+    # there that depend on that token.
     ahead = max(0, 2 - drafter.cached_after(1, 0, 0))
     most = most_tapped(target, drafter, plan, blocks.block_size)
     return PrefixCache(

@@ -3,7 +3,7 @@ hundreds.
 
 A graph is captured once for each shape (rows, tokens, tree or not, taps) and replayed whenever a
 round fits into it: what is left over is filled with rows that read and write the null block, whose
-results nobody reads. It stays valid for the life of the engine, because everything it reads stays
+results are not read. It stays valid for the life of the engine, because everything it reads stays
 at its address: weights, pools and its own inputs. Passes that hold pieces of prompts run as they
 are; they are long enough to keep a device busy.
 
@@ -35,12 +35,12 @@ MOST_LOGITS = 1 << 26  # of a graph, whose every token has a place for its own: 
 
 
 class PassInputs(NamedTuple):
-    """One target pass as the host knows it; B rows, T tokens, R rows of logits."""
+    """Inputs of one target pass on the host; B rows, T tokens, R rows of logits."""
 
     ids: list[int]  # [T]
     positions: list[int]  # [T]
     lengths: list[int]  # [B]
-    wanted: list[int]  # [R] indices into T
+    logit_rows: list[int]  # [R] indices into T
     tables: torch.Tensor  # [B, blocks] int64 on the device
     tree: TreeLayout | None
 
@@ -61,7 +61,7 @@ class StaticInputs:
         pinned = device.type == "cuda"
         self._host = torch.zeros(3 * tokens + rows, dtype=torch.int64, pin_memory=pinned)
         self._flat = torch.zeros(3 * tokens + rows, dtype=torch.int64, device=device)
-        self.ids, self.positions, self.wanted, self.lengths = self._flat.split(
+        self.ids, self.positions, self.logit_rows, self.lengths = self._flat.split(
             [tokens, tokens, tokens, rows]
         )
         self.tables = torch.full((rows, max_blocks), NULL_BLOCK, dtype=torch.int64, device=device)
@@ -82,13 +82,13 @@ class StaticInputs:
         )
         lengths = padding_lengths(spare_rows, spare_tokens)
         positions = [position for length in lengths for position in range(length)]
-        wanted = inputs.wanted + [0] * (self.shape.num_tokens - len(inputs.wanted))
+        logit_rows = inputs.logit_rows + [0] * (self.shape.num_tokens - len(inputs.logit_rows))
         numbers = (
             inputs.ids
             + [0] * spare_tokens
             + inputs.positions
             + positions
-            + wanted
+            + logit_rows
             + inputs.lengths
             + lengths
         )
@@ -150,7 +150,7 @@ class PassGraphs:
         static, graph, output = self._graphs[shape]
         static.fill(inputs)
         graph.replay()
-        logits = output.logits[: len(inputs.wanted)]
+        logits = output.logits[: len(inputs.logit_rows)]
         return TargetOutput(
             logits, None if output.taps is None else output.taps[: len(inputs.ids)].clone()
         )
@@ -192,7 +192,7 @@ class PassGraphs:
             self.pool, static.tables, static.positions, static.lengths, tree=static.tree
         )
         return self.target.forward(
-            static.ids[None], static.positions[None], context, static.wanted, static.shape.taps
+            static.ids[None], static.positions[None], context, static.logit_rows, static.shape.taps
         )
 
 

@@ -247,7 +247,7 @@ class EngineLoop:
         try:
             action.act()
         except Exception:
-            log.exception("the engine could not do what it was asked for")
+            log.exception("an action on the engine failed")
             if action.request is not None:
                 self._finish(action.request, FinishReason.ERROR)
 

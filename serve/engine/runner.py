@@ -89,9 +89,11 @@ class TargetRunner:
             positions, layout = lay_out(rows, tree, self.device)
         # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on
         # one that is not read.
-        wanted = (logit_rows + prompt_rows) or [0]
-        output = self._forward(PassInputs(ids, positions, lengths, wanted, tables, layout), taps)
-        count = len(wanted) - len(prompt_rows)
+        logit_rows = (logit_rows + prompt_rows) or [0]
+        output = self._forward(
+            PassInputs(ids, positions, lengths, logit_rows, tables, layout), taps
+        )
+        count = len(logit_rows) - len(prompt_rows)
         return PassOutput(output.logits[:count], output.taps, begins, output.logits[count:])
 
     def _forward(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput:
@@ -102,9 +104,9 @@ class TargetRunner:
         positions = torch.tensor(inputs.positions, device=device)
         lengths = torch.tensor(inputs.lengths, device=device)
         context = PagedPass(self.pool, inputs.tables, positions, lengths, tree=inputs.tree)
-        wanted = torch.tensor(inputs.wanted, device=device)
+        logit_rows = torch.tensor(inputs.logit_rows, device=device)
         return self.target.forward(
-            torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps
+            torch.tensor([inputs.ids], device=device), positions[None], context, logit_rows, taps
         )
 
 

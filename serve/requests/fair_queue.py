@@ -1,4 +1,4 @@
-"""Who is admitted next: start-time fair queueing over classes of requests, first come first served
+"""Order of admission: start-time fair queueing over classes of requests, first come first served
 within one. Torch-free."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class FairQueue:
     """Classes that wait share the admitted tokens evenly, however many requests each has sent.
 
     Virtual time moves with every admission by that request's tokens over the number of waiting
-    classes, so whoever waits is overtaken by a bounded amount of work. Requests that were put back
-    are served before all others.
+    classes, so a waiting request is overtaken by a bounded amount of work. Requests that were put
+    back are served before all others.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class FairQueue:
         waiting = sum(bool(other.requests) for other in self._lines.values())
         start, _, request = line.requests.popleft()
         self._time = max(self._time, start) + cost_of(request) / waiting
-        # A class without requests that is not ahead of its share is as good as one never heard of.
+        # A class without requests that is not ahead of its share is as good as a new one.
         self._lines = {
             name: line
             for name, line in self._lines.items()
@@ -75,7 +75,7 @@ class FairQueue:
         return request
 
     def remove(self, request: Request) -> bool:
-        """Whether it was there."""
+        """Take a request out; False when it was not there."""
         if request in self._returned:
             self._returned.remove(request)
             self._size -= 1
@@ -100,8 +100,7 @@ class FairQueue:
 
 
 def class_of(request: Request) -> str:
-    """Whoever pays for the request if the server knows, else what the client calls its kind of
-    requests."""
+    """Tenant of the request if the server has one, else the class that the client gave."""
     return request.tenant or request.request_class
 
 

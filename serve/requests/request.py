@@ -81,10 +81,10 @@ class RequestOptions:
 
     text: bool = True  # False: no detokenisation unless a stop string needs it
     request_class: str = ""
-    # client by whom the queue shares turns; "" when the server does not tell them apart
+    # client that the queue treats as one; "" when the server does not distinguish clients
     tenant: str = ""
     learn: bool = True  # its rounds may be recorded
-    # id under which a client knows the request, and others that belong to the same answer
+    # id that a client has of the request, and of others that belong to the same answer
     answer: str | None = None
 
 
@@ -129,7 +129,7 @@ class Request:
     max_tokens: int
     on_update: OnUpdate | None = None
     request_class: str = ""
-    # whom the queue treats as one client; "" when the server does not tell them apart
+    # see `RequestOptions`
     tenant: str = ""
     learn: bool = True  # may its rounds be recorded
     route: Route = UNROUTED  # its draft, given when it comes in
@@ -149,7 +149,7 @@ class Request:
     slot: int = -1  # row of the block-table tensor while running
     # of the prompt's tokens, those that the prefix cache held when it was admitted
     num_cached: int = 0
-    # of its full blocks, as the prefix cache knows them
+    # keys of its full blocks in the prefix cache
     block_keys: list[bytes] = field(default_factory=list)
 
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -1,4 +1,4 @@
-"""The one way from raw logits to what a request asked for, for drafting and for verifying alike.
+"""Adjustment of raw logits to the request's parameters, for drafting and verification alike.
 
 transformers' order: bias, repetition penalty (then frequency and presence), bad words, least number
 of tokens, allowed ids, grammar, the request's own processors; temperature and filters
@@ -23,7 +23,7 @@ from draftsmith.serve.sampling.state import RowContext, SamplingState
 
 
 class Adjustments:
-    """Of the requests of one round, in their order; a `drafters/interface.py: Adjust`."""
+    """Adjustments of one round's requests, in their order; a `drafters/interface.py: Adjust`."""
 
     def __init__(self, states: Sequence[SamplingState | None]):
         self.states = states
@@ -51,22 +51,22 @@ class Adjustments:
     def apply(
         self, logits: torch.Tensor, owners: Sequence[int], prefixes: Sequence[list[int]]
     ) -> torch.Tensor:
-        sites = [
+        contexts = [
             RowContext(row, state, prefix)
             for row, (owner, prefix) in enumerate(zip(owners, prefixes, strict=True))
-            # Behind the end of an answer nobody reads the distribution.
+            # Behind the end of an answer no distribution is read.
             if (state := self.states[owner]) is not None
             and not state.error
             and state.ends.isdisjoint(prefix)
         ]
         logits = logits.clone()
-        add_biases(logits, sites)
-        penalise(logits, sites)
-        ban(logits, sites)
-        restrict(logits, sites)
-        if run_processors(logits, sites):
+        add_biases(logits, contexts)
+        penalise(logits, contexts)
+        ban(logits, contexts)
+        restrict(logits, contexts)
+        if run_processors(logits, contexts):
             # What a processor gave back to a forbidden token is taken again.
-            restrict(logits, sites)
+            restrict(logits, contexts)
         # Without a distribution its request ends.
         failed = [
             row
@@ -84,8 +84,8 @@ def sampling_state(
     target: Target,
     compiler: Callable[[], GrammarCompiler],
 ) -> SamplingState | None:
-    """What a new request carries with it, None for most; a `UserError` for what this target cannot
-    honour."""
+    """State of a new request's adjustments, None for most; raises `UserError` for parameters that
+    this target cannot honour."""
     check_vocabulary(params, target.vocab_size, target.eos_token_ids)
     if not params.adjusts:
         return None
@@ -103,7 +103,7 @@ def sampling_state(
 
 
 class Prefixes(NamedTuple):
-    """Of every row of target logits."""
+    """Owner and drafted prefix of every row of target logits."""
 
     owners: list[int]  # which request's
     drafted: list[list[int]]  # the drafted tokens before it
@@ -115,7 +115,7 @@ def chain_prefixes(chains: Sequence[Sequence[int]]) -> Prefixes:
 
 
 def tree_prefixes(drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Prefixes:
-    """The same for trees: `parents[b][i]` is the node before node i of row b, -1 where that is the
+    """Prefixes of trees: `parents[b][i]` is the node before node i of row b, -1 where that is the
     last committed token."""
     prefixes = Prefixes([], [])
     for owner, (tokens, above) in enumerate(zip(drafted, parents, strict=True)):

@@ -1,5 +1,5 @@
-"""Which texts a request allows: a grammar as a plain value. Torch-free; `grammar_matcher.py` makes
-it a mask over tokens."""
+"""Grammar of the texts that a request allows, as a plain value. Torch-free; `grammar_matcher.py`
+makes it a mask over tokens."""
 
 from __future__ import annotations
 

@@ -94,12 +94,11 @@ def _refused(grammar: Grammar, reason: str) -> UserError:
 
 
 class GrammarFailure(Exception):
-    """What the library says of a text for which it gave up: one that needs more steps than its
-    limits allow, say."""
+    """Failure of the library on a text: one that needs more steps than its limits allow, say."""
 
 
 class GrammarMatcher:
-    """How far one request has come in its grammar. Not thread-safe."""
+    """Position of one request in its grammar. Not thread-safe."""
 
     def __init__(self, compiler: GrammarCompiler, compiled: LLMatcher):
         self._compiler, self._compiled = compiler, compiled
@@ -117,13 +116,13 @@ class GrammarMatcher:
         self._committed += tokens
 
     def masks(self, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
-        """[n, V] bool: what may follow the committed text and then each of `prefixes`.
+        """[n, V] bool: tokens that may follow the committed text and then each of `prefixes`.
 
-        All true behind a prefix that leaves the grammar or ends the text: nobody reads that
-        distribution. Prefixes that share a beginning are cheapest next to one another.
+        All true behind a prefix that leaves the grammar or ends the text: that distribution is not
+        read. Prefixes that share a beginning are cheapest next to one another.
 
         Raises:
-            GrammarFailure: the library failed behind one of them. Others can still be asked for.
+            GrammarFailure: the library failed behind one of them. Other masks are still available.
         """
         try:
             allowed = self._masks(prefixes)
@@ -156,8 +155,8 @@ class GrammarMatcher:
         return allowed
 
     def tokens_until_end(self, tokens: Sequence[int]) -> int | None:
-        """How many of the next `tokens` complete a text that nothing can follow; None when they do
-        not."""
+        """Number of the next `tokens` that complete a text which nothing can follow; None when they
+        do not."""
         path: list[int] = []
         found = None
         for count in range(1, len(tokens) + 1):
@@ -182,5 +181,5 @@ class GrammarMatcher:
         return len(path) == len(prefix)
 
     def _is_over(self) -> bool:
-        """Nothing may follow and no token says so."""
+        """True when nothing may follow and there is no end-of-sequence token."""
         return self._matcher.is_stopped() and not self._compiler.eos_token_ids

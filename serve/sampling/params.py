@@ -1,5 +1,5 @@
-"""What a request may ask of its distribution, checked one value at a time; every error names the
-value and the mend. Torch-free."""
+"""Sampling parameters of a request, checked one value at a time; every error names the value and
+the mend. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def within(
 
 
 def check_adjustments(params: SamplingParams) -> None:
-    """What can be judged without the target."""
+    """Check the values that need no target."""
     if not 0 < params.repetition_penalty < math.inf:
         raise UserError(
             f"repetition_penalty is {params.repetition_penalty}; it must be above 0 and finite, 1 "
@@ -71,13 +71,13 @@ def _check_min_tokens(params: SamplingParams) -> None:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-    """What takes the target to judge."""
+    """Check the values that need the target's vocabulary."""
     _check_ids("logit_bias", (token for token, _ in params.logit_bias), vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("bad_words", (token for word in params.bad_words for token in word), vocab_size)
     for token in eos_token_ids:
-        # transformers drops such a word without a word.
+        # transformers silently ignores a banned word that equals EOS.
         if (token,) in params.bad_words:
             raise UserError(
                 f"bad_words bans the end-of-sequence token {token}; ask for ignore_eos or "
@@ -111,7 +111,7 @@ LogitsProcessor = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What the request asked for; every field is honoured exactly or refused here."""
+    """Sampling parameters of a request; every field is honoured exactly or refused here."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 switches the filter off
@@ -167,7 +167,7 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether the distribution is another than temperature and filters make of the target's."""
+        """True when the distribution differs from the target's under temperature and filters."""
         return (
             (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
             != (1.0, 0.0, 0.0)

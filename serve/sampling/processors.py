@@ -54,18 +54,18 @@ def check_processors(
             )
 
 
-def run_processors(logits: torch.Tensor, sites: Sequence[RowContext]) -> bool:
+def run_processors(logits: torch.Tensor, contexts: Sequence[RowContext]) -> bool:
     """Row by row in place, with the exact text before each; False when there are none.
 
     A row whose processor raises is left without any token. Behind drafted tokens that says nothing
     about the rows before it.
     """
-    own = [site for site in sites if site.state.params.logits_processors]
-    for site in own:
-        scores = torch.full_like(logits[site.row], -math.inf)
-        with site.state.owning("a logits processor", site.prefix):
-            scores = _processed(logits[site.row], site.state, site.prefix)
-        logits[site.row] = scores
+    own = [context for context in contexts if context.state.params.logits_processors]
+    for context in own:
+        scores = torch.full_like(logits[context.row], -math.inf)
+        with context.state.owning("a logits processor", context.prefix):
+            scores = _processed(logits[context.row], context.state, context.prefix)
+        logits[context.row] = scores
     return bool(own)
 
 

@@ -1,4 +1,4 @@
-"""Which failures are one request's own: those end that request alone, with one sentence to its
+"""Failures that concern one request: they end that request alone, with one sentence to its
 client."""
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ _SHARED = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 def is_own(error: Exception) -> bool:
-    """Whether an exception raised while one request's share of a round was worked on says nothing
-    about the others."""
+    """True when an exception in one request's share of a round says nothing about the others."""
     return not isinstance(error, _SHARED)
 
 
@@ -25,8 +24,8 @@ def sentence(what: str, error: Exception) -> str:
 class LoneFailures:
     """Rounds that ended requests for failures of their own and gave nothing to any other request.
 
-    Several in a row say that what failed is common to all requests: a tokenizer that raises for
-    every text, say. Requests that adjust their distributions (a grammar, processors, biases, ...)
+    Several in a row mean a failure common to all requests: a tokenizer that raises for every text,
+    say. Requests that adjust their distributions (a grammar, processors, biases, ...)
     do not count, for that may be what raises.
     """
 

@@ -1,5 +1,5 @@
-"""Biases, bans and masks, as transformers' processors apply them. Each changes its sites' rows of
-`logits` [R, V] in place."""
+"""Biases, bans and masks, as transformers' processors apply them. Each changes its contexts' rows
+of `logits` [R, V] in place."""
 
 from __future__ import annotations
 
@@ -14,84 +14,102 @@ from draftsmith.serve.sampling.grammar_matcher import GrammarMatcher
 from draftsmith.serve.sampling.state import RowContext, TokenCounts
 
 
-def add_biases(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
-    biased = [site for site in sites if len(site.state.bias_ids)]
+def add_biases(logits: torch.Tensor, contexts: Sequence[RowContext]) -> None:
+    biased = [context for context in contexts if len(context.state.bias_ids)]
     if biased:
-        counts = torch.tensor([len(site.state.bias_ids) for site in biased], device=logits.device)
+        counts = torch.tensor(
+            [len(context.state.bias_ids) for context in biased], device=logits.device
+        )
         rows = torch.repeat_interleave(_rows(biased, logits.device), counts)
-        ids = torch.cat([site.state.bias_ids for site in biased])
-        logits[rows, ids] += torch.cat([site.state.bias_values for site in biased]).to(logits.dtype)
+        ids = torch.cat([context.state.bias_ids for context in biased])
+        logits[rows, ids] += torch.cat([context.state.bias_values for context in biased]).to(
+            logits.dtype
+        )
 
 
-def ban(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
+def ban(logits: torch.Tensor, contexts: Sequence[RowContext]) -> None:
     """Bad words that would be completed, and ends that would come before `min_tokens`."""
-    banned = [(site.row, token) for site in sites for token in site.state.banned(site.prefix)]
+    banned = [
+        (context.row, token)
+        for context in contexts
+        for token in context.state.banned(context.prefix)
+    ]
     if banned:
         rows, tokens = torch.tensor(banned, device=logits.device).T
         logits[rows, tokens] = -math.inf
 
 
-def restrict(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
+def restrict(logits: torch.Tensor, contexts: Sequence[RowContext]) -> None:
     """Allowed ids and the grammar."""
-    listed = [(site, site.state.forbidden) for site in sites if site.state.forbidden is not None]
+    listed = [
+        (context, context.state.forbidden)
+        for context in contexts
+        if context.state.forbidden is not None
+    ]
     if listed:
-        rows = _rows([site for site, _ in listed], logits.device)
+        rows = _rows([context for context, _ in listed], logits.device)
         logits[rows] = logits[rows].masked_fill(
             torch.stack([forbidden for _, forbidden in listed]), -math.inf
         )
-    for state in {id(site.state): site.state for site in sites}.values():
+    for state in {id(context.state): context.state for context in contexts}.values():
         if state.matcher is not None:
-            own = [site for site in sites if site.state is state]
+            own = [context for context in contexts if context.state is state]
             rows = _rows(own, logits.device)
             logits[rows] = logits[rows].masked_fill(
                 ~_allowed(state.matcher, own, logits.shape[-1]).to(logits.device), -math.inf
             )
 
 
-def _allowed(matcher: GrammarMatcher, sites: Sequence[RowContext], vocab_size: int) -> torch.Tensor:
-    """What the grammar of one request allows at its sites: [n, V] bool.
+def _allowed(
+    matcher: GrammarMatcher, contexts: Sequence[RowContext], vocab_size: int
+) -> torch.Tensor:
+    """[n, V] bool of the tokens that the grammar of one request allows in its rows.
 
-    Where it fails the sites are asked one by one, and those where it fails again allow nothing:
-    behind drafted tokens that says nothing about the sites before them.
+    Where it fails the rows are tried one by one, and those where it fails again allow nothing:
+    behind drafted tokens that says nothing about the rows before them.
     """
     try:
-        return torch.from_numpy(matcher.masks([site.prefix for site in sites]))
+        return torch.from_numpy(matcher.masks([context.prefix for context in contexts]))
     except Exception:
-        masks = torch.zeros(len(sites), vocab_size, dtype=torch.bool)
-        for mask, site in zip(masks, sites):
-            with site.state.owning("the grammar", site.prefix):
-                mask.copy_(torch.from_numpy(matcher.masks([site.prefix])[0]))
+        masks = torch.zeros(len(contexts), vocab_size, dtype=torch.bool)
+        for mask, context in zip(masks, contexts):
+            with context.state.owning("the grammar", context.prefix):
+                mask.copy_(torch.from_numpy(matcher.masks([context.prefix])[0]))
         return masks
 
 
-def _rows(sites: Sequence[RowContext], device: torch.device) -> torch.Tensor:
-    return torch.tensor([site.row for site in sites], device=device)
+def _rows(contexts: Sequence[RowContext], device: torch.device) -> torch.Tensor:
+    return torch.tensor([context.row for context in contexts], device=device)
 
 
 class _Seen(NamedTuple):
-    """M pairs of a site and a token that occurs before it."""
+    """M pairs of a context and a token that occurs before it."""
 
-    sites: torch.Tensor  # [M] int64, which of the sites
+    contexts: torch.Tensor  # [M] int64, which of the contexts
     ids: torch.Tensor  # [M] int64
     output: torch.Tensor  # [M] float32: how often in the output, drafted tokens included
     prompt: torch.Tensor  # [M] bool: whether in the prompt
 
 
-def penalise(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
+def penalise(logits: torch.Tensor, contexts: Sequence[RowContext]) -> None:
     """transformers' repetition penalty, then OpenAI's frequency and presence, on `logits` [R, V] in
     place."""
-    counted = [(site, counts) for site in sites if (counts := site.state.counts) is not None]
+    counted = [
+        (context, counts) for context in contexts if (counts := context.state.counts) is not None
+    ]
     if not counted:
         return
     seen = _seen(counted)
-    rows = torch.tensor([site.row for site, _ in counted], device=logits.device)[seen.sites]
-    params = [site.state.params for site, _ in counted]
+    rows = torch.tensor([context.row for context, _ in counted], device=logits.device)[
+        seen.contexts
+    ]
+    params = [context.state.params for context, _ in counted]
     values = [
         (one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in params
     ]
     repetition, frequency, presence = torch.tensor(
         values, dtype=logits.dtype, device=logits.device
-    )[seen.sites].T
+    )[seen.contexts].T
     output = seen.output.to(logits.dtype)
     in_output = output > 0
     scores = logits[rows, seen.ids]
@@ -102,10 +120,10 @@ def penalise(logits: torch.Tensor, sites: Sequence[RowContext]) -> None:
 
 def _seen(counted: Sequence[tuple[RowContext, TokenCounts]]) -> _Seen:
     again: list[int] = []  # pairs of drafted tokens that had occurred before
-    fresh: Counter[tuple[int, int]] = Counter()  # (site, token) of those that had not
+    fresh: Counter[tuple[int, int]] = Counter()  # (context, token) of those that had not
     num_pairs = 0
-    for place, (site, counts) in enumerate(counted):
-        for token in site.prefix:
+    for place, (context, counts) in enumerate(counted):
+        for token in context.prefix:
             if token in counts.slots:
                 again.append(num_pairs + counts.slots[token])
             else:

@@ -1,5 +1,5 @@
-"""What one request asks of its distributions beyond temperature and filters, and what of its text
-that depends on."""
+"""State of one request's adjustments beyond temperature and filters, and the parts of its text that
+they depend on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from draftsmith.serve.sampling.request_errors import is_own, sentence
 
 
 class TokenCounts:
-    """U distinct tokens in the order in which they came; penalties look at these, never at the
-    whole vocabulary."""
+    """U distinct tokens in the order in which they came; penalties read these, never the whole
+    vocabulary."""
 
     def __init__(self, num_prompt: int, device: torch.device):
         self.num_prompt = num_prompt
-        self.slots: dict[int, int] = {}  # place of each token in the tensors
+        self.slots: dict[int, int] = {}  # index of each token in the tensors
         self.ids = torch.zeros(0, dtype=torch.int64, device=device)  # [U]
         # [U] how often in the output
         self.output = torch.zeros(0, dtype=torch.float32, device=device)
@@ -38,13 +38,13 @@ class TokenCounts:
             self.output = torch.cat([self.output, self.output.new_zeros(len(new))])
             self.prompt = torch.cat([self.prompt, self.prompt.new_zeros(len(new))])
         if begin < self.num_prompt:
-            self.prompt[self._places(tokens[begin : self.num_prompt])] = True
+            self.prompt[self._indices(tokens[begin : self.num_prompt])] = True
         written = tokens[max(begin, self.num_prompt) :]
         if written:
-            places = self._places(written)
-            self.output.index_add_(0, places, torch.ones_like(places, dtype=self.output.dtype))
+            indices = self._indices(written)
+            self.output.index_add_(0, indices, torch.ones_like(indices, dtype=self.output.dtype))
 
-    def _places(self, tokens: Sequence[int]) -> torch.Tensor:
+    def _indices(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor([self.slots[token] for token in tokens], device=self.ids.device)
 
 
@@ -72,8 +72,8 @@ class SamplingState:
         # What they raised in this round behind drafted tokens: only a text that comes to hold these
         # tokens ends there.
         self.error_behind_drafts = ""
-        # What ends the answer: until `min_tokens` it is banned, and nobody reads a distribution
-        # behind it.
+        # Tokens that end the answer: banned until `min_tokens`. No distribution behind them is
+        # read.
         self.ends = frozenset(
             params.stop_token_ids if params.ignore_eos else [*eos_token_ids, *params.stop_token_ids]
         )

@@ -99,8 +99,8 @@ class Constant(FixedControl):
     def __init__(self, k: int):
         self.k = k
 
-    def choose(self, wishes: list[RowBudget], num_tokens: int) -> RoundPlan:
-        return RoundPlan([min(self.k, wish.most) for wish in wishes])
+    def choose(self, budgets: list[RowBudget], num_tokens: int) -> RoundPlan:
+        return RoundPlan([min(self.k, budget.most) for budget in budgets])
 
 
 def best_fixed(
@@ -215,8 +215,8 @@ def test_a_draft_that_turns_good_or_bad_is_noticed() -> None:
     chosen = []
 
     class Watched(FixedControl):
-        def choose(self, wishes: list[RowBudget], num_tokens: int) -> RoundPlan:
-            plan = control.choose(wishes, num_tokens)
+        def choose(self, budgets: list[RowBudget], num_tokens: int) -> RoundPlan:
+            plan = control.choose(budgets, num_tokens)
             chosen.append(plan.ks)
             return plan
 
@@ -437,28 +437,28 @@ def test_a_trial_ends_where_no_row_may_draft_so_deep() -> None:
             )
             if (
                 most == MOST
-                and control._bucket(4).trial is not None
-                and control._bucket(4).trial.k > 2
+                and control._bucket(4).probe is not None
+                and control._bucket(4).probe.k > 2
             ):
                 break
         return chosen
 
     play_(MOST, 2000)
-    trial = control._bucket(4).trial
-    assert trial is not None and trial.k > 2
+    probe = control._bucket(4).probe
+    assert probe is not None and probe.k > 2
     play_(2, 20)
-    assert control._bucket(4).trial is not trial
+    assert control._bucket(4).probe is not probe
 
 
 def test_a_round_that_nothing_was_chosen_for_is_no_news_about_a_mix() -> None:
     machine = Machine(lambda name, number: 0.9 if name == "easy" else 0.05, token_s=6e-4)
     control = AutoControl()
     play(control, machine, ["easy"] * 6 + ["hard"] * 6, 1500)
-    assert control._bucket(12).mix is not None
+    assert control._bucket(12).per_class is not None
     control.choose([RowBudget("easy", MOST)] * 6 + [RowBudget("hard", MOST)] * 6, 12)
     for _ in range(3):
         control.observe(RoundResult(None, 64, 1, 0, 0.5, False, []))
-    assert control._bucket(64).mix_error == 1.0 and control.latency.seconds(64, 0) == 0.5
+    assert control._bucket(64).per_class_error == 1.0 and control.latency.seconds(64, 0) == 0.5
 
 
 def test_buckets_grow_by_at_most_half() -> None:

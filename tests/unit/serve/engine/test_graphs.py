@@ -101,7 +101,7 @@ def eager(
         torch.tensor(inputs.lengths, device=device),
         tree=inputs.tree,
     )
-    wanted = torch.tensor(inputs.wanted, device=device)
+    wanted = torch.tensor(inputs.logit_rows, device=device)
     return target.forward(
         torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps
     )
