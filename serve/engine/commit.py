@@ -18,7 +18,7 @@ from draftsmith.serve.engine.output import (
 )
 from draftsmith.serve.engine.propose import Proposer, keep_taps
 from draftsmith.serve.engine.recorder import Recorder, RoundDistributions
-from draftsmith.serve.engine.round import OnRound, Round, RowOutput
+from draftsmith.serve.engine.round import OnRound, Round, RowOutput, Source
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.request_errors import is_own
@@ -159,7 +159,7 @@ class Committer:
         # Tokens of the fallback say nothing about the draft.
         if (
             proposal is None
-            or len(proposal.missed) == len(proposal.chains)
+            or all(source is Source.NONE for source in proposal.sources)
             or not any(proposal.chains)
         ):
             return None

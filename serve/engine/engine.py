@@ -20,7 +20,7 @@ from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.engine.round import OnRound, Round, RowSampling
+from draftsmith.serve.engine.round import OnRound, Round, RowSampling, Source
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Row, Scheduler
 from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
@@ -267,7 +267,7 @@ class Engine:
         drawn = {
             index: count
             for index, count in enumerate(accepted)
-            if count is not None and round.proposal.drawn(index)
+            if count is not None and round.proposal.was_drawn(index)
         }
         self.draft_temperature.observe(
             [round.sampling.params[index] for index in drawn], list(drawn.values())
@@ -277,12 +277,11 @@ class Engine:
 def _result(round: Round, accepted: Sequence[int | None], seconds: float) -> RoundResult:
     drafting = round.schedule.drafting
     num_tokens = sum(row.count for row in round.rows)
-    missed = frozenset() if round.proposal is None else round.proposal.missed
     # Tokens that a drafter could not offer count as not kept: the round was planned with them.
     offers = [
         RowResult(row.request.request_class, row.k, None if count is None else min(count, row.k))
         for index, (row, count) in enumerate(zip(drafting, accepted, strict=True))
-        if index not in missed
+        if round.proposal is None or round.proposal.sources[index] is not Source.NONE
     ]
     return RoundResult(
         plan=round.schedule.plan,

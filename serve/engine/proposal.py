@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.serve.engine.round import RoundProposal, RoundTree
+from draftsmith.serve.engine.round import RoundProposal, RoundTree, Source
 from draftsmith.serve.engine.trees import check_tree
 
 
@@ -46,15 +46,15 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Roun
             raise BadProposal(f"drafted {grown}")
         tree, has_mass = grown
         has_mass = [fine and all(row[1 + width :]) for fine, row in zip(has_mass, host_rows)]
-        drawn = proposal.q_rows is not None
         return RoundProposal(
             chains,
+            [Source.DRAFT] * len(chains),
+            [proposal.q_rows is not None] * len(chains),
             has_mass,
             proposal.tokens,
             proposal.lengths,
             proposal.logits,
             tree,
-            sampled=drawn,
         )
     # NaN weights end here. Tokens drafted before them are verified all the same: dropping a token
     # for what followed it would be choosing among the draws (invariant 4). Entries beyond a row's
@@ -68,11 +68,10 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Roun
     used = (
         proposal.lengths if all(has_mass) else torch.tensor(usable, device=proposal.lengths.device)
     )
-    sampled = proposal.logits is not None
-    return RoundProposal(
-        chains, has_mass, proposal.tokens, used, proposal.logits,
-        sampled=sampled, undrawn=proposal.copied, copied=proposal.copied,
-    )  # fmt: skip
+    copied = [row in proposal.copied for row in range(len(chains))]
+    sources = [Source.TEXT if from_text else Source.DRAFT for from_text in copied]
+    drawn = [proposal.logits is not None and not from_text for from_text in copied]
+    return RoundProposal(chains, sources, drawn, has_mass, proposal.tokens, used, proposal.logits)
 
 
 def leading(flags: Sequence[int], length: int) -> int:
@@ -101,35 +100,24 @@ def joined(parts: Sequence[Part], num_rows: int) -> RoundProposal:
     width = max(part.proposal.tokens.shape[1] for part in parts)
     like = parts[0].proposal.tokens
     chains: list[list[int]] = [[] for _ in range(num_rows)]
+    sources = [Source.NONE] * num_rows
+    drawn = [False] * num_rows
     has_mass = [False] * num_rows
     tokens = like.new_full((num_rows, width), -1)
     lengths = like.new_zeros(num_rows)
-    served: set[int] = set()
-    undrawn: set[int] = set()
-    copied: set[int] = set()
     for rows, own in parts:
         for index, row in enumerate(rows):
             chains[row], has_mass[row] = own.chains[index], own.has_mass[index]
+            sources[row], drawn[row] = own.sources[index], own.drawn[index]
         at = torch.tensor(rows, device=like.device)
         tokens[at, : own.tokens.shape[1]] = own.tokens.to(like)
         lengths[at] = own.lengths.to(like)
-        served |= {row for index, row in enumerate(rows) if index not in own.missed}
-        undrawn |= {
-            row for index, row in enumerate(rows) if not own.sampled or index in own.undrawn
-        }
-        copied |= {row for index, row in enumerate(rows) if index in own.copied}
     tree = None
     if any(part.proposal.tree is not None for part in parts):
         tree, logits = _joined_trees(parts, tokens, lengths)
     else:
         logits = _joined_distributions(parts, (num_rows, width))
-    return RoundProposal(
-        chains, has_mass, tokens, lengths, logits, tree,
-        missed=frozenset(range(num_rows)) - served,
-        sampled=any(part.proposal.sampled for part in parts),
-        undrawn=frozenset(undrawn),
-        copied=frozenset(copied),
-    )  # fmt: skip
+    return RoundProposal(chains, sources, drawn, has_mass, tokens, lengths, logits, tree)
 
 
 def _joined_distributions(parts: Sequence[Part], shape: tuple[int, int]) -> torch.Tensor | None:

@@ -30,7 +30,7 @@ from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.drafts.served import ServedDraft
 from draftsmith.serve.engine.proposal import BadProposal, Part, checked, joined
-from draftsmith.serve.engine.round import RoundProposal
+from draftsmith.serve.engine.round import RoundProposal, Source
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.route import shown
@@ -131,7 +131,7 @@ class Proposer:
         assert self.fallback is not None
         proposal = self._checked(self.fallback.propose(inputs), rows)
         # The drafter has read nothing, so its cache must not advance.
-        return replace(proposal, has_mass=[False] * len(rows), missed=frozenset(range(len(rows))))
+        return replace(proposal, has_mass=[False] * len(rows), sources=[Source.NONE] * len(rows))
 
     def _proposal(self, drafter: ServingDrafter, inputs: DraftInputs) -> Proposal:
         if self.tree is not None and isinstance(drafter, GrowsTrees):

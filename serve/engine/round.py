@@ -6,6 +6,7 @@ T tokens of the target pass; V vocabulary.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -76,31 +77,36 @@ class RowSampling:
         )
 
 
+class Source(enum.Enum):
+    """Origin of a row's drafted tokens."""
+
+    DRAFT = enum.auto()  # the draft of the row's request
+    TEXT = enum.auto()  # text, in place of the trained draft behind it
+    # The fallback, or nothing, because the draft rests or has failed: the row's acceptance says
+    # nothing about the draft.
+    NONE = enum.auto()
+
+
 @dataclass(frozen=True)
 class RoundProposal:
     """Drafted tokens of the drafting rows, one entry per row in every field."""
 
     # usable tokens; empty where the drafter gave none or its first distribution failed
     chains: list[list[int]]
+    sources: list[Source]
+    drawn: list[bool]  # False: tokens are deterministic, not drawn from a distribution
     # False: what the drafter did for this row is not trusted, its cache does not advance
     has_mass: list[bool]
     tokens: torch.Tensor  # [B, K] int64
     lengths: torch.Tensor  # [B] int64
     logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
     tree: RoundTree | None = None  # parents of the tokens when they are no chains
-    # Rows without tokens of their own draft, because it rests or has failed: their acceptance
-    # says nothing about it.
-    missed: frozenset[int] = frozenset()
-    sampled: bool = True  # False: deterministic, no distribution was drawn from
-    undrawn: frozenset[int] = frozenset()  # deterministic rows among others
-    # of these, rows drafted from text in place of the trained draft behind it
-    copied: frozenset[int] = frozenset()
 
     @property
     def as_planned(self) -> bool:
         """True when most rows have tokens of their own draft. One draft of several that fails must
         not keep the control of k from learning."""
-        return 2 * len(self.missed) < len(self.chains)
+        return 2 * self.sources.count(Source.NONE) < len(self.chains)
 
     def offered(self, index: int) -> int:
         """Depth of the row's drafted tokens: a round keeps at most so many of them."""
@@ -108,14 +114,14 @@ class RoundProposal:
             return 0
         return len(self.chains[index]) if self.tree is None else self.tree.height(index)
 
-    def drawn(self, index: int) -> bool:
+    def was_drawn(self, index: int) -> bool:
         """True when the row was drawn from the draft's distribution, at the temperature chosen
         for it."""
-        return self.sampled and index not in self.undrawn and self.offered(index) > 0
+        return index < len(self.chains) and self.drawn[index] and self.offered(index) > 0
 
     def by_its_draft(self, index: int) -> bool:
         """True when the draft of the row's request drafted it, not text in its place."""
-        return index < len(self.chains) and index not in self.missed and index not in self.copied
+        return index < len(self.chains) and self.sources[index] is Source.DRAFT
 
 
 class RoundTree(NamedTuple):

@@ -103,7 +103,7 @@ class Greedy:
 def test_a_greedy_draft_says_where_a_distribution_was_broken() -> None:
     drafts = proposed(Greedy())
     assert drafts.chains == [[1, 2], [3], [5]] and drafts.has_mass == [True, False, True]
-    assert drafts.lengths.tolist() == [2, 1, 1] and not drafts.sampled
+    assert drafts.lengths.tolist() == [2, 1, 1] and not any(drafts.drawn)
 
 
 @pytest.mark.parametrize("drafter", [BrokenLater(), Greedy()])

@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.verify.draft_tree import slot_prefixes
 from draftsmith.serve.engine.proposal import Part, checked, joined
-from draftsmith.serve.engine.round import RoundProposal
+from draftsmith.serve.engine.round import RoundProposal, Source
 
 VOCAB = 8
 NONE: frozenset[int] = frozenset()
@@ -42,13 +42,15 @@ def test_every_row_gets_its_own_drafts_and_distributions() -> None:
         0,
     ]
     assert found.tokens.tolist() == [[4, -1, -1], [-1] * 3, [5, 6, -1], [1, 2, 3], [-1] * 3]
-    assert found.has_mass == [True, False, True, True, False] and found.missed == {1, 4}
+    assert found.has_mass == [True, False, True, True, False] and [
+        source is Source.NONE for source in found.sources
+    ] == [False, True, False, False, True]
     assert found.logits is not None and found.logits.shape == (5, 3, VOCAB)
     assert [found.logits[row, 0, 0].item() for row in (0, 2, 3)] == [1.0, 0.0, 0.0]
     assert bool((found.logits[1] == -torch.inf).all()) and bool(
         (found.logits[2, 2] == -torch.inf).all()
     )
-    assert [found.drawn(row) for row in range(5)] == [True, False, True, True, False]
+    assert [found.was_drawn(row) for row in range(5)] == [True, False, True, True, False]
 
 
 def test_rows_that_were_not_drawn_have_one_hot_distributions_beside_those_that_were() -> None:
@@ -63,10 +65,10 @@ def test_rows_that_were_not_drawn_have_one_hot_distributions_beside_those_that_w
     expected = torch.full((2, VOCAB), -torch.inf)
     expected[0, 5] = expected[1, 6] = 0.0
     assert torch.equal(found.logits[0], expected)
-    assert [found.drawn(row) for row in range(3)] == [False, True, False]
+    assert [found.was_drawn(row) for row in range(3)] == [False, True, False]
     assert [found.by_its_draft(row) for row in range(4)] == [True, True, False, False]
     silent = joined([Part([1], chains([5], drawn=False)), Part([0], chains([1], drawn=False))], 2)
-    assert silent.logits is None and not silent.sampled and silent.chains == [[1], [5]]
+    assert silent.logits is None and not any(silent.drawn) and silent.chains == [[1], [5]]
 
 
 def test_a_broken_distribution_and_a_stand_in_stay_with_their_rows() -> None:
@@ -81,7 +83,7 @@ def test_a_broken_distribution_and_a_stand_in_stay_with_their_rows() -> None:
     assert (
         found.chains == [[], [3], [1]]
         and found.has_mass == [False, True, True]
-        and found.missed == frozenset()
+        and Source.NONE not in found.sources
     )
 
 

@@ -13,7 +13,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.round import RoundProposal, RowSampling
+from draftsmith.serve.engine.round import RoundProposal, RowSampling, Source
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.verify import verify_round
 from draftsmith.serve.requests.request import FinishReason, Request, Update
@@ -435,7 +435,9 @@ def test_the_short_cut_for_greedy_batches_decides_as_verification_does(
         logits = torch.randint(0, 3, (int(lengths.sum()) + 5, 4), generator=generator).float()
         tokens = torch.randint(0, 4, (5, 3), generator=generator)
         chains = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist())]
-        drafts = RoundProposal(chains, [True] * 5, tokens, lengths, None)
+        drafts = RoundProposal(
+            chains, [Source.DRAFT] * 5, [True] * 5, [True] * 5, tokens, lengths, None
+        )
         requests = [Request(f"{i}", [1, 2], 1, GREEDY, seed=i, k=3, max_tokens=9) for i in range(5)]
         streams = RowSampling([Row(request, 1, 1, 3) for request in requests], torch.device("cpu"))
         short = verify_round(logits, chains, drafts, streams)

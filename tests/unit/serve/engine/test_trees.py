@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.verify.draft_tree import DraftTree, ancestor_bits, depths
-from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree, RowSampling
+from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree, RowSampling, Source
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import (
     check_tree,
@@ -50,6 +50,11 @@ def round_tree(
         torch.tensor([len(parents) for parents in forest]),
     )
     return RoundTree(tree, q_rows, forest)
+
+
+def flags_of(forest: list[list[int]]) -> tuple[list[Source], list[bool], list[bool]]:
+    """Rows whose own draft drew every node from a distribution with mass."""
+    return [Source.DRAFT] * len(forest), [True] * len(forest), [True] * len(forest)
 
 
 def rows_of(
@@ -102,7 +107,7 @@ def test_greedy_trees_are_decided_as_verification_of_one_hot_distributions(
     ).float()
     tree = round_tree(forest, tokens)
     drafts = RoundProposal(
-        tokens, [True] * len(forest), tree.draft.tokens, tree.draft.lengths, None, tree
+        tokens, *flags_of(forest), tree.draft.tokens, tree.draft.lengths, None, tree
     )
     # One more row that drafts nothing.
     rows = rows_of([*forest, []])
@@ -148,7 +153,7 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
     q_logits = torch.randn(slots, 40, generator=generator)
     tree = round_tree(forest, tokens, q_rows)
     drafts = RoundProposal(
-        tokens, [True] * len(forest), tree.draft.tokens, tree.draft.lengths, q_logits, tree
+        tokens, *flags_of(forest), tree.draft.tokens, tree.draft.lengths, q_logits, tree
     )
     rows = rows_of([*forest, []], count=2)
     filling = Row(rows[-1].request, 0, 3)  # a piece of a prompt, which decides nothing
