@@ -1,4 +1,4 @@
-"""The daemon's loop: read, sort texts into lineages, let them work, save, show."""
+"""The daemon's loop: read, sort texts into tracks, let them work, save, show."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.folder import retain
 from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.context import LearnerContext
+from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.gradients import OwnGradients
-from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.ranks import optimizers
-from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.pool.pool import ClassPool
-from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import LEARNER, Counters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
@@ -57,7 +56,7 @@ class Daemon:
         )
         self.counters, self.open = Counters(), OpenRequests()
         optimizer = optimizers(config, OwnGradients(self.target, config.learn), channel)
-        site = Site(
+        context = LearnerContext(
             config,
             self.target,
             optimizer,
@@ -67,8 +66,8 @@ class Daemon:
             self.save,
             lambda: self.reader.cursor,
         )
-        self.shared = Lineage(self.root, site, draft=config.draft)
-        self.pool = ClassPool(self.root, site, self.shared)
+        self.shared = DraftTrack(self.root, context, draft=config.draft)
+        self.pool = ClassPool(self.root, context, self.shared)
         self.reader = BufferReader(config.buffer)
         self.saves = StateFolder(self.root)
         throttle.look_up = lambda: self.guarded(self.look_up)
@@ -78,46 +77,26 @@ class Daemon:
         self.saved_cursor = dict(self.reader.cursor)
 
     @property
-    def lineages(self) -> dict[str, Lineage]:
+    def tracks(self) -> dict[str, DraftTrack]:
         """By folder; the shared one, which learns from all traffic, is ""."""
-        return {"": self.shared, **self.pool.lineages}
+        return {"": self.shared, **self.pool.tracks}
 
     def _restore(self) -> None:
-        learners = {name: one.learner for name, one in self.lineages.items()}
+        learners = {name: one.learner for name, one in self.tracks.items()}
         restored = self.saves.restore(learners, target_revision=self.target.revision)
-        known = restored.lineages if restored else {}
+        known = restored.tracks if restored else {}
         if restored is not None:
             self.reader.cursor = dict(restored.cursor)
             self.counters.take_over(restored.counters)
             self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
             self.pool.restore(restored.pool)
-        for name, one in self.lineages.items():
+        for name, one in self.tracks.items():
             one.begin(known.get(name))
         if restored is not None:
             self.status.event(
-                f"goes on after update {self.counters.updates}, version {self.publisher.version} "
+                f"goes on after update {self.counters.updates}, version {self.shared.live.version} "
                 "is live"
             )
-
-    # What most of a daemon is about.
-
-    @property
-    def publisher(self) -> Publisher:
-        return self.shared.publisher
-
-    @property
-    def learner(self) -> Learner:
-        return self.shared.learner
-
-    @property
-    def fresh(self) -> list[ServedText]:
-        return self.shared.fresh
-
-    @property
-    def window(self) -> list[ServedText]:
-        return self.shared.window
-
-    # The loop.
 
     def loop(self, stop: threading.Event) -> None:
         self.active_s = time.monotonic()
@@ -131,18 +110,18 @@ class Daemon:
             stop.wait(self.config.poll_s)
         self.guarded(self.save)
         self.status.event(
-            f"stopped after {self.counters.updates} updates, version {self.publisher.version} is "
+            f"stopped after {self.counters.updates} updates, version {self.shared.live.version} is "
             "live"
         )
 
     def finish(self) -> bool:
         """The traffic is over. False when a decision waits to be logged."""
         self.sort_in_finished(idle_s=0.0)
-        for one in self.lineages.values():
+        for one in self.tracks.values():
             one.finish()
         self.pool.judge()
         self.show()
-        return not any(one.log.waiting for one in self.lineages.values())
+        return not any(one.log.waiting for one in self.tracks.values())
 
     def is_done(self) -> bool:
         limit, idle_s = self.config.max_updates, self.config.until_idle_s
@@ -160,8 +139,8 @@ class Daemon:
 
     def cycle(self) -> bool:
         """True when there was something to do. While work is owed a rest, nothing is worked on."""
-        for one in self.lineages.values():
-            one.follow()
+        for one in self.tracks.values():
+            one.lifecycle.follow()
         arrived = self.take_in()
         is_rested = self.throttle.pay()
         has_update = is_rested and self.work()
@@ -172,15 +151,15 @@ class Daemon:
         return arrived or has_update or not is_rested
 
     def work(self) -> bool:
-        worked = [one.work() for one in self.lineages.values()]
+        worked = [one.work() for one in self.tracks.values()]
         self.pool.judge()
         return any(worked)
 
     def look_up(self) -> None:
         """Between the steps of an update that rests for long: at what somebody chose meanwhile; and
         shows that it is there."""
-        for one in self.lineages.values():
-            one.follow()
+        for one in self.tracks.values():
+            one.lifecycle.follow()
         self.reader.mark()
         self.show()
 
@@ -190,7 +169,7 @@ class Daemon:
         if answers == self.forgotten:
             return
         self.open.forget(answers)
-        for one in self.lineages.values():
+        for one in self.tracks.values():
             one.forget(answers)
         self.save()
         self.forgotten = answers
@@ -229,11 +208,9 @@ class Daemon:
         self.shared.take(text)
         self.pool.take(text)
 
-    # Keeping.
-
     def save(self) -> None:
         self.saves.save(
-            {name: one.kept for name, one in self.lineages.items()},
+            {name: one.kept for name, one in self.tracks.items()},
             cursor=self.reader.cursor,
             counters=self.counters,
             target_revision=self.target.revision,

@@ -1,9 +1,9 @@
 """The learner's state on disk: one folder that appears by one rename, so that a restart neither
 repeats nor forgets a record.
 
-`LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and what each lineage
-knows) and `open.parquet` (records of requests still running). Each lineage has a folder, the shared
-one this folder itself, with `candidate.safetensors`, `optimizer.safetensors` (tensors by the
+`LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and the values of each
+draft track) and `open.parquet` (records of requests still running). Each track has a folder, the
+shared one this folder itself, with `candidate.safetensors`, `optimizer.safetensors` (tensors by the
 draft's trained parameters) and three Parquet files of round records: `fresh` (not yet trained on),
 `window` (held out), `reservoir` and `latest` (to be replayed).
 """
@@ -43,7 +43,7 @@ TEXTS = ("fresh", "window", "reservoir", "latest")
 
 @dataclass
 class Counters:
-    """Totals since the first start, over all lineages."""
+    """Totals since the first start, over all tracks."""
 
     records: int = 0
     damaged_shards: int = 0
@@ -73,8 +73,8 @@ TOTALS = frozenset(one.name for one in fields(Counters))
 
 
 @dataclass
-class LineageState:
-    """What a lineage knows beside its learner."""
+class TrackState:
+    """Saved values of a draft track beside its learner's."""
 
     live_version: int  # that the candidate is being compared with
     is_gate_due: bool
@@ -87,7 +87,7 @@ class LineageState:
 
 class Kept(NamedTuple):
     learner: Learner
-    state: LineageState
+    state: TrackState
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Restored:
     cursor: Cursor
     counters: Counters
     open: list[RoundRecord]
-    lineages: dict[str, LineageState]
+    tracks: dict[str, TrackState]
     pool: dict[str, Any]
 
 
@@ -111,7 +111,7 @@ class StateFolder:
 
     def save(
         self,
-        lineages: Mapping[str, Kept],
+        tracks: Mapping[str, Kept],
         *,
         cursor: Cursor,
         counters: Counters,
@@ -120,9 +120,11 @@ class StateFolder:
         open_records: Sequence[RoundRecord],
         with_records: bool = True,
     ) -> None:
-        """`lineages` by folder, the shared one's being ""; `pool` is what a pool knows beside its
-        own. Without records nothing that was served reaches the disk, and a restart goes on without
-        what it had in hand."""
+        """Writes all tracks, by folder ("" is the shared one), and the pool's own values.
+
+        Without records no served text reaches the disk, and a restart goes on without those in
+        hand.
+        """
         files.sweep(self.root)
         number = max(self.numbers(), default=0) + 1
         with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
@@ -134,8 +136,8 @@ class StateFolder:
                 "target_revision": target_revision,
                 "pool": pool,
                 "lineages": {
-                    name: _save_lineage(kept, folder / name, with_records)
-                    for name, kept in lineages.items()
+                    name: _save_track(kept, folder / name, with_records)
+                    for name, kept in tracks.items()
                 },
             }
             files.write_json(folder / "state.json", values)
@@ -168,7 +170,7 @@ class StateFolder:
         known = {name: one for name, one in values["lineages"].items() if name in learners}
         counters, records = Counters(**values["counters"]), _records(folder / "open.parquet")
         saved = {
-            name: _read_lineage(one, learners[name].parameters, folder / name)
+            name: _read_track(one, learners[name].parameters, folder / name)
             for name, one in known.items()
         }
         # All or nothing: everything is read before the first learner is touched.
@@ -183,7 +185,7 @@ class StateFolder:
         )
 
 
-def _save_lineage(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any]:
+def _save_track(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any]:
     learner, state = kept
     folder.mkdir(exist_ok=True)
     _save_tensors(learner, folder)
@@ -203,9 +205,9 @@ def _save_lineage(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any
 
 
 class Saved(NamedTuple):
-    """A lineage as read, which nothing was done with yet."""
+    """Values of a track as read, before any is applied."""
 
-    state: LineageState
+    state: TrackState
     weights: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
     reservoir: list[ServedText]
@@ -221,7 +223,7 @@ class Saved(NamedTuple):
         learner.fill(self.steps, self.weights, self.moments)
 
 
-def _read_lineage(
+def _read_track(
     values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path
 ) -> Saved:
     fresh, window, *replayed = (_texts(_records(folder / f"{name}.parquet")) for name in TEXTS)
@@ -229,7 +231,7 @@ def _read_lineage(
         Ledger.from_dict(values["ledger"]),
         Trial.from_dict(values["trial"]) if values["trial"] else None,
     )
-    state = LineageState(
+    state = TrackState(
         values["live_version"], values["is_gate_due"], ledger, trial, values["drift"], fresh, window
     )
     weights, moments = (

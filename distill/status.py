@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,9 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from draftsmith import files
-from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.state import TOTALS
-from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 
 STATUS = "status.json"
@@ -62,21 +60,6 @@ class Status:
         with suppress(OSError):
             self.stream.write(text)
             self.stream.flush()
-
-
-def describe(decision: Decision, version: int | None, share: float) -> str:
-    """`share` is that of a version on trial."""
-    comparison = decision.comparison
-    text = f"version {version} published" if version else decision.decision
-    text += f" for a share of {share:g} of the requests" if share else ""
-    text += f": {decision.reason}"
-    if comparison is not None and comparison.requests:
-        text += (
-            f" (alpha {comparison.first:.4f} -> {comparison.second:.4f}, gain "
-            f"{comparison.gain:+.4f} over {comparison.requests} "
-            f"requests, p <= {decision.p_value:.2g} against {decision.level:.2g} at any look)"
-        )
-    return text
 
 
 PREFIX = "draftsmith_learner_"
@@ -147,25 +130,3 @@ def handler(status: Status, registry: CollectorRegistry) -> type[BaseHTTPRequest
             """One line an event is for people; a scrape is none."""
 
     return Handler
-
-
-class DecisionLog:
-    """A line that a full disk refuses waits for `flush`: it must not part a decision from what
-    follows from it."""
-
-    def __init__(self, root: Path, tell: Callable[[str], None]):
-        self.root, self.tell = root, tell
-        self.waiting: list[dict[str, Any]] = []
-
-    def add(self, decision: Mapping[str, Any]) -> None:
-        self.waiting.append({"time_s": time.time(), **decision})
-        self.flush()
-
-    def flush(self) -> None:
-        while self.waiting:
-            try:
-                versions.record_decision(self.root, self.waiting[0])
-            except OSError as error:
-                self.tell(f"{error}; {len(self.waiting)} decisions wait to be logged")
-                return
-            del self.waiting[0]

@@ -1,8 +1,8 @@
 """Drafts that learn from one class of requests each: sorted by tag or cluster, begun, served, given
 up (`pool_policy.py`).
 
-Every text also goes to the lineage that all classes share: its draft serves who has none, and it is
-what the others are held to.
+Every text also goes to the shared track: its draft serves the other classes, and the drafts of
+classes are compared with it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.context import LearnerContext
+from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.gate.class_standing import Standing
 from draftsmith.distill.gate.scoring import Scored
-from draftsmith.distill.lineage import Lineage, Site
 from draftsmith.distill.pool.clusters import find_clusters
 from draftsmith.distill.pool.policy import ClassTraffic, Member, Move, moves, resolved
 from draftsmith.drafters.published import versions
@@ -46,12 +47,12 @@ DECISIONS = {
 
 @dataclass
 class Pooled:
-    """A class with a lineage. While it learns, its live version is a copy of the live draft, which
+    """A class with a track. While it learns, its live version is a copy of the live draft, which
     its candidate must beat."""
 
     name: str
     folder: str
-    lineage: Lineage
+    track: DraftTrack
     standing: Standing
     is_serving: bool
     requests: int = 0  # since it began to learn
@@ -59,18 +60,18 @@ class Pooled:
     def copied(self, version: int) -> int | None:
         """Which version of the live draft a version of its own is a copy of; None for a candidate
         that won."""
-        return versions.read_manifest(self.lineage.root, version)["data_range"].get("copy_of")
+        return versions.read_manifest(self.track.root, version)["data_range"].get("copy_of")
 
     @property
     def has_won(self) -> bool:
-        return not self.is_serving and self.copied(self.lineage.publisher.version) is None
+        return not self.is_serving and self.copied(self.track.live.version) is None
 
     @property
     def held_to(self) -> int | None:
         """The version of the live draft that its candidate must beat, or did."""
-        version = self.lineage.publisher.version
+        version = self.track.live.version
         if self.has_won:
-            version = versions.read_manifest(self.lineage.root, version)["parent"]
+            version = versions.read_manifest(self.track.root, version)["parent"]
         return None if version is None else self.copied(version)
 
     def numbers(self) -> dict[str, Any]:
@@ -78,23 +79,23 @@ class Pooled:
         return {
             "folder": self.folder,
             "serving": self.is_serving,
-            "version": self.lineage.publisher.version,
+            "version": self.track.live.version,
             "gain": latest.gain if latest else None,
             "requests": self.requests,
-            "updates": self.lineage.learner.updates,
-            "window": len(self.lineage.window),
+            "updates": self.track.learner.updates,
+            "window": len(self.track.window),
         }
 
 
 class ClassPool:
-    """`pool.json` says which lineages there are, the learner's state what they know."""
+    """The tracks of `pool.json`; their values are in the learner's state."""
 
-    def __init__(self, root: Path, site: Site, shared: Lineage):
-        self.root, self.site, self.shared = root, site, shared
+    def __init__(self, root: Path, context: LearnerContext, shared: DraftTrack):
+        self.root, self.context, self.shared = root, context, shared
         self.written = pool = read_pool(root) or DraftPool()
         self.config, self.gate = (
-            resolved(site.config.pool, len(pool.classes) + len(pool.learning)),
-            site.config.gate,
+            resolved(context.config.pool, len(pool.classes) + len(pool.learning)),
+            context.config.gate,
         )
         self.clusters = pool.clusters
         self.traffic = ClassTraffic(self.config.idle_requests)
@@ -104,24 +105,22 @@ class ClassPool:
             for name, folder in classes.items():
                 self.members[name] = self._open(name, folder, is_serving=is_serving)
         self._sweep()
-        if site.config.pool.most is None and self.members:
+        if context.config.pool.most is None and self.members:
             names = ", ".join(map(repr, self.members))
-            site.tell(
+            context.report(
                 f"the pool goes on with {names}; give pool.most to let more classes begin, or "
                 "fewer stay"
             )
 
     def _open(self, name: str, folder: str, *, is_serving: bool) -> Pooled:
-        draft = str(versions.folder_of(self.root, self.shared.publisher.version))
-        lineage = Lineage(pool_root(self.root) / folder, self.site, draft=draft, name=name)
-        return Pooled(name, folder, lineage, Standing(self.gate), is_serving)
+        draft = str(versions.folder_of(self.root, self.shared.live.version))
+        track = DraftTrack(pool_root(self.root) / folder, self.context, draft=draft, name=name)
+        return Pooled(name, folder, track, Standing(self.gate), is_serving)
 
     @property
-    def lineages(self) -> dict[str, Lineage]:
+    def tracks(self) -> dict[str, DraftTrack]:
         """By folder."""
-        return {one.folder: one.lineage for one in self.members.values()}
-
-    # Traffic.
+        return {one.folder: one.track for one in self.members.values()}
 
     def take(self, text: ServedText) -> None:
         tag = text.records[0].request_class
@@ -130,10 +129,10 @@ class ClassPool:
         self.traffic.observe(name)
         if name in self.members:
             self.members[name].requests += 1
-            self.members[name].lineage.take(text)
+            self.members[name].track.take(text)
 
     def _find_clusters(self) -> None:
-        """In the sample of all traffic that the shared lineage keeps."""
+        """Clusters the reservoir of the shared track."""
         names = (
             []
             if self.clusters is None
@@ -145,13 +144,11 @@ class ClassPool:
         kept = self.shared.learner.reservoir.texts
         texts = [text.tokens for text in kept if not text.records[0].request_class]
         self.clusters = find_clusters(
-            texts, most=max(2, self.config.most), seed=self.site.config.seed
+            texts, most=max(2, self.config.most), seed=self.context.config.seed
         )
         self.traffic.leave_out(names)
         count = len(self.clusters.centroids) if self.clusters else 1
-        self.site.tell(f"requests without a tag are of {count} kind{'s' if count > 1 else ''}")
-
-    # Decisions.
+        self.context.report(f"requests without a tag are of {count} kind{'s' if count > 1 else ''}")
 
     def judge(self) -> None:
         """Looks at what has new held-out requests, and moves."""
@@ -161,7 +158,7 @@ class ClassPool:
             if not one.is_serving:
                 self._follow_live(one)
             elif self._num_new(one) >= self.gate.requests:
-                with self.site.throttle.work():
+                with self.context.throttle.work():
                     self._look(one)
         members = [
             self._member(one)
@@ -175,31 +172,29 @@ class ClassPool:
     def _follow_live(self, one: Pooled) -> None:
         """What a class that learns must beat is the live draft of today, even if it did beat
         yesterday's."""
-        version = self.shared.publisher.version
+        version = self.shared.live.version
         if one.held_to != version:
-            one.lineage.rebase(self.shared.publisher.live, version)
+            one.track.lifecycle.rebase(self.shared.live.draft, version)
 
     def _num_new(self, one: Pooled) -> int:
         seen = set(one.standing.window)
-        return sum(text.request not in seen for text in one.lineage.window)
+        return sum(text.request not in seen for text in one.track.window)
 
     def _look(self, one: Pooled) -> None:
-        if one.lineage.made_for or self.shared.made_for:
+        if one.track.live.made_for or self.shared.live.made_for:
             return
-        texts, depth = one.lineage.window, one.lineage.depth
+        texts, depth = one.track.window, one.track.depth
         own, live = (
-            scorer.score(texts, max_depth=depth) for scorer in (one.lineage.live, self.shared.live)
+            track.live.scorer.score(texts, max_depth=depth) for track in (one.track, self.shared)
         )
-        pair = (one.lineage.publisher.version, self.shared.publisher.version)
+        pair = (one.track.live.version, self.shared.live.version)
         one.standing.look(
             [text.request for text in texts], alphas(live), alphas(own), versions=pair
         )
 
     def _member(self, one: Pooled) -> Member:
         told = (
-            one.standing.describe()
-            if one.is_serving
-            else f"version {one.lineage.publisher.version} won"
+            one.standing.describe() if one.is_serving else f"version {one.track.live.version} won"
         )
         return Member(
             one.name, one.is_serving, one.has_won, one.standing.is_no_better, one.requests, told
@@ -209,20 +204,18 @@ class ClassPool:
         name = move.name
         if move.kind == "learn":
             self.members[name] = self._open(name, next_folder(self.root), is_serving=False)
-            self.members[name].lineage.begin(None)
+            self.members[name].track.begin(None)
         one = self.members[name]
         if move.kind == "serve":
             one.is_serving = True
         elif move.kind != "learn":
-            self.members.pop(name).lineage.learner.optimizer.close()
+            self.members.pop(name).track.learner.optimizer.close()
             self.traffic.given_up[name] = self.traffic.num_seen
         decision = DECISIONS[move.kind]
         self.shared.log.add(
             {"decision": decision, "class": name, "reason": move.reason, **one.numbers()}
         )
-        self.site.tell(f"{decision}: {name!r} ({one.folder}), {move.reason}")
-
-    # Keeping.
+        self.context.report(f"{decision}: {name!r} ({one.folder}), {move.reason}")
 
     def _pool(self) -> DraftPool:
         serving = {one.name: one.folder for one in self.members.values() if one.is_serving}
@@ -235,7 +228,7 @@ class ClassPool:
         if pool == self.written:
             return
         write_pool(self.root, pool)
-        self.site.save()
+        self.context.save()
         self.written = pool
         self._sweep()
 

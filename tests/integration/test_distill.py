@@ -144,7 +144,7 @@ def test_a_version_chosen_by_hand_is_followed(
     def choose(self: Daemon) -> bool:
         if not seen:
             versions.rollback(made.versions, 1, "by hand")
-        seen.append(self.publisher.version)
+        seen.append(self.shared.live.version)
         return take_in(self)
 
     monkeypatch.setattr(Daemon, "take_in", choose)

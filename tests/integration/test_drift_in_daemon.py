@@ -64,15 +64,17 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
         daemon.sort_in(served(number, 3, "code"))
         daemon.sort_in(served(number, 3, "chat"))
     for _ in range(3):
-        daemon.shared.decided(Decision("hold", "no gain"))
+        daemon.shared.lifecycle.record(Decision("hold", "no gain"))
     assert "learning rests" in told.getvalue()
-    before = {name: value.clone() for name, value in daemon.learner.drafter.state_dict().items()}
-    assert len(daemon.fresh) > 4
+    before = {
+        name: value.clone() for name, value in daemon.shared.learner.drafter.state_dict().items()
+    }
+    assert len(daemon.shared.fresh) > 4
     daemon.cycle()
     assert daemon.counters.updates == 0 and daemon.status.values["resting"]
     assert all(
         torch.equal(value, before[name])
-        for name, value in daemon.learner.drafter.state_dict().items()
+        for name, value in daemon.shared.learner.drafter.state_dict().items()
     )
 
     for number in range(BASELINE, BASELINE + 40):
@@ -119,8 +121,8 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
         again.counters == daemon.counters
         and again.counters.drift_alarms == again.counters.orphans == 1
     )
-    assert again.shared.ledger == daemon.shared.ledger
-    assert str(again.shared.drift.kept()) == str(daemon.shared.drift.kept())
+    assert again.shared.live.ledger == daemon.shared.live.ledger
+    assert str(again.shared.live.drift.kept()) == str(daemon.shared.live.drift.kept())
 
     versions.publish(
         config.versions, lambda folder: checkpoint.save(draft, folder, target), family="mtp",
@@ -133,6 +135,6 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     assert list(Path(config.buffer).glob("reader-*.json")), (
         "servers would take a learner that rests as gone"
     )
-    assert again.publisher.version == again.status.values["version"] == 2, (
+    assert again.shared.live.version == again.status.values["version"] == 2, (
         "chosen while an update rests"
     )

@@ -28,7 +28,7 @@ import torch
 
 from draftsmith import files
 from draftsmith.distill import command as daemon
-from draftsmith.distill import lineage
+from draftsmith.distill import draft_track
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter, Reading
 from draftsmith.distill.buffer.folder import LEFTOVER_AGE_S, Folder, retain
 from draftsmith.distill.buffer.traffic import SILENCE_S
@@ -127,7 +127,7 @@ def test_bad_updates_are_not_published(
         torch.testing.assert_close(candidate[name], parameter, rtol=0, atol=0)
     # The control: it is the gate that held it, and what it held is bad. NaN is refused a second
     # time, as it is read back.
-    monkeypatch.setattr(lineage, "decide", accept_all)
+    monkeypatch.setattr(draft_track, "decide", accept_all)
     ungated = made.root / "ungated"
     daemon.run(replace(config, versions=str(ungated)))
     assert versions.latest(ungated) == (1 if harm == "NaN" else 2)
@@ -337,7 +337,7 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     assert is_waited_for(records[2:4], more=True, silent_s=2 * SILENCE_S)
     assert not is_waited_for(records[4:5], more=False, silent_s=2 * SILENCE_S)
     assert learner.counters.orphans == 0 and [
-        len(text.records) for text in [*learner.fresh, *learner.window]
+        len(text.records) for text in [*learner.shared.fresh, *learner.shared.window]
     ] == [5]
 
 
@@ -407,15 +407,15 @@ def same(record: Any) -> dict[str, Any]:
 RUN = """
 import os, sys
 from draftsmith.config import build
-from draftsmith.distill import daemon
+from draftsmith.distill import command
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.state import StateFolder
 import json
 from draftsmith.distill import state
 point, when = int(sys.argv[2]), sys.argv[3]
-# One shard a cycle, each holding whole requests: what is learned then depends on the records alone,
-not on the clock.
+# One shard a cycle, each holding whole requests: what is learned then depends on the records
+# alone, not on the clock.
 read, saves = BufferReader.read, 0
 BufferReader.read = lambda self: read(self, max_records=1)
 save = StateFolder.save
@@ -425,13 +425,13 @@ def counted(self, *args, **values):
     if saves == point and when == "before":
         os.kill(os.getpid(), 9)
     if saves == point and when == "amid":
-        state.pq.write_table = lambda *_, **__: os.kill(os.getpid(), 9)  # the tensors are on disk,
-        the records are not
+        # the tensors are on disk, the records are not
+        state.pq.write_table = lambda *_, **__: os.kill(os.getpid(), 9)
     save(self, *args, **values)
     if saves == point and when == "after":
         os.kill(os.getpid(), 9)
 StateFolder.save = counted
-daemon.run(build(DistillConfig, json.loads(sys.argv[1])))
+command.run(build(DistillConfig, json.loads(sys.argv[1])))
 """
 
 

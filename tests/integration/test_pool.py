@@ -256,7 +256,7 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(
     pooled = list(world.serve(asked))
     live = str(versions.latest(world.config.versions))
     named, versions_of_a = (
-        f"a/{world.daemon.pool.members['a'].lineage.publisher.version}",
+        f"a/{world.daemon.pool.members['a'].track.live.version}",
         drafted_by(pooled, "a"),
     )
     # one in ten is for comparison
@@ -280,11 +280,11 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(
         again.pool.members.keys() == world.daemon.pool.members.keys()
         and again.pool.members["a"].is_serving
     )
-    for folder, lineage in world.daemon.lineages.items():
-        weights = again.lineages[folder].learner.drafter.state_dict()
+    for folder, track in world.daemon.tracks.items():
+        weights = again.tracks[folder].learner.drafter.state_dict()
         assert all(
             torch.equal(values, weights[name])
-            for name, values in lineage.learner.drafter.state_dict().items()
+            for name, values in track.learner.drafter.state_dict().items()
         )
     world.daemon = again
 

@@ -50,8 +50,8 @@ class Taught:
 
     def __init__(self, world: World):
         self.texts: list[ServedText] = []
-        self._update = world.daemon.learner.update
-        world.daemon.learner.update = self._told
+        self._update = world.daemon.shared.learner.update
+        world.daemon.shared.learner.update = self._told
 
     def _told(self, fresh: Sequence[ServedText], *rest: Any) -> Any:
         self.texts += fresh
@@ -84,7 +84,7 @@ def compare(
 ) -> dict[str, float]:
     """Three drafts on the same texts of the second domain, which the newest version serves:
     learned, static, offline."""
-    static, online = setting.load(setting.draft(cell.seed)), world.daemon.publisher.live
+    static, online = setting.load(setting.draft(cell.seed)), world.daemon.shared.live.draft
     offline = setting.load(setting.draft(cell.seed))
     of_second = [text for text in taught if text.records[0].request_class == SECOND]
     distill(offline, setting, of_second, seed=cell.seed)

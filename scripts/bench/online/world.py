@@ -176,13 +176,13 @@ class World:
         self.daemon = Daemon(
             config, Status(self.root, self.log), Throttle(1.0, NoGuard(), threading.Event())
         )
-        live = self.daemon.publisher.load(versions.folder_of(self.root, self.live))
+        live = self.daemon.shared.live.publisher.load(versions.folder_of(self.root, self.live))
         self.pipe = self.daemon.reader = pipe(folder / "buffer")
         self.server = Server(target, live, seed=seed, sink=self.pipe, version=self.live)
 
     @property
     def live(self) -> int:
-        return self.daemon.publisher.version
+        return self.daemon.shared.live.version
 
     def serve(self, asks: Iterable[Ask]) -> Iterator[Answer]:
         return self.server.serve(asks, self.learn)

@@ -1,0 +1,24 @@
+"""Settings and services that all draft tracks of one learner share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.learn.optimizer import NewOptimizer
+from draftsmith.distill.state import Counters
+from draftsmith.distill.throttle import Throttle
+from draftsmith.drafters.target.target import Target
+
+
+@dataclass(frozen=True)
+class LearnerContext:
+    config: DistillConfig
+    target: Target
+    optimizer: NewOptimizer
+    throttle: Throttle
+    counters: Counters
+    report: Callable[[str], None]  # prints a line for people
+    save: Callable[[], None]  # saves the state of all tracks
+    cursor: Callable[[], Mapping[str, int]]  # records read so far, per writer of the buffer

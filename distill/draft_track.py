@@ -1,0 +1,205 @@
+"""One draft and the candidate for its next version: train on served text, decide on held-out text.
+
+It reads no buffer itself. Changes of the live version are in `version_lifecycle.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from draftsmith.distill.buffer.traffic import ServedText, depth_of, is_held_out, remembered
+from draftsmith.distill.context import LearnerContext
+from draftsmith.distill.decisions import DecisionLog
+from draftsmith.distill.gate.gate import Decision, decide
+from draftsmith.distill.gate.quarantine import enough, regate
+from draftsmith.distill.learn import learner as learning
+from draftsmith.distill.learn.learner import Learner, UpdateReport
+from draftsmith.distill.live_version import LiveVersion
+from draftsmith.distill.publisher import Publisher
+from draftsmith.distill.state import Kept, TrackState
+from draftsmith.distill.version_lifecycle import VersionLifecycle
+from draftsmith.drafters.published import versions
+
+
+class DraftTrack:
+    """Learner, training texts and held-out window of the draft for requests of class `name`.
+
+    "" is for all requests, and the only track with versions on trial.
+    """
+
+    def __init__(self, root: str | Path, context: LearnerContext, *, draft: str, name: str = ""):
+        self.root, self.context = Path(root), context
+        self.config = context.config
+        self.log = DecisionLog(self.root, context, name)
+        publisher = Publisher(self.root, draft, context.target)
+        self.live = LiveVersion(publisher, context, self.log)
+        self.learner = Learner(
+            publisher.load(versions.folder_of(self.root, publisher.version)),
+            context.target,
+            self.config.learn,
+            seed=self.config.seed,
+            optimizer=context.optimizer,
+        )
+        self.lifecycle = VersionLifecycle(self.live, self.learner, context)
+        self.fresh: list[ServedText] = []
+        self.window: list[ServedText] = []
+        # stays set while held-out requests are too few, or a full disk prevents a publication
+        self.is_gate_due = False
+        self.num_unscored = 0  # held-out texts since the last look at a version in quarantine
+        self.latest_update: UpdateReport | None = None
+
+    @property
+    def kept(self) -> Kept:
+        state = TrackState(
+            self.live.version,
+            self.is_gate_due,
+            self.live.ledger,
+            self.lifecycle.canary.trial,
+            self.live.drift.kept(),
+            self.fresh,
+            self.window,
+        )
+        return Kept(self.learner, state)
+
+    def begin(self, state: TrackState | None) -> None:
+        """Goes on from a saved state, whose learner is filled already, or begins at the live
+        version."""
+        if state is not None:
+            self.is_gate_due, self.fresh, self.window = (
+                state.is_gate_due,
+                state.fresh,
+                state.window,
+            )
+        self.lifecycle.begin(state)
+
+    @property
+    def depth(self) -> int:
+        return depth_of(self.window)
+
+    def take(self, text: ServedText) -> None:
+        """Sorts a finished text into training or held-out texts."""
+        served_as = self.live.served_as
+        self.live.look_for_drift(text)
+        self.lifecycle.canary.observe(text, served_as)
+        self.live.watch.take(text, served_as)
+        if not is_held_out(text, self.config.gate.held_out):
+            # More than the reservoir holds would only be waited for: the newest traffic matters
+            # most.
+            self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
+        elif text.is_scorable:
+            self.window = [*self.window, text][-self.config.gate.window :]
+            self.num_unscored += 1
+
+    def forget(self, answers: frozenset[str]) -> None:
+        self.fresh, self.window = remembered(self.fresh, answers), remembered(self.window, answers)
+        self.live.forget(answers)
+        self.learner.reservoir.forget(answers)
+
+    def work(self) -> bool:
+        """Does all work that is due; True when the candidate took steps."""
+        gate = self.config.gate
+        has_update = len(self.fresh) >= self.config.learn.fresh and not self.live.drift.is_resting
+        if has_update:
+            self.update()
+            self.is_gate_due |= self.learner.updates % gate.every == 0
+        if self.lifecycle.canary.trial is not None:
+            with self.context.throttle.work():
+                self.lifecycle.check_trial(self.window, max_depth=self.depth)
+        elif self.is_gate_due and len(self.window) >= gate.requests:
+            with self.context.throttle.work():
+                self.gate()
+        if self.live.made_for:
+            if self.num_unscored >= gate.requests:
+                with self.context.throttle.work():
+                    self.regate()
+        elif self.live.watch.is_due:
+            with self.context.throttle.work():
+                self.lifecycle.check_live()
+        return has_update
+
+    def finish(self) -> None:
+        """Trains on the texts that are left and decides on the last candidate."""
+        self.log.flush()
+        if self.fresh:
+            self.update()
+            self.is_gate_due = True
+        if self.is_gate_due and self.lifecycle.canary.trial is None:
+            self.gate()
+
+    def update(self) -> None:
+        self.latest_update = self.learner.update(self.fresh, self.context.throttle.rest)
+        self.context.counters.texts += len(self.fresh)
+        self.context.counters.updates += 1
+        self.fresh = []
+        if self.latest_update.broken >= learning.MAX_BROKEN_STEPS:
+            reason = "training gave gradients that are not finite"
+            self.lifecycle.record(Decision("refuse", reason))
+            self.lifecycle.start_over()
+
+    def gate(self) -> None:
+        """Publishes the candidate, keeps it in training, or drops it."""
+        with self.learner.averaged() as candidate:
+            decision = decide(
+                self.live.scorer,
+                candidate,
+                self.window,
+                self.config.gate,
+                max_depth=self.depth,
+                evidence=self.live.ledger.gate,
+            )
+        if self.live.made_for:
+            decision = enough(decision, self.config.gate)
+        if decision.decision == "accept":
+            self.lifecycle.publish(decision, self.learner.averaged())
+            self.is_gate_due = False
+            return
+        self.is_gate_due = False
+        self.lifecycle.record(decision)
+        if decision.decision == "refuse" or self._has_fallen_behind(decision):
+            self.lifecycle.start_over()
+
+    def _has_fallen_behind(self, decision: Decision) -> bool:
+        """True for a candidate that is worse with evidence: the live draft is the better start."""
+        comparison = decision.comparison
+        return (
+            comparison is not None
+            and comparison.gain < 0
+            and comparison.p_value <= self.config.gate.error
+        )
+
+    def regate(self) -> None:
+        """Publishes the live draft again for a new target, if its traffic shows it good enough."""
+        self.num_unscored = 0
+        decision = regate(self.live.scorer, self.window, self.config.gate, max_depth=self.depth)
+        if decision.decision == "accept":
+            self.lifecycle.publish(decision, nullcontext(self.live.draft))
+        else:
+            self.lifecycle.record(decision)
+
+    def describe(self) -> str:
+        update = self.latest_update
+        training = f", loss {update.loss:.3f}, alpha {update.alpha[0]:.3f}" if update else ""
+        return (
+            f"version {self.live.version}, {len(self.window)} held out, waiting "
+            f"{len(self.fresh)}{training}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        update = self.latest_update
+        trial, watched = self.lifecycle.canary.trial, self.live.watch.latest
+        return {
+            "version": self.live.version,
+            "is_gate_due": self.is_gate_due,
+            "fresh": len(self.fresh),
+            "window": len(self.window),
+            "reservoir": len(self.learner.reservoir.texts),
+            "loss": update.loss if update else None,
+            "alpha_training": update.alpha if update else [],
+            "canary": {"version": trial.version, **trial.numbers()} if trial else None,
+            "live": watched.to_dict() if watched else None,
+            "drift": self.live.drift.to_dict(),
+            "resting": self.live.drift.is_resting,
+            "quarantined": bool(self.live.made_for),
+        }

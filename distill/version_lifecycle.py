@@ -1,0 +1,224 @@
+"""Changes of the live version of a draft track: publish, try, promote, roll back, rebase, prune."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from draftsmith.config import to_dict
+from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.context import LearnerContext
+from draftsmith.distill.gate.canary import CanaryDesk
+from draftsmith.distill.gate.gate import Decision
+from draftsmith.distill.gate.regression import Watched
+from draftsmith.distill.learn.learner import Learner
+from draftsmith.distill.live_version import LiveVersion
+from draftsmith.distill.state import TrackState
+from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.published import versions
+from draftsmith.errors import UserError
+from draftsmith.version import __version__
+
+
+class VersionLifecycle:
+    """Publishes the learner's candidate and follows whatever becomes live.
+
+    The candidate of `learner` restarts from the live draft where it has lost its worth.
+    """
+
+    def __init__(self, live: LiveVersion, learner: Learner, context: LearnerContext):
+        self.live, self.learner, self.context = live, learner, context
+        self.publisher, self.log = live.publisher, live.log
+        self.canary = CanaryDesk(self.publisher, context.config.gate)
+
+    def begin(self, state: TrackState | None) -> None:
+        """Goes on from a saved state, or begins at the live version."""
+        if state is not None:
+            self.live.ledger, self.canary.trial = state.ledger, state.trial
+            self.live.drift.restore(state.drift)
+        if state is not None and state.live_version != self.live.version:
+            self._new_live_version()
+        else:
+            self.live.notice_target()
+
+    def follow(self) -> None:
+        """Adopts a version or a trial that was chosen outside this process, by `current` or
+        `canary.json`."""
+        self.log.flush()
+        if self._chosen() != self.live.version:
+            left = self.live.version
+            self.publisher.reload()
+            self.log.report(
+                f"version {self.live.version} was chosen instead of {left}; learning goes on "
+                "from it"
+            )
+            self._new_live_version()
+            self.start_over()
+        elif self.canary.follow():
+            on_trial = f"version {self.canary.version}" if self.canary.trial else "no version"
+            self.log.report(f"{on_trial} is on trial now, as its file says")
+            if self.canary.trial is None:
+                self.start_over()
+
+    def _chosen(self) -> int | None:
+        """Version that `current` names. An unreadable file, half written by hand perhaps, changes
+        nothing; servers report it."""
+        try:
+            return versions.latest(self.publisher.root)
+        except UserError:
+            return self.live.version
+
+    def start_over(self) -> None:
+        """Makes the candidate a copy of the live draft."""
+        self.learner.restart(self.live.draft.state_dict())
+        self.live.ledger.gate.new_candidate()
+
+    def _new_live_version(self) -> None:
+        """Restarts error budgets and the watch. A version on trial was compared with another one,
+        so its trial ends."""
+        self.canary.end()
+        self.learner.live_changed(self.live.draft.state_dict())
+        self.live.renew()
+
+    def record(
+        self,
+        decision: Decision,
+        *,
+        version: int | None = None,
+        live: int | None = None,
+        share: float = 0.0,
+    ) -> None:
+        """Logs a gate decision and counts it towards the rest of learning."""
+        self.log.gated(
+            decision,
+            live=live or self.live.version,
+            version=version,
+            share=share,
+            updates=self.learner.updates,
+        )
+        drift = self.live.drift
+        if drift.judged(promoted=version is not None):
+            self.log.report(
+                f"{drift.fruitless} decisions without a promotion; learning rests until the "
+                "traffic changes"
+            )
+
+    def publish(
+        self, decision: Decision, candidate: AbstractContextManager[TrainedDrafter]
+    ) -> None:
+        self.context.save()
+        live = self.live.version
+        # Servers have one version on trial at a time; a live version in quarantine leaves nothing
+        # to compare with.
+        is_tried = not self.log.name and not self.live.made_for
+        share = self.context.config.gate.canary if is_tried else 0.0
+        try:
+            version = self._write(decision, candidate, is_live=share == 0)
+        except UserError as error:
+            reason = f"the written candidate cannot be read back: {error}"
+            self.record(replace(decision, decision="refuse", reason=reason))
+            self.start_over()
+            return
+        self.record(decision, version=version, live=live, share=share)
+        if share > 0:
+            self.canary.begin(version)
+        else:
+            self._new_live_version()
+        self.context.save()
+        self.prune()
+
+    def _write(
+        self,
+        decision: Decision,
+        candidate: AbstractContextManager[TrainedDrafter],
+        *,
+        is_live: bool,
+    ) -> int:
+        """Number of the new version, with its provenance in the manifest."""
+        counters = self.context.counters
+        training = {
+            "version": __version__,
+            "online": to_dict(self.context.config.learn),
+            "updates": self.learner.updates,
+        }
+        data_range = {
+            "records": counters.records,
+            "texts": counters.texts,
+            "cursor": self.context.cursor(),
+        }
+        with candidate as drafter:
+            return self.publisher.publish(
+                drafter,
+                training=training,
+                data_range=data_range,
+                gate=decision.to_dict(),
+                live=is_live,
+            )
+
+    def rebase(self, drafter: TrainedDrafter, version: int) -> None:
+        """Copies the live draft of all classes here as the live version. The candidate stays and
+        is compared with the copy."""
+        reason = f"version {version} of the draft that all classes share"
+        self.publisher.publish(
+            drafter, training={}, data_range={"copy_of": version}, gate={"reason": reason}
+        )
+        self._new_live_version()
+        self.prune()
+
+    def prune(self) -> None:
+        needed = (
+            self.publisher.parent_version,
+            self.canary.version,
+            next(self.publisher.own_versions(), None),
+        )
+        keep = self.context.config.retention.versions
+        versions.prune(self.publisher.root, keep=keep, needed=needed)
+
+    def check_live(self) -> None:
+        """Rolls the live version back if its traffic shows it worse than an earlier one."""
+        watched = self.live.look()
+        if watched.version is not None:
+            self._roll_back(watched, watched.version)
+
+    def _roll_back(self, watched: Watched, version: int) -> None:
+        left = self.live.version
+        if not self.publisher.roll_back(version):
+            self.log.report(
+                f"version {left} is worse than {version} ({watched.reason}), which cannot be "
+                "returned to any more"
+            )
+            self.live.watch.begin(self.live.scorer)
+            return
+        self.log.rolled_back(left, self.live.version, watched.to_dict())
+        self._new_live_version()
+        self.start_over()
+        self.context.save()
+
+    def check_trial(self, window: Sequence[ServedText], *, max_depth: int) -> None:
+        """Promotes the version on trial or rolls it back, once the evidence suffices. `window`
+        holds the newest held-out texts."""
+        if self.canary.notices_silence():
+            self.log.report(
+                f"version {self.canary.version} is on trial and servers draft for nobody; the "
+                "trial waits until they do"
+            )
+        verdict = self.canary.judge(self.live.scorer, window, max_depth=max_depth)
+        if verdict is None or self.canary.trial is None:
+            return
+        tried = self.canary.trial.version
+        numbers = {"reason": verdict.reason, **self.canary.trial.numbers()}
+        if verdict.decision == "promoted":
+            self._promote(tried, numbers)
+        else:
+            self.log.rolled_back(tried, self.live.version, numbers)
+            self.canary.end()
+            self.start_over()
+        self.context.save()
+
+    def _promote(self, version: int, numbers: Mapping[str, Any]) -> None:
+        left = self.live.version
+        self.publisher.promote(version)
+        self.log.promoted(version, left, numbers)
+        self._new_live_version()
