@@ -368,8 +368,8 @@ for number, record in enumerate(BufferReader(source).read(max_records=10**6).rec
     if number == 30:
         writer._flush()
         replace = os.replace
-        os.replace = lambda *names: os.kill(os.getpid(), 9)  # all bytes are on disk,
-        under a name that is none yet
+        # all bytes are on disk, under a name that is none yet
+        os.replace = lambda *names: os.kill(os.getpid(), 9)
     writer.put(record)
 writer._flush()
 """
