@@ -3,6 +3,7 @@ turns out worse."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,14 +14,10 @@ import torch
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.learn import zero
-from draftsmith.distill.learn.ranks import follow, joined
 from draftsmith.distill.limits import check_numbers
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.distill.throttle import Guard, LatencyGuard, NoGuard, Throttle, scraper
-from draftsmith.drafters.target.device import device_of
-from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.errors import UserError
 
 
@@ -31,17 +28,12 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
     stop = stop or threading.Event()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with joined(device_of(config.device)) as crew:
-        if crew is not None and crew.rank != LEADER:
-            follow(crew.channel, config)
-            return 0
-        channel = None if crew is None else crew.channel
-        with learner_lock(config.versions), stopping(stop):
-            learn(config, stop, channel)
+    with learner_lock(config.versions), stopping(stop):
+        learn(config, stop)
     return 0
 
 
-def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None) -> None:
+def learn(config: DistillConfig, stop: threading.Event) -> None:
     status, throttle = (
         Status(config.versions),
         Throttle(config.learn.budget, guard_of(config), stop),
@@ -52,7 +44,7 @@ def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None)
             closing.callback(server.close)
             status.event(f"status at http://{config.status_host}:{server.port}")
         while True:
-            daemon = begin(config, status, throttle, channel)
+            daemon = begin(config, status, throttle)
             daemon.loop(stop)
             if not daemon.is_outdated:
                 return
@@ -62,11 +54,9 @@ def learn(config: DistillConfig, stop: threading.Event, channel: Channel | None)
             )
 
 
-def begin(
-    config: DistillConfig, status: Status, throttle: Throttle, channel: Channel | None
-) -> Daemon:
+def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:
     try:
-        return Daemon(config, status, throttle, channel)
+        return Daemon(config, status, throttle)
     except OSError as error:
         raise UserError(
             f"the learner cannot begin ({error}); make room, or give another --versions or --buffer"
@@ -97,11 +87,19 @@ def stopping(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def check_one_process() -> None:
+    size = os.environ.get("WORLD_SIZE") or "1"
+    if size != "1":
+        raise UserError(
+            f"WORLD_SIZE is {size}, but the learner runs in one process; start it without a "
+            "launcher of several"
+        )
+
+
 def check(config: DistillConfig) -> None:
+    check_one_process()
     check_numbers(config)
     learning.check(config.learn)
-    if config.deepspeed is not None:
-        zero.check(config.deepspeed)
     if (config.server is None) != (config.tpot_ms is None):
         raise UserError("server and tpot_ms belong together; give both or neither")
     learn, gate, pool = config.learn, config.gate, config.pool

@@ -209,11 +209,6 @@ class DistillConfig:
     )
     tpot_ms: float | None = option(None, "bound on the p95 of that server's time per output token")
     seed: int = option(0, "of the replay")
-    deepspeed: str | None = option(
-        None,
-        "DeepSpeed JSON such as recipes/zero1.json, for its zero_optimization; start under "
-        "torchrun",
-    )
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     trust_remote_code: bool = option(False, TRUST_HELP)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.learn.optimizer import NewOptimizer
 from draftsmith.distill.state import Counters
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.target.target import Target
@@ -16,7 +15,6 @@ from draftsmith.drafters.target.target import Target
 class LearnerContext:
     config: DistillConfig
     target: Target
-    optimizer: NewOptimizer
     throttle: Throttle
     counters: Counters
     report: Callable[[str], None]  # prints a line for people

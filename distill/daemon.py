@@ -15,15 +15,12 @@ from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedTex
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
-from draftsmith.distill.learn.gradients import OwnGradients
-from draftsmith.distill.learn.ranks import optimizers
 from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, Counters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.published.pool import pool_root
 from draftsmith.drafters.target.device import load_target
-from draftsmith.drafters.target.ranks import Channel
 from draftsmith.files import signature, sweep
 
 RETENTION_S = 30.0
@@ -32,14 +29,7 @@ RETENTION_S = 30.0
 class Daemon:
     """Every part of a cycle may fail for want of disk without ending the loop."""
 
-    def __init__(
-        self,
-        config: DistillConfig,
-        status: Status,
-        throttle: Throttle,
-        channel: Channel | None = None,
-    ):
-        """`channel` leads to other processes that share the work of an update."""
+    def __init__(self, config: DistillConfig, status: Status, throttle: Throttle):
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
         classes = pool_root(self.root)
@@ -55,11 +45,9 @@ class Daemon:
             trust_remote_code=config.trust_remote_code,
         )
         self.counters, self.open = Counters(), OpenRequests()
-        optimizer = optimizers(config, OwnGradients(self.target, config.learn), channel)
         context = LearnerContext(
             config,
             self.target,
-            optimizer,
             throttle,
             self.counters,
             status.event,

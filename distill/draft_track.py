@@ -40,7 +40,6 @@ class DraftTrack:
             context.target,
             self.config.learn,
             seed=self.config.seed,
-            optimizer=context.optimizer,
         )
         self.lifecycle = VersionLifecycle(self.live, self.learner, context)
         self.fresh: list[ServedText] = []

@@ -13,15 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, branches, remembered
 from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
-from draftsmith.distill.learn.gradients import OwnGradients
-from draftsmith.distill.learn.optimizer import NewOptimizer, WholeOptimizer, trained
+from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.limits import check_numbers
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -82,8 +80,8 @@ class Reservoir:
 
 
 class Learner:
-    """Owns the candidate's optimizer and the reservoir. Randomness depends on `seed` and the number
-    of the update alone. The optimizer is this process's own where none is given."""
+    """Owner of the candidate's optimizer and of the reservoir. Randomness depends on `seed` and the
+    number of the update alone."""
 
     def __init__(
         self,
@@ -92,7 +90,6 @@ class Learner:
         config: LearnConfig,
         *,
         seed: int,
-        optimizer: NewOptimizer | None = None,
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
@@ -101,8 +98,7 @@ class Learner:
         if config.lora is not None:
             adapt(drafter, config.lora, seed=seed)
         self.parameters = trained(drafter)
-        new_optimizer = optimizer or partial(WholeOptimizer, OwnGradients(target, config), config)
-        self.optimizer = new_optimizer(drafter)
+        self.optimizer = CandidateOptimizer(drafter, target, config)
         self.updates = 0
         self._begin()
 

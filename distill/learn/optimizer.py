@@ -1,52 +1,34 @@
-"""The optimizer of a candidate: here AdamW, whole in this process."""
+"""Optimizer steps of a candidate: gradient of the trainer's objective on a batch of rows, clipping,
+AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.learn.gradients import Gradients
-from draftsmith.train.data.roles import Row
-from draftsmith.train.objective.unrolled_loss import StepSums
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.divergence.kind import kind_of
+from draftsmith.train.data.roles import Row, padded_rows
+from draftsmith.train.objective.depth_weights import step_weighting
+from draftsmith.train.objective.teacher import LiveSource
+from draftsmith.train.objective.unrolled_loss import StepSums, unrolled_loss
 
 
-class Optimizer(Protocol):
-    """The draft's weights may be changed between steps by whoever made it."""
+class CandidateOptimizer:
+    """AdamW over the trained parameters of `drafter`, whose weights may change between steps."""
 
-    def step(self, rows: Sequence[Row], *, lr: float) -> StepSums | None:
-        """By the gradient of the rows' token mean. None, and nothing changed, when that is not
-        finite."""
-        ...
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        """As "<parameter>:<moment>"; `fill` takes them back, wherever the optimizer is held."""
-        ...
-
-    def fill(self, moments: Mapping[str, torch.Tensor]) -> None: ...
-
-    def forget(self) -> None:
-        """As if no step had been taken."""
-        ...
-
-    def close(self) -> None:
-        """The candidate is given up."""
-        ...
-
-
-NewOptimizer = Callable[[torch.nn.Module], Optimizer]
-
-
-class WholeOptimizer:
-    def __init__(self, gradients: Gradients, config: LearnConfig, drafter: torch.nn.Module):
-        self.gradients, self.config, self.drafter = gradients, config, drafter
+    def __init__(self, drafter: torch.nn.Module, target: Target, config: LearnConfig):
+        self.drafter, self.target, self.config = drafter, target, config
+        self.weighting = step_weighting(config.weights, config.step_decay)
         self.forget()
 
     def step(self, rows: Sequence[Row], *, lr: float) -> StepSums | None:
+        """One step on the rows' token mean. None, and nothing changed, when the gradient is not
+        finite."""
         self.adam.zero_grad(set_to_none=True)
-        sums = self.gradients.add(self.drafter, rows)
+        sums = self._backward(rows)
         norm = torch.nn.utils.clip_grad_norm_(trained(self.drafter).values(), self.config.clip)
         if not bool(torch.isfinite(norm)):
             self.adam.zero_grad(set_to_none=True)
@@ -55,12 +37,25 @@ class WholeOptimizer:
         self.adam.step()
         return sums
 
+    def _backward(self, rows: Sequence[Row]) -> StepSums:
+        unrolled = unrolled_loss(
+            self.drafter,
+            LiveSource(self.target),
+            padded_rows(rows, self.target.device),
+            num_steps=self.config.unroll,
+            weighting=self.weighting,
+            kind=kind_of(self.config.divergence),
+        )
+        (unrolled.total / (unrolled.scale * total_weight(rows))).backward()
+        return unrolled.sums
+
     def moments(self) -> dict[str, torch.Tensor]:
+        """Optimizer state as "<parameter>:<moment>", which `fill` takes back."""
         state, parameters = self.adam.state, trained(self.drafter)
         return {
-            f"{name}:{key}": one
-            for name, held in parameters.items()
-            for key, one in state.get(held, {}).items()
+            f"{name}:{key}": value
+            for name, parameter in parameters.items()
+            for key, value in state.get(parameter, {}).items()
         }
 
     def fill(self, moments: Mapping[str, torch.Tensor]) -> None:
@@ -68,14 +63,16 @@ class WholeOptimizer:
         parameters = trained(self.drafter)
         for key, value in moments.items():
             name, _, moment = key.rpartition(":")
-            place = "cpu" if moment == "step" else parameters[name].device
-            self.adam.state.setdefault(parameters[name], {})[moment] = value.to(place)
+            device = "cpu" if moment == "step" else parameters[name].device
+            self.adam.state.setdefault(parameters[name], {})[moment] = value.to(device)
 
     def forget(self) -> None:
-        self.adam = new_adam(self.drafter, self.config)
-
-    def close(self) -> None:
-        """Nobody else holds a part."""
+        """Returns to the state before the first step."""
+        self.adam = torch.optim.AdamW(
+            trained(self.drafter).values(),
+            lr=self.config.lr,
+            weight_decay=self.config.weight_decay,
+        )
 
 
 def trained(drafter: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -84,7 +81,5 @@ def trained(drafter: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def new_adam(drafter: torch.nn.Module, config: LearnConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        trained(drafter).values(), lr=config.lr, weight_decay=config.weight_decay
-    )
+def total_weight(rows: Sequence[Row]) -> float:
+    return float(sum(row.weights.sum(dtype="float64") for row in rows))

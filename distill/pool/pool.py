@@ -209,7 +209,7 @@ class ClassPool:
         if move.kind == "serve":
             one.is_serving = True
         elif move.kind != "learn":
-            self.members.pop(name).track.learner.optimizer.close()
+            del self.members[name]
             self.traffic.given_up[name] = self.traffic.num_seen
         decision = DECISIONS[move.kind]
         self.shared.log.add(

@@ -322,7 +322,7 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     made.serve(1)
     records = BufferReader(made.config.buffer).read().records
     learner = daemon.begin(
-        made.config, Status(made.versions), Throttle(1.0, NoGuard(), threading.Event()), None
+        made.config, Status(made.versions), Throttle(1.0, NoGuard(), threading.Event())
     )
     (name,) = {record.request for record in records}
 
