@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from draftsmith.config import option
 from draftsmith.drafters.config import DTYPES, TRUST_HELP
@@ -73,11 +75,33 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearnUnroll:
+    """Training-time unrolling, by the names of `train`."""
+
+    steps: int = option(4, "draft positions unrolled in training")
+    weights: str = option(
+        "exponential", "what a step counts, as in train --unroll.weights", choices=WEIGHTS
+    )
+    decay: float = option(0.9, "weight of a step relative to the one before it (exponential)")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnConfig:
+    # old name of an option -> its name in `train`; `unroll` is a section now
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "unroll": "unroll.steps",
+        "weights": "unroll.weights",
+        "step_decay": "unroll.decay",
+        "clip": "max_grad_norm",
+        "warmup": "warmup_steps",
+    }
+
     lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")
-    warmup: int = option(10, "steps over which the learning rate rises")
+    warmup_steps: int = option(10, "steps over which the learning rate rises")
     weight_decay: float = option(0.0, "AdamW's")
-    clip: float = option(1.0, "gradient norm limit")
+    max_grad_norm: float = option(
+        1.0, "gradients are clipped to this norm; 0 switches clipping off"
+    )
     batch: int = option(8, "sequences a step")
     steps: int = option(8, "optimizer steps an update")
     fresh: int = option(8, "new sequences that start an update")
@@ -92,11 +116,7 @@ class LearnConfig:
     )
     branches: int = option(16, "rejected continuations a step, when later-rejected is on")
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
-    unroll: int = option(4, "draft depths trained")
-    weights: str = option(
-        "exponential", "what a depth counts, as in train --unroll.weights", choices=WEIGHTS
-    )
-    step_decay: float = option(0.9, "exponential: weight of depth s is this to the power s")
+    unroll: LearnUnroll = option(help="training-time unrolling", factory=LearnUnroll)
     proximal: float = option(
         0.0,
         "weight decay towards the live version instead of zero; 10 holds a draft close, 0 is off",

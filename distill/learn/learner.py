@@ -204,7 +204,7 @@ class Learner:
 
     def _step(self, rows: Sequence[Row]) -> StepSums | None:
         """None, and nothing changed, when the gradient is not finite."""
-        lr = self.config.lr * min(1.0, (self.steps + 1) / max(1, self.config.warmup))
+        lr = self.config.lr * min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
         sums = self.optimizer.step(rows, lr=lr)
         if sums is not None:
             self.steps += 1

@@ -3,6 +3,7 @@ AdamW."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,7 +22,7 @@ class CandidateOptimizer:
 
     def __init__(self, drafter: torch.nn.Module, target: Target, config: LearnConfig):
         self.drafter, self.target, self.config = drafter, target, config
-        self.weighting = step_weighting(config.weights, config.step_decay)
+        self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
         self.forget()
 
     def step(self, rows: Sequence[Row], *, lr: float) -> StepSums | None:
@@ -29,7 +30,8 @@ class CandidateOptimizer:
         finite."""
         self.adam.zero_grad(set_to_none=True)
         sums = self._backward(rows)
-        norm = torch.nn.utils.clip_grad_norm_(trained(self.drafter).values(), self.config.clip)
+        limit = self.config.max_grad_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(trained(self.drafter).values(), limit)
         if not bool(torch.isfinite(norm)):
             self.adam.zero_grad(set_to_none=True)
             return None
@@ -42,7 +44,7 @@ class CandidateOptimizer:
             self.drafter,
             LiveSource(self.target),
             padded_rows(rows, self.target.device),
-            num_steps=self.config.unroll,
+            num_steps=self.config.unroll.steps,
             weighting=self.weighting,
             kind=kind_of(self.config.divergence),
         )

@@ -176,7 +176,7 @@ def daemon(shift: Shift, command: list[str]) -> Iterator[None]:
         *command, "distill", "--target", shift.target, "--draft", shift.draft, "--buffer",
         shift.folder / "buffer",
         "--versions", shift.folder / "versions", "--threads", 1,
-        "learn.lr=1e-3", f"learn.unroll={shift.k}",
+        "learn.lr=1e-3", f"learn.unroll.steps={shift.k}",
     ]  # fmt: skip
     with process(words, shift.folder / "distill.log"):
         yield

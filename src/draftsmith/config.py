@@ -105,11 +105,15 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError`
-    that names the mend."""
+    that names the mend. `cls.RENAMED`, if any, maps old names of options to new ones."""
     values = under_first_names(cls, values)
     types_by_name = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in values:
+    renamed = getattr(cls, "RENAMED", {})
+    for key, value in values.items():
+        if key in renamed and not isinstance(value, dict) and not dataclasses.is_dataclass(value):
+            new = prefix + renamed[key]
+            raise UserError(f"option {prefix + key!r} is now {new!r}; write {new}={value}")
         if key not in fields:
             raise UserError(unknown_key(f"{prefix}{key}", [prefix + name for name in fields]))
     missing = [name for name, field in fields.items() if _required(field) and name not in values]

@@ -17,7 +17,7 @@ import uvicorn
 from safetensors.torch import load_file
 
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.state import StateFolder
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter
@@ -46,7 +46,7 @@ DEFAULT_LIMITS = ServerLimits()
 OPTIONS = {name: options() for name, options in DEFAULTS.items()} | {
     "draft-lm": DraftLmOptions(num_layers=1, hidden_size=32)
 }
-LEARN = LearnConfig(lr=3e-3, steps=20, fresh=16, unroll=3)
+LEARN = LearnConfig(lr=3e-3, steps=20, fresh=16, unroll=LearnUnroll(steps=3))
 GATE = GateConfig(every=1, held_out=0.3)
 
 

@@ -18,7 +18,7 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Folder
 from draftsmith.distill.buffer.redaction import Redactor
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, LearnUnroll
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.options import MtpOptions
@@ -139,7 +139,7 @@ def learn(target: Target, name: str, root: Path, buffer: Path) -> Callable[[], i
     config = DistillConfig(
         target=name, draft=str(root / "draft"), buffer=str(buffer), versions=str(root / "versions"),
         until_idle_s=0.2,
-        poll_s=0.05, learn=LearnConfig(steps=1, fresh=2, batch=2, unroll=2),
+        poll_s=0.05, learn=LearnConfig(steps=1, fresh=2, batch=2, unroll=LearnUnroll(steps=2)),
         gate=GateConfig(requests=2, window=4),
     )  # fmt: skip
     return lambda: daemon.run(config)

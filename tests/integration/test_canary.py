@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.distill import command as daemon
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, LearnUnroll
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions, MtpOptions
 from draftsmith.drafters.published import versions
@@ -42,7 +42,8 @@ class Site:
         self.config = DistillConfig(
             target=target, draft=str(root / "draft"), buffer=str(root / "buffer"),
             versions=str(self.root),
-            until_idle_s=0.3, poll_s=0.05, learn=LearnConfig(lr=3e-3, steps=40, fresh=16, unroll=3),
+            until_idle_s=0.3, poll_s=0.05,
+            learn=LearnConfig(lr=3e-3, steps=40, fresh=16, unroll=LearnUnroll(steps=3)),
             gate=GateConfig(every=1, held_out=0.3, canary=0.5, canary_requests=12),
         )  # fmt: skip
 

@@ -440,7 +440,9 @@ def learn_in_steps(made: Any, root: Path, point: int, when: str) -> subprocess.C
         "target": made.config.target, "draft": made.config.draft, "buffer": made.config.buffer,
         "versions": str(root),
         "until_idle_s": 0.5, "poll_s": 0.05, "save_s": 0.0,
-        "learn": {"lr": 1e-3, "steps": 2, "fresh": 3, "unroll": 2, "batch": 4, "reservoir": 8},
+        "learn": {
+            "lr": 1e-3, "steps": 2, "fresh": 3, "unroll": {"steps": 2}, "batch": 4, "reservoir": 8,
+        },
         "gate": {"every": 3, "held_out": 0.3},
     }  # fmt: skip
     return subprocess.run(

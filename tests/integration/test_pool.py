@@ -15,7 +15,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.distill.buffer.buffer import BufferWriter
-from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, PoolConfig
+from draftsmith.distill.config import (
+    DistillConfig,
+    GateConfig,
+    LearnConfig,
+    LearnUnroll,
+    PoolConfig,
+)
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.pool import pool
 from draftsmith.distill.status import Status
@@ -39,7 +45,7 @@ from draftsmith.serve.watch import VersionWatcher
 
 WORDS = range(4, 68)
 LANGUAGES = {"a": 80, "b": 81}  # the token that a text of it begins with
-LEARN = LearnConfig(lr=1e-2, steps=12, fresh=16, batch=16, unroll=1, replay=0.5)
+LEARN = LearnConfig(lr=1e-2, steps=12, fresh=16, batch=16, unroll=LearnUnroll(steps=1), replay=0.5)
 GATE = GateConfig(every=1, held_out=0.3)
 SAMPLING = SamplingParams(max_tokens=16, temperature=0.7)
 

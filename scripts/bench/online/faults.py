@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.config import LearnConfig
+from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.gate import decide
 from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.gate.sequential import Evidence
@@ -175,7 +175,13 @@ def reverse(
 def train(
     drafter: TrainedDrafter, texts: Sequence[ServedText], setting: Setting, seed: int, *, lr: float
 ) -> None:
-    config = LearnConfig(lr=lr, steps=HARMFUL_STEPS, unroll=K, max_length=MAX_LENGTH, warmup=1)
+    config = LearnConfig(
+        lr=lr,
+        steps=HARMFUL_STEPS,
+        unroll=LearnUnroll(steps=K),
+        max_length=MAX_LENGTH,
+        warmup_steps=1,
+    )
     Learner(drafter, setting.target, config, seed=seed).update(texts)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from draftsmith import cli
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.config import GateConfig, LearnConfig
+from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
@@ -30,7 +30,7 @@ from scripts.bench.online.world import SAMPLING, Answer, K, Server, Texts
 MAX_LENGTH = 128
 # A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it
 # much of what it knows.
-LEARN = LearnConfig(lr=1e-3, warmup=100, unroll=K, max_length=MAX_LENGTH)
+LEARN = LearnConfig(lr=1e-3, warmup_steps=100, unroll=LearnUnroll(steps=K), max_length=MAX_LENGTH)
 # Every 21 requests on average: 16 to learn from beside the quarter that is held out.
 GATE = GateConfig()
 PERIOD = 250  # requests between two retrainings, where learning is not continuous
@@ -47,8 +47,8 @@ def learning(name: str, requests: int) -> Learning:
     fresh = max(8, round(min(PERIOD, requests / 4) * (1 - GATE.held_out)))
     periodic = LearnConfig(
         lr=LEARN.lr,
-        warmup=LEARN.warmup,
-        unroll=K,
+        warmup_steps=LEARN.warmup_steps,
+        unroll=LearnUnroll(steps=K),
         max_length=MAX_LENGTH,
         fresh=fresh,
         steps=fresh * LEARN.steps // LEARN.fresh,

@@ -65,6 +65,8 @@ def test_ends_belong_to_an_interval_as_they_are_written() -> None:
         ({"gate": {"floor": 1.5}}, "gate.floor is 1.5; it must be at least 0 and at most 1"),
         ({"drift": {"false_alarms": 0}}, "drift.false_alarms is 0.0; it must be above 0"),
         ({"learn": {"lr": math.inf}}, "learn.lr is inf; it must be above 0 and finite"),
+        ({"learn": {"unroll": {"steps": 0}}}, "learn.unroll.steps is 0; it must be at least 1"),
+        ({"learn": {"unroll": {"decay": 1.5}}}, "learn.unroll.decay is 1.5"),
         ({"learn": {"lora": {"rank": 0}}}, "learn.lora.rank is 0"),
         ({"poll_s": math.nan}, "poll_s is nan"),
         ({"threads": 0}, "threads is 0"),
@@ -83,3 +85,25 @@ def test_bad_numbers_are_one_sentence(values: Mapping[str, Any], says: str) -> N
     with pytest.raises(UserError) as error:
         run(build(DistillConfig, {**REQUIRED, **values}))
     assert str(error.value).startswith(says) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("unroll", "unroll.steps", 4),
+        ("weights", "unroll.weights", "uniform"),
+        ("step_decay", "unroll.decay", 0.9),
+        ("clip", "max_grad_norm", 1.0),
+        ("warmup", "warmup_steps", 10),
+    ],
+)
+def test_an_old_name_of_an_option_is_refused_with_the_new_one(
+    old: str, new: str, value: Any
+) -> None:
+    with pytest.raises(UserError) as error:
+        build(DistillConfig, REQUIRED | {"learn": {old: value}})
+    says = f"option 'learn.{old}' is now 'learn.{new}'; write learn.{new}={value}"
+    assert str(error.value) == says
+    section, _, leaf = new.rpartition(".")
+    values = {section: {leaf: value}} if section else {leaf: value}
+    check(build(DistillConfig, REQUIRED | {"learn": values}))

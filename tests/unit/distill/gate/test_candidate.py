@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, stitch
-from draftsmith.distill.config import LearnConfig
+from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.lm.draft_lm import DraftLm
@@ -19,7 +19,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.config import WEIGHTS
 
-ADAPTERS = LearnConfig(lr=1e-2, steps=4, batch=4, unroll=1, lora=LoraOptions(rank=2))
+ADAPTERS = LearnConfig(
+    lr=1e-2, steps=4, batch=4, unroll=LearnUnroll(steps=1), lora=LoraOptions(rank=2)
+)
 IDS = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -99,7 +101,10 @@ def trained(
     target: Target, bigram: Callable, served: list[ServedText], **changes: float
 ) -> Learner:
     learner = Learner(
-        bigram(288), target, LearnConfig(lr=2e-2, steps=10, warmup=1, unroll=1, **changes), seed=0
+        bigram(288),
+        target,
+        LearnConfig(lr=2e-2, steps=10, warmup_steps=1, unroll=LearnUnroll(steps=1), **changes),
+        seed=0,
     )
     learner.update(served)
     return learner
@@ -131,7 +136,10 @@ def test_depths_are_weighted_as_in_training(
     heads = []
     for weights in WEIGHTS:
         learner = Learner(
-            bigram(288), target, LearnConfig(lr=1e-2, steps=3, unroll=3, weights=weights), seed=0
+            bigram(288),
+            target,
+            LearnConfig(lr=1e-2, steps=3, unroll=LearnUnroll(steps=3, weights=weights)),
+            seed=0,
         )
         assert learner.update(served).broken == 0
         heads.append(learner.drafter.head)
@@ -145,7 +153,10 @@ def test_a_rest_after_every_step_changes_nothing_that_is_learned(
 ) -> None:
     spent_s: list[float] = []
     learner = Learner(
-        bigram(288), target, LearnConfig(lr=2e-2, steps=10, warmup=1, unroll=1), seed=0
+        bigram(288),
+        target,
+        LearnConfig(lr=2e-2, steps=10, warmup_steps=1, unroll=LearnUnroll(steps=1)),
+        seed=0,
     )
     learner.update(served, spent_s.append)
     assert len(spent_s) == 10 and all(seconds > 0 for seconds in spent_s)
@@ -164,7 +175,7 @@ def test_what_is_judged_is_the_mean_of_the_weights_and_training_goes_on_from_the
     target: Target, bigram: Callable, served: list[ServedText]
 ) -> None:
     learner, again = (
-        Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=1, warmup=1), seed=0)
+        Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=1, warmup_steps=1), seed=0)
         for _ in range(2)
     )
     mean = torch.zeros(0)
@@ -190,7 +201,7 @@ def test_without_a_mean_the_last_weights_are_judged(
     target: Target, bigram: Callable, served: list[ServedText]
 ) -> None:
     learner = Learner(
-        bigram(288), target, LearnConfig(lr=2e-2, steps=4, warmup=1, average=0.0), seed=0
+        bigram(288), target, LearnConfig(lr=2e-2, steps=4, warmup_steps=1, average=0.0), seed=0
     )
     learner.update(served)
     weights = learner.drafter.head.detach().clone()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, stitch
-from draftsmith.distill.config import GateConfig, LearnConfig
+from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate import scoring
 from draftsmith.distill.gate.gate import compare, decide, weigh
 from draftsmith.distill.gate.regression import Earlier, watch
@@ -168,7 +168,9 @@ def test_candidates_better_equal_shuffled_and_broken(
     texts = texts_of(serving(target, live, prompts(24), traffic()))
     better = bigram(288)
     # On the very texts it is then judged by: the gate is under test here, not the learner.
-    Learner(better, target, LearnConfig(lr=2e-2, steps=60, unroll=1), seed=0).update(texts)
+    Learner(
+        better, target, LearnConfig(lr=2e-2, steps=60, unroll=LearnUnroll(steps=1)), seed=0
+    ).update(texts)
     shuffled = bigram(288)
     shuffled.load_state_dict(better.state_dict())
     with torch.no_grad():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, stitch
-from draftsmith.distill.config import LearnConfig
+from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.distill.learn.learner import Learner, Reservoir
 from draftsmith.drafters.target.target import Target
@@ -60,7 +60,10 @@ def test_updates_raise_alpha(
     drafter = bigram(288)
     before = mean_alpha(drafter, target, served)
     learner = Learner(
-        drafter, target, LearnConfig(lr=2e-2, steps=40, positions=positions, unroll=1), seed=0
+        drafter,
+        target,
+        LearnConfig(lr=2e-2, steps=40, positions=positions, unroll=LearnUnroll(steps=1)),
+        seed=0,
     )
     report = learner.update(served)
     assert report.broken == 0 and report.tokens > 0 and np.isfinite(report.loss)
@@ -77,7 +80,7 @@ def test_updates_follow_the_chosen_divergence(
             lr=2e-2,
             steps=40,
             positions=("accepted", "first-rejected"),
-            unroll=1,
+            unroll=LearnUnroll(steps=1),
             divergence=divergence,
         )
         Learner(drafter, target, config, seed=0).update(served)
@@ -99,7 +102,7 @@ def test_positions_without_weight_change_nothing(
     drafter = bigram(288)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
     report = Learner(
-        drafter, target, LearnConfig(positions=("accepted",), unroll=1), seed=0
+        drafter, target, LearnConfig(positions=("accepted",), unroll=LearnUnroll(steps=1)), seed=0
     ).update(rejected)
     assert report.tokens == 0
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
@@ -112,7 +115,10 @@ def test_the_same_seed_gives_the_same_weights(
     for seed in (0, 0, 1):
         drafter = bigram(288)
         learner = Learner(
-            drafter, target, LearnConfig(lr=1e-2, unroll=1, replay=0.5, batch=4), seed=seed
+            drafter,
+            target,
+            LearnConfig(lr=1e-2, unroll=LearnUnroll(steps=1), replay=0.5, batch=4),
+            seed=seed,
         )
         learner.update(served[:6])
         learner.update(served[6:])
@@ -127,7 +133,9 @@ def test_nan_gradients_are_skipped_and_end_the_update(
     with torch.no_grad():
         drafter.states.weight.fill_(float("nan"))
     before = drafter.head.detach().clone()
-    report = Learner(drafter, target, LearnConfig(unroll=1, steps=10), seed=0).update(served)
+    report = Learner(
+        drafter, target, LearnConfig(unroll=LearnUnroll(steps=1), steps=10), seed=0
+    ).update(served)
     assert report.broken == 3 and torch.equal(drafter.head, before)
 
 
