@@ -1,4 +1,4 @@
-"""`draftsmith distill`: learn from served traffic, publish what is proven better, take back what
+"""`draftsmith distill`: learn from served traffic, publish what is proven better, roll back what
 turns out worse."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from draftsmith.errors import UserError
 
 
 def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
-    """Until SIGTERM, SIGINT or `stop`; what was learned is saved and a restart goes on
-    from there."""
+    """Learns until SIGTERM, SIGINT or `stop`. The state is saved, and a restart goes on from
+    there."""
     check(config)
     stop = stop or threading.Event()
     if config.threads is not None:
@@ -71,8 +71,8 @@ def guard_of(config: DistillConfig) -> Guard:
 
 @contextmanager
 def stopping(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main thread's
-    only."""
+    """Lets SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main
+    thread's only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -27,8 +27,8 @@ class GenerateConfig:
     out: str = option(help="folder to write; a started one is resumed")
     keep_answers: bool = option(
         False,
-        "nobody answers: train on the assistant turns, completions or plain text that the prompts "
-        "hold already",
+        "write no answers: train on the assistant turns, completions or plain text that the "
+        "prompts hold already",
     )
     url: str | None = option(
         None,
@@ -123,7 +123,7 @@ class LearnConfig:
     )
     average: float = option(
         0.96,
-        "decay a step of the mean of the candidate's weights, which is what is judged and "
+        "decay a step of the mean of the candidate's weights, which is what is scored and "
         "published; 0: the last ones",
     )
     lora: LoraOptions | None = option(

@@ -1,4 +1,4 @@
-"""The daemon's loop: read, sort texts into tracks, let them work, save, show."""
+"""Loop of the daemon: read, sort texts into tracks, train and decide, save, show status."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ RETENTION_S = 30.0
 
 
 class Daemon:
-    """Every part of a cycle may fail for want of disk without ending the loop."""
+    """Owner of the tracks, the reader, the saved state and the status. A full disk may fail every
+    part of a cycle without ending the loop."""
 
     def __init__(self, config: DistillConfig, status: Status, throttle: Throttle):
         self.config, self.status, self.throttle = config, status, throttle
@@ -66,7 +67,7 @@ class Daemon:
 
     @property
     def tracks(self) -> dict[str, DraftTrack]:
-        """By folder; the shared one, which learns from all traffic, is ""."""
+        """Tracks by folder; the shared one, which learns from all traffic, is ""."""
         return {"": self.shared, **self.pool.tracks}
 
     def _restore(self) -> None:
@@ -103,11 +104,12 @@ class Daemon:
         )
 
     def finish(self) -> bool:
-        """The traffic is over. False when a decision waits to be logged."""
+        """Ends the work after the last traffic. Returns False while a decision waits to be
+        logged."""
         self.sort_in_finished(idle_s=0.0)
         for one in self.tracks.values():
             one.finish()
-        self.pool.judge()
+        self.pool.review()
         self.show()
         return not any(one.log.waiting for one in self.tracks.values())
 
@@ -118,7 +120,7 @@ class Daemon:
         return idle_s is not None and time.monotonic() - self.active_s > idle_s
 
     def guarded(self, work: Callable[[], object]) -> bool:
-        """A full disk or an unreachable buffer is waited out."""
+        """Runs `work`; a full disk or an unreachable buffer is reported and waited out."""
         try:
             return bool(work())
         except OSError as error:
@@ -126,7 +128,8 @@ class Daemon:
             return False
 
     def cycle(self) -> bool:
-        """True when there was something to do. While work is owed a rest, nothing is worked on."""
+        """Returns True when there was something to do. While rest is owed for earlier work, nothing
+        is trained or decided."""
         for one in self.tracks.values():
             one.lifecycle.follow()
         arrived = self.take_in()
@@ -140,20 +143,19 @@ class Daemon:
 
     def work(self) -> bool:
         worked = [one.work() for one in self.tracks.values()]
-        self.pool.judge()
+        self.pool.review()
         return any(worked)
 
     def look_up(self) -> None:
-        """Between the steps of an update that rests for long: at what somebody chose meanwhile; and
-        shows that it is there."""
+        """Follows choices from outside, marks progress and shows the status between the steps of an
+        update that rests for long."""
         for one in self.tracks.values():
             one.lifecycle.follow()
         self.reader.mark()
         self.show()
 
     def forget(self, answers: frozenset[str]) -> None:
-        """What was taken out of the buffer on demand leaves this process and its saved
-        state too."""
+        """Drops answers that were deleted from the buffer, from memory and from the saved state."""
         if answers == self.forgotten:
             return
         self.open.forget(answers)
@@ -209,7 +211,7 @@ class Daemon:
         self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
 
     def retain(self) -> None:
-        """Only what a restart would not read again counts as read."""
+        """Deletes old shards. Only records that a restart would not read again count as read."""
         if time.monotonic() - self.retained_s < RETENTION_S:
             return
         limits = self.config.retention

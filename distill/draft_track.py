@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from draftsmith.distill.buffer.traffic import ServedText, depth_of, is_held_out, remembered
+from draftsmith.distill.buffer.traffic import ServedText, depth_of, is_held_out, without
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.decisions import DecisionLog
 from draftsmith.distill.gate.gate import Decision, decide
@@ -92,7 +92,7 @@ class DraftTrack:
             self.num_unscored += 1
 
     def forget(self, answers: frozenset[str]) -> None:
-        self.fresh, self.window = remembered(self.fresh, answers), remembered(self.window, answers)
+        self.fresh, self.window = without(self.fresh, answers), without(self.window, answers)
         self.live.forget(answers)
         self.learner.reservoir.forget(answers)
 

@@ -1,5 +1,4 @@
-"""Between which numbers the options of `generate` and `distill` lie: beyond them no run does what
-it is there for. Torch-free."""
+"""Bounds of the options of `generate` and `distill`, one table for all. Torch-free."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ LIMITS: LimitsTable = {
     DriftConfig: {"false_alarms": POSITIVE, "drop": BELOW_1, "patience": NOT_NEGATIVE},
     PoolConfig: {"most": NOT_NEGATIVE, "requests": AT_LEAST_1, "idle_requests": AT_LEAST_1},
     RetentionConfig: {
-        # Below the size of a few shards, what nobody has read yet would be deleted.
+        # Below the size of a few shards, unread records would be deleted.
         "bytes": Limits(1 << 20),
         "age_s": Limits(0, math.inf, "[]"),
         "versions": NOT_NEGATIVE,

@@ -1,5 +1,5 @@
-"""One learner a folder of versions. The kernel drops the lock with its process, so a dead learner
-never blocks the next one."""
+"""Lock of a versions folder: one learner at a time. The kernel drops the lock with its process, so
+a dead learner never blocks the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCK = "learner.lock"
 
 @contextmanager
 def learner_lock(versions: str | Path) -> Iterator[None]:
-    """Raises a `UserError` that names the holder when another process has it."""
+    """Holds the lock. Raises a `UserError` that names the holder when another process has it."""
     folder = Path(versions)
     try:
         folder.mkdir(parents=True, exist_ok=True)

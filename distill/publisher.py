@@ -1,4 +1,4 @@
-"""The versions folder as the learner uses it: the live draft and its parent loaded, candidates
+"""Versions folder as the learner uses it: the live draft and its parent loaded, candidates
 published, regressions undone."""
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ logger = logging.getLogger("draftsmith.distill")
 
 
 class Publisher:
-    """`live` is what servers run, or will after their next look; `parent` is the nearest version
-    before it that is whole and made for this target, the floor the first one: the static draft,
-    where that is whole and for this target, too."""
+    """Live draft and its ancestors of one versions folder.
+
+    `live` is the draft that servers run, or will after their next look; `parent` is the nearest
+    version before it that is whole and made for this target. The floor is the first such version:
+    the static draft, where that is whole and for this target, too.
+    """
 
     def __init__(self, root: str | Path, draft: str, target: Target):
         self.root, self.target = Path(root), target
@@ -31,16 +34,17 @@ class Publisher:
         self.reload()
 
     def reload(self) -> None:
-        """Whatever `current` names now."""
+        """Loads the version that `current` names now."""
         self.version, self.live = self._open_live()
         self.parent_version, self.parent = self._open_parent()
 
     def load(self, folder: str | Path) -> TrainedDrafter:
-        """In float32, as candidates are trained: rounding must not decide a comparison."""
+        """Loads a draft in float32, as candidates are trained: rounding must not decide a
+        comparison."""
         return checkpoint.load(folder, self.target, dtype=torch.float32)
 
     def _publish_first(self, draft: str) -> None:
-        """The starting draft becomes a version too, so that there is always one to go back to."""
+        """Publishes the starting draft, so that there is always a version to go back to."""
         drafter = self.load(draft)
         record = Path(draft) / checkpoint.RECORD
         made = checkpoint.read_metadata(draft) if record.is_file() else {}
@@ -84,7 +88,7 @@ class Publisher:
         )
 
     def _open_live(self) -> tuple[int, TrainedDrafter]:
-        """The current version, or the newest intact one below it if that one is damaged."""
+        """Opens the current version, or the newest intact one below it if that one is damaged."""
         current = versions.latest(self.root)
         if current is None:
             raise UserError(
@@ -110,12 +114,13 @@ class Publisher:
         return self._open_first(self._ancestors())
 
     def open_floor(self) -> tuple[int | None, TrainedDrafter | None]:
-        """Nothing where the parent is the floor, or the live version itself."""
+        """Opens the floor; (None, None) where the parent is the floor, or the live version
+        itself."""
         bound = self.version if self.parent_version is None else self.parent_version
         return self._open_first(version for version in self.own_versions() if version < bound)
 
     def own_versions(self) -> Iterator[int]:
-        """Those that were made for this target, ascending."""
+        """Versions that were made for this target, ascending."""
         for version in versions.versions(self.root):
             try:
                 stranger = versions.stranger(self.root, version, self.target.revision)
@@ -139,8 +144,8 @@ class Publisher:
         return None, None
 
     def _ancestors(self) -> Iterator[int]:
-        """Each below the one before, so that no chain is endless; it ends, too, where a manifest is
-        gone."""
+        """Ancestors of the live version, each below the one before, so that no chain is endless.
+        The chain ends, too, where a manifest is gone."""
         version = self.version
         while True:
             try:
@@ -161,8 +166,9 @@ class Publisher:
         gate: Mapping[str, Any],
         live: bool = True,
     ) -> int:
-        """The candidate is read back from its files before it can be seen: what goes live is what
-        was written. Unless `live`, it is a version like any other that no server looks at yet."""
+        """Publishes a candidate. It is read back from its files before it is visible: what goes
+        live is what was written. Unless `live`, it is a version like any other that no server uses
+        yet."""
         loaded: list[TrainedDrafter] = []
 
         def save(folder: Path) -> None:
@@ -182,8 +188,8 @@ class Publisher:
         self.reload()
 
     def roll_back(self, version: int) -> bool:
-        """False where that version is not whole any more; `parent` is then another one, or none.
-        Its caller logs why."""
+        """Makes `version` live. False where it is not whole any more; `parent` is then another one,
+        or none. The caller logs the reason."""
         try:
             versions.promote(self.root, version)
         except UserError as error:

@@ -1,10 +1,10 @@
-"""The learner's state on disk: one folder that appears by one rename, so that a restart neither
-repeats nor forgets a record.
+"""Saved state of the learner and its parts: one folder that appears by one rename, so that a
+restart neither repeats nor forgets a record.
 
 `LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and the values of each
 draft track) and `open.parquet` (records of requests still running). Each track has a folder, the
 shared one this folder itself, with `candidate.safetensors`, `optimizer.safetensors` (tensors by the
-draft's trained parameters) and three Parquet files of round records: `fresh` (not yet trained on),
+draft's trained parameters) and Parquet files of round records: `fresh` (not yet trained on),
 `window` (held out), `reservoir` and `latest` (to be replayed).
 """
 
@@ -145,8 +145,7 @@ class StateFolder:
             shutil.rmtree(self.root / f"state-{older:08d}", ignore_errors=True)
 
     def restore(self, learners: Mapping[str, Learner], *, target_revision: str) -> Restored | None:
-        """Fills `learners`; None when there is no state that fits, which is then said
-        in one line."""
+        """Fills `learners`. None when no state fits, which one line then reports."""
         for number in reversed(self.numbers()):
             folder = self.root / f"state-{number:08d}"
             try:
@@ -274,7 +273,7 @@ def _records(path: Path) -> list[RoundRecord]:
 
 
 def _texts(records: Sequence[RoundRecord]) -> list[ServedText]:
-    """Consecutive records of one request are one text; a new text begins with round 0."""
+    """Texts of consecutive records; a new text begins with round 0."""
     groups: list[list[RoundRecord]] = []
     for record in records:
         if record.round == 0 or not groups:

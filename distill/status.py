@@ -1,4 +1,5 @@
-"""What the daemon is doing, for people (one line) and for programs (`VERSIONS/status.json`)."""
+"""Status of the daemon: a line for people, `VERSIONS/status.json` for programs, and both over HTTP
+(JSON and Prometheus text)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ STATUS = "status.json"
 
 
 class Status:
-    """`show` writes the file each time it changes, and the line at most once an interval."""
+    """Status whose `show` writes the file at each change, and the line at most once per
+    interval."""
 
     def __init__(self, versions: str | Path, stream: TextIO | None = None):
         self.path = Path(versions) / STATUS
@@ -49,14 +51,13 @@ class Status:
             self._write(text + "\n")
 
     def event(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         erased = "\r" + " " * self.width + "\r" if self.is_terminal and self.width else ""
         self._write(f"{erased}distill: {text}\n")
         self.width = 0
 
     def _write(self, text: str) -> None:
-        """A line that cannot be written, its disk being full, is no reason to stop;
-        `decisions.jsonl` has what matters."""
+        """Writes a line. A full disk is no reason to stop: `decisions.jsonl` has the decisions."""
         with suppress(OSError):
             self.stream.write(text)
             self.stream.flush()
@@ -66,7 +67,8 @@ PREFIX = "draftsmith_learner_"
 
 
 class StatusCollector:
-    """Every number of the status; totals since the first start are counters."""
+    """Prometheus metrics of every number of the status; totals since the first start are
+    counters."""
 
     def __init__(self, status: Status):
         self.status = status
@@ -83,7 +85,7 @@ class StatusCollector:
 
 
 class StatusServer:
-    """Serves on a thread of its own until `close`."""
+    """HTTP server of the status on a thread of its own, until `close`."""
 
     def __init__(self, status: Status, host: str, port: int):
         registry = CollectorRegistry()
@@ -127,6 +129,6 @@ def handler(status: Status, registry: CollectorRegistry) -> type[BaseHTTPRequest
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """One line an event is for people; a scrape is none."""
+            """Prints nothing per scrape."""
 
     return Handler

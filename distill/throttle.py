@@ -1,7 +1,9 @@
-"""How much of the wall time learning takes. It computes, then rests in proportion, step by step, so
-that a server on the same device waits for a step at most; where the server's latency is watched, it
-gives way while that is too high. How long work is rested for goes by the share while it rests: when
-the server has time again, so has the learner.
+"""Limit of the wall time that learning takes, and its reduction by a server's latency.
+
+After each piece of work the learner rests in proportion, so that a server on the same device waits
+for one step at most. Where the server's latency is watched, the share falls while that is too high.
+The length of a rest follows the share at the time of the rest: when the server has time again, so
+has the learner.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import httpx
 from draftsmith.errors import UserError
 from draftsmith.metrics_text import Scrape, parse
 
-# A longer rest is taken in pieces, between which somebody looks up.
+# A longer rest is taken in pieces, with `look_up` between them.
 MOST_REST_S = 5.0
 
 
 class Guard(Protocol):
     def share(self) -> float:
-        """Of its budget that learning may take now, above 0 and at most 1."""
+        """Share of the budget that learning may take now, above 0 and at most 1."""
         ...
 
 
@@ -34,12 +36,12 @@ class NoGuard:
 
 
 def nothing() -> None:
-    """There is nothing to look up for."""
+    """Default of `look_up`: no call between pieces of rest."""
 
 
 class Throttle:
-    """`budget` is the most of the wall time, above 0 and at most 1. `look_up` is called within long
-    rests between steps."""
+    """Rest after work. `budget` is the most of the wall time, above 0 and at most 1. `look_up` is
+    called within long rests between steps."""
 
     def __init__(
         self,
@@ -58,15 +60,15 @@ class Throttle:
         return self.budget * self.guard.share()
 
     def rest(self, worked_s: float) -> None:
-        """Between the steps of an update: until nothing is owed, or the learner is told to stop."""
+        """Rests between the steps of an update, until nothing is owed or a stop is requested."""
         self._owe(worked_s)
         while not self.pay() and not self.stop.is_set():
             self.look_up()
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """A piece of work that has no steps. What a single piece of rest does not pay is owed,
-        before the next cycle's work."""
+        """Context of a piece of work without steps. Rest beyond a single piece stays owed, before
+        the next cycle's work."""
         begun_s = self.clock()
         yield
         self._owe(self.clock() - begun_s)
@@ -77,7 +79,7 @@ class Throttle:
         self.owed_s += worked_s
 
     def pay(self) -> bool:
-        """A piece of rest, if any is due; True once nothing is owed."""
+        """Takes a piece of rest, if any is due; True once nothing is owed."""
         wanted_s = self.owed_s * (1 / self.share - 1)
         if wanted_s > 0:
             begun_s = self.clock()
@@ -95,7 +97,7 @@ Read = Callable[[], Scrape | None]
 
 
 class LatencyGuard:
-    """Looks at `/metrics` when asked for its share, once in `LOOK_S` at most."""
+    """Share by a server's `/metrics`, read at most once per `LOOK_S`."""
 
     def __init__(self, read: Read, bound_s: float, clock: Callable[[], float] = time.monotonic):
         self.read, self.bound_s, self.clock = read, bound_s, clock
@@ -132,8 +134,8 @@ class LatencyGuard:
 
 
 def quantile(buckets: Mapping[str, float], share: float) -> float:
-    """Of a Prometheus histogram, cumulative counts by upper bound; between two bounds all values
-    are equally likely."""
+    """Quantile of a Prometheus histogram, cumulative counts by upper bound. Between two bounds all
+    values are equally likely."""
     bounds = sorted((float(bound), count) for bound, count in buckets.items())
     if not bounds or bounds[-1][1] <= 0:
         return math.nan
@@ -150,8 +152,8 @@ def quantile(buckets: Mapping[str, float], share: float) -> float:
 
 
 def scraper(url: str) -> Read:
-    """Reads a server's metrics; None while it cannot be reached, when nobody is there to be
-    disturbed."""
+    """Reader of a server's metrics; None while it cannot be reached, when there is no traffic to
+    disturb."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise UserError(f"server is {url!r}; give a URL such as http://127.0.0.1:8000")

@@ -10,7 +10,7 @@ from typing import Any
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.context import LearnerContext
-from draftsmith.distill.gate.canary import CanaryDesk
+from draftsmith.distill.gate.canary import CanaryTrial
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.gate.regression import Watched
 from draftsmith.distill.learn.learner import Learner
@@ -31,7 +31,7 @@ class VersionLifecycle:
     def __init__(self, live: LiveVersion, learner: Learner, context: LearnerContext):
         self.live, self.learner, self.context = live, learner, context
         self.publisher, self.log = live.publisher, live.log
-        self.canary = CanaryDesk(self.publisher, context.config.gate)
+        self.canary = CanaryTrial(self.publisher, context.config.gate)
 
     def begin(self, state: TrackState | None) -> None:
         """Goes on from a saved state, or begins at the live version."""
@@ -99,7 +99,7 @@ class VersionLifecycle:
             updates=self.learner.updates,
         )
         drift = self.live.drift
-        if drift.judged(promoted=version is not None):
+        if drift.count_decision(promoted=version is not None):
             self.log.report(
                 f"{drift.fruitless} decisions without a promotion; learning rests until the "
                 "traffic changes"
@@ -199,12 +199,12 @@ class VersionLifecycle:
     def check_trial(self, window: Sequence[ServedText], *, max_depth: int) -> None:
         """Promotes the version on trial or rolls it back, once the evidence suffices. `window`
         holds the newest held-out texts."""
-        if self.canary.notices_silence():
+        if self.canary.became_unseen():
             self.log.report(
-                f"version {self.canary.version} is on trial and servers draft for nobody; the "
+                f"version {self.canary.version} is on trial and servers draft for no request; the "
                 "trial waits until they do"
             )
-        verdict = self.canary.judge(self.live.scorer, window, max_depth=max_depth)
+        verdict = self.canary.verdict(self.live.scorer, window, max_depth=max_depth)
         if verdict is None or self.canary.trial is None:
             return
         tried = self.canary.trial.version

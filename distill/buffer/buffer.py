@@ -1,7 +1,9 @@
-"""The traffic buffer, between the servers that write round records and the learner that reads them.
+"""Traffic buffer between the servers that write round records and the learner that reads them:
+writer and reader.
 
-Parquet shards under one folder or fsspec URL, each whole or absent: many writers, and every reader
-keeps its own cursor. `datasets.load_dataset("parquet", data_files=...)` opens the folder as it is.
+Shards are Parquet files under one folder or fsspec URL, each whole or absent. There are many
+writers, and every reader keeps its own cursor. `datasets.load_dataset("parquet", data_files=...)`
+opens the folder as it is.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ Screen = Callable[[RoundRecord], list[RoundRecord]]
 
 
 class Batch(NamedTuple):
-    """The front of a writer's queue, made ready once however often the disk refuses it."""
+    """Front of a writer's queue, made ready once however often the disk refuses it."""
 
     taken: int
     table: pa.Table
@@ -53,18 +55,18 @@ class Batch(NamedTuple):
 
 
 class BufferWriter:
-    """A `draftsmith.record.Sink`. `put` only appends to a bounded queue; a thread writes a shard a
-    second or every `flush_records`.
+    """`draftsmith.record.Sink` whose `put` only appends to a bounded queue. A thread writes a shard
+    per second, or whenever `flush_records` are queued.
 
     A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk
     refuses or hangs, records wait in the queue and the newest beyond its bound are dropped;
     `dropped` counts them. When readers are more than `backlog_bytes` behind, fewer requests are
-    asked for, so that what is unread stops growing.
+    recorded, so that the unread part stops growing.
 
     Args:
-        screens: applied in order on the writer's thread; each makes of a record those that may be
-        stored now.
-        share: of new requests that are asked for while readers keep up.
+        screens: applied in order on the writer's thread; each maps a record to the records that
+            may be stored now.
+        share: of new requests that are recorded while readers keep up.
     """
 
     def __init__(
@@ -118,13 +120,14 @@ class BufferWriter:
             self._wake.set()
 
     def forget(self, answer: str) -> int:
-        """Of one answer, by the id that its client was given: how many records were deleted. Takes
-        some seconds, so that servers that write into the same buffer have seen the mark."""
+        """Deletes the records of one answer, by the id that its client was given, and returns their
+        number. Takes some seconds, so that servers that write into the same buffer have read the
+        mark."""
         return forget(self.folder, answer, settle_s=SETTLE_S)
 
     def close(self) -> None:
-        """Flushes what is queued; tries once if the disk refuses, and does not wait long for one
-        that hangs."""
+        """Flushes the queue. Tries once if the disk refuses, and does not wait long for one that
+        hangs."""
         self._closing = True
         self._wake.set()
         self._thread.join(CLOSE_S)
@@ -141,7 +144,7 @@ class BufferWriter:
         self.dropped += len(self._queue)
 
     def _look(self) -> None:
-        """How far the readers are, and what is to be forgotten."""
+        """Reads the readers' progress and the forgotten answers."""
         now_s = time.monotonic()
         if now_s - self._looked_s < marks.LOOK_S:
             return
@@ -178,7 +181,7 @@ class BufferWriter:
         return Batch(taken, table, len(records) - kept)
 
     def _write(self, table: pa.Table) -> bool:
-        """False when the disk refused: the records stay queued."""
+        """Returns False when the disk refused: the records stay queued."""
         data = io.BytesIO()
         record_table.write(table, data)
         try:
@@ -204,7 +207,7 @@ class BufferWriter:
         return True
 
     def _bound(self) -> None:
-        """Without a learner nobody else keeps the buffer from filling the disk."""
+        """Deletes old shards, since without a learner nothing else bounds the buffer."""
         try:
             self.deleted += len(
                 retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf")).deleted
@@ -214,8 +217,8 @@ class BufferWriter:
 
 
 def tabulate(records: list[RoundRecord]) -> tuple[pa.Table, int]:
-    """The table and how many records it holds: one that Arrow refuses (an id beyond 32 bits) must
-    not cost its neighbours."""
+    """Returns the table and its number of records. A record that Arrow refuses (an id beyond 32
+    bits) is left out, its neighbours stay."""
     try:
         return record_table.to_table(records), len(records)
     except (ValueError, TypeError, OverflowError) as error:
@@ -232,7 +235,7 @@ class Reading:
     cursor: Cursor  # what to save together with what was made of the records
     more: bool  # whether shards are left
     damaged: int
-    # Answers whose records may be kept nowhere any more; `marks.is_forgotten` tells by a record's
+    # Answers whose records may be kept nowhere any more; `marks.is_forgotten` decides by a record's
     # request.
     forgotten: frozenset[str] = frozenset()
     # records left out because the draws behind them can be repeated; see `RoundRecord.seeded`
@@ -240,8 +243,8 @@ class Reading:
 
 
 class BufferReader:
-    """Reads each shard once. The cursor is the caller's to save: with the state that the records
-    led to, by one rename."""
+    """Reader that returns each shard once. The caller saves the cursor together with the state that
+    the records led to, by one rename."""
 
     def __init__(self, url: str, cursor: Cursor | None = None):
         self.folder = Folder(url)
@@ -254,8 +257,8 @@ class BufferReader:
     def read(self, *, max_records: int = 4096) -> Reading:
         """New records in the order of their shards, whole shards until `max_records` is passed.
 
-        Those of seeded sampled requests are left out here, so that nothing is learned, scored or
-        decided by them, whichever server wrote them.
+        Records of seeded sampled requests are left out here, whichever server wrote them, so that
+        nothing is learned, scored or decided by them.
         """
         # First whatever the file system may refuse: behind the cursor nothing is read again. One
         # listing, since stores charge.
@@ -282,8 +285,8 @@ class BufferReader:
         )
 
     def mark(self) -> None:
-        """Tells the writers how far it is, and that it is there. They do not wait for a reader that
-        may not write to the buffer."""
+        """Writes the reader's progress, which also shows writers that it is alive. A reader without
+        write access to the buffer leaves no mark, and writers do not wait for it."""
         now_s = time.monotonic()
         if now_s - self._marked_s < marks.LOOK_S:
             return
@@ -294,8 +297,8 @@ class BufferReader:
             logger.debug("buffer %s takes no mark (%s)", self.folder.url, error)
 
     def _take(self, shard: Shard) -> list[RoundRecord] | None:
-        """None when the file system fails, which may pass; a shard that it never gives is skipped
-        in the end."""
+        """Records of a shard, or None when the file system fails, which may pass. A shard that
+        stays unreadable is skipped in the end."""
         try:
             data = self.folder.fetch(shard)
         except FileNotFoundError:
@@ -324,8 +327,8 @@ class BufferReader:
             return []
 
     def forget_gone_writers(self) -> None:
-        """Every server start is a new writer; those whose shards are deleted never write again
-        under that name."""
+        """Drops writers whose shards are deleted. Every server start is a new writer and never uses
+        an old name again."""
         present = {shard.writer for shard in self.folder.shards()}
         newest = {writer: number for writer, number in self.cursor.items() if writer in present}
         self.cursor = newest

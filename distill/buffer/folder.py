@@ -1,5 +1,5 @@
-"""A buffer's folder: shards of round records named by time, writer and number, on any file system
-that fsspec knows."""
+"""Folder of a buffer on any file system that fsspec supports: shards of round records named by
+time, writer and number, cursors of readers, and retention."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Shard:
 
 
 class Folder:
-    """A buffer's root on any file system that fsspec knows."""
+    """Root of a buffer on any file system that fsspec supports."""
 
     def __init__(self, url: str):
         try:
@@ -53,7 +53,7 @@ class Folder:
         return self.shards_among(self.names())
 
     def shards_among(self, names: Mapping[str, int]) -> list[Shard]:
-        """In order of time; `names` as listed."""
+        """Shards in order of time; `names` as listed."""
         found = []
         for name, size in names.items():
             if match := NAME.fullmatch(name):
@@ -64,7 +64,7 @@ class Folder:
         return sorted(found)
 
     def names(self) -> dict[str, int]:
-        """Every file with its size in bytes."""
+        """All files with their sizes in bytes."""
         with as_os_errors():
             if not self.fs.isdir(self.root):
                 return {}
@@ -74,13 +74,14 @@ class Folder:
 
     @property
     def is_memory(self) -> bool:
-        """Whether nothing in it ever reaches a disk."""
+        """True for a folder that never reaches a disk."""
         if not isinstance(self.fs, LocalFileSystem):
             return isinstance(self.fs, MemoryFileSystem)
         return file_system_of(Path(self.root)) in ("tmpfs", "ramfs")
 
     def write(self, name: str, data: bytes) -> None:
-        """Whole or not at all: a rename where there is one, a single put on an object store."""
+        """Writes whole or not at all: a rename where there is one, a single put on an object
+        store."""
         path = f"{self.root}/{name}"
         if isinstance(self.fs, LocalFileSystem):
             with files.atomic_path(path) as temporary:
@@ -90,7 +91,7 @@ class Folder:
                 self.fs.pipe_file(path, data)
 
     def fetch(self, shard: Shard) -> bytes:
-        """An `OSError` says something about the file system, not about the shard."""
+        """Bytes of a file. An `OSError` is about the file system, not about the shard."""
         return self.read(shard.path.rsplit("/", 1)[-1])
 
     def read(self, name: str) -> bytes:
@@ -98,7 +99,7 @@ class Folder:
             return self.fs.cat_file(f"{self.root}/{name}")
 
     def sweep(self) -> None:
-        """Half-written files of killed writers."""
+        """Deletes half-written files of killed writers."""
         if isinstance(self.fs, LocalFileSystem):
             for leftover in Path(self.root).glob(".*.parquet.*.tmp"):
                 if time.time() - leftover.stat().st_mtime > LEFTOVER_AGE_S:
@@ -117,8 +118,7 @@ class Folder:
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Object stores have errors of their own for a store that is not reached, and each library
-    others."""
+    """Raises `OSError` for the own errors of object stores and their libraries."""
     try:
         yield
     except OSError:
@@ -128,7 +128,7 @@ def as_os_errors() -> Iterator[None]:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the mount that holds `path`; "" where the system does not tell."""
+    """Type of the mount that holds `path`; "" where the system does not report it."""
     table = Path("/proc/self/mounts")
     if not table.exists():
         return ""
@@ -141,8 +141,8 @@ def file_system_of(path: Path) -> str:
 
 
 def in_turn(shards: Sequence[Shard]) -> list[Shard]:
-    """By time, and each writer's by number: its clock may be set back, but a cursor has passed all
-    numbers below its own."""
+    """Shards by time, and each writer's by number: its clock may be set back, but a cursor has
+    passed all numbers below its own."""
     by_number = sorted(shards, key=lambda shard: shard.number)
     own = {
         writer: iter([one for one in by_number if one.writer == writer])
@@ -156,7 +156,7 @@ def is_unread(shard: Shard, cursor: Cursor) -> bool:
 
 
 def parse(data: bytes) -> list[RoundRecord]:
-    """A `ValueError` or `OSError` when the shard is damaged."""
+    """Records of a shard. Raises `ValueError` or `OSError` when it is damaged."""
     table = record_table.read(io.BytesIO(data))
     try:
         return record_table.from_table(table)
@@ -167,7 +167,7 @@ def parse(data: bytes) -> list[RoundRecord]:
 @dataclass(frozen=True)
 class Retained:
     deleted: list[Shard]
-    unread: int  # how many of them nobody had learned from
+    unread: int  # how many of them no reader had learned from
 
 
 def retain(folder: Folder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:

@@ -1,5 +1,5 @@
-"""`draftsmith forget`: the records of one answer leave the buffer, and with the mark that stays
-there everything made of it."""
+"""`draftsmith forget`: deletion of one answer's records from the buffer. A mark stays there, by
+which learners drop whatever they hold of the answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def run(config: ForgetConfig) -> int:
 
 
 def forget(folder: Folder, answer: str, *, settle_s: float) -> int:
-    """How many records were deleted; a second pass finds what a server still had in hand."""
+    """Returns the number of deleted records. A second pass finds records that a server held in
+    memory."""
     name = hashed_answer(answer)
     marks.forget(folder, name)
     removed = _sweep(folder, name)
@@ -64,7 +65,7 @@ def _without(folder: Folder, shard: Shard, name: str) -> int:
         kept = record_table.read(io.BytesIO(data)).filter(pc.invert(of_answer))
     except (ValueError, OSError) as error:
         logger.warning(
-            "shard %s is damaged and deleted, since nobody can tell what is in it (%s)",
+            "shard %s is damaged and deleted, since its content is unknown (%s)",
             shard.path,
             error,
         )
@@ -80,7 +81,7 @@ def _without(folder: Folder, shard: Shard, name: str) -> int:
 
 
 def _of_answer(data: bytes, name: str) -> pa.ChunkedArray:
-    """Of each record, whether it is of the answer; records name their requests `ANSWER-NUMBER`."""
+    """Mask of the answer's records, which name their requests `ANSWER-NUMBER`."""
     return pc.starts_with(
         record_table.read(io.BytesIO(data), columns=["request"])["request"], f"{name}-"
     )

@@ -1,5 +1,5 @@
-"""What stands in a buffer beside its shards: how far each reader has come, and which answers'
-records are to be forgotten."""
+"""Marks beside the shards of a buffer: the progress of each reader, and the answers whose records
+are to be forgotten."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def leave_progress(folder: Folder, reader: str, cursor: Cursor) -> None:
 
 
 def unread_bytes(folder: Folder, names: Mapping[str, int]) -> int:
-    """Of the reader that is furthest behind; 0 where nobody reads. `names` is what the folder
-    lists."""
+    """Bytes that the slowest reader has not read; 0 without readers. `names` is the listing of the
+    folder."""
     cursors = []
     for name in names:
         if PROGRESS.fullmatch(name):
@@ -41,7 +41,7 @@ def unread_bytes(folder: Folder, names: Mapping[str, int]) -> int:
 
 
 def sweep(folder: Folder) -> None:
-    """Marks of readers that are gone."""
+    """Deletes marks of readers that are gone."""
     for name in folder.names():
         if PROGRESS.fullmatch(name):
             mark = _progress(folder, name)
@@ -61,13 +61,13 @@ def _progress(folder: Folder, name: str) -> dict | None:
 
 
 def forget(folder: Folder, answer: str) -> None:
-    """Servers write none of its records from then on, readers give none and learners drop what they
-    hold."""
+    """Marks an answer: servers write none of its records from then on, readers return none and
+    learners drop what they hold."""
     folder.write(f"forgotten-{answer}", b"")
 
 
 def forgotten(names: Iterable[str]) -> frozenset[str]:
-    """Hashed ids of answers, of what a folder lists."""
+    """Hashed ids of forgotten answers, from a folder's listing."""
     found = (FORGOTTEN.fullmatch(name) for name in names)
     return frozenset(match["answer"] for match in found if match)
 

@@ -77,7 +77,7 @@ _PLAIN = dict.fromkeys(("time_s", "position", "round"), "PLAIN")
 
 
 def to_bytes(records: Sequence[RoundRecord]) -> bytes:
-    """A Parquet file."""
+    """Bytes of a Parquet file."""
     data = io.BytesIO()
     write(to_table(records), data)
     return data.getvalue()
@@ -94,13 +94,13 @@ def write(table: pa.Table, where: io.BytesIO | str) -> None:
         compression="zstd",
         use_dictionary=dictionary,
         column_encoding=encoding,
-        write_statistics=False,  # nobody asks for those of a shard, which is read whole
+        write_statistics=False,  # unused: a shard is read whole
         write_page_checksum=True,
     )
 
 
 def read(where: io.BytesIO, columns: list[str] | None = None) -> pa.Table:
-    """A `ValueError` or `OSError` on what is damaged."""
+    """Reads a Parquet file. Raises `ValueError` or `OSError` on damage."""
     try:
         return pq.read_table(where, columns=columns, page_checksum_verification=True)
     except pa.ArrowException as error:
@@ -121,8 +121,8 @@ def to_table(records: Sequence[RoundRecord]) -> pa.Table:
 
 
 def _prob_arrays(distribution: str, rows: Sequence[Sequence[Distribution]]) -> dict[str, pa.Array]:
-    """Built from flat arrays of many rows at once: Arrow takes nested Python lists several times
-    slower, and the engine's thread waits while Python works here."""
+    """Arrays of distributions, built from flat arrays of many rows at once: Arrow takes nested
+    Python lists several times slower, and the engine's thread waits while Python works here."""
     parts = Distributions.runs(Distributions.of(row) for row in rows if row)
     ids = _joined([part.ids.ravel() for part in parts], np.int32)
     logprobs = _joined([part.logprobs.ravel() for part in parts], np.float32)
@@ -148,12 +148,13 @@ def _joined(parts: Sequence[np.ndarray], kind: type[np.generic]) -> np.ndarray:
 
 
 def _bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """[n + 1] where each of n lists begins among the values of all."""
+    """[n + 1] offsets of n lists among the values of all."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)]).astype(np.int32)
 
 
 def from_table(table: pa.Table) -> list[RoundRecord]:
-    """Of this schema or an earlier one; a `ValueError` on a table of another."""
+    """Records of a table of this schema or an earlier one. Raises `ValueError` on another
+    schema."""
     first = "p_logprobs" in table.column_names
     schema = (
         max(table["schema"].to_pylist(), default=1)
@@ -185,7 +186,7 @@ def from_table(table: pa.Table) -> list[RoundRecord]:
 
 
 def _distributions(table: pa.Table, distribution: str) -> list[Distributions]:
-    """One for each row, all parts of the same arrays."""
+    """Distributions of all rows, as parts of the same arrays."""
     ids, tails = (
         table[f"{distribution}_ids"].combine_chunks(),
         table[f"{distribution}_tail"].combine_chunks(),
@@ -201,8 +202,8 @@ def _distributions(table: pa.Table, distribution: str) -> list[Distributions]:
     tail = tails.flatten().to_numpy(zero_copy_only=False)
     log_norms = np.zeros(len(tail), dtype=np.float32)
     if distribution == "p":
-        told = table["p_log_norm"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        log_norms = told if len(told) == len(tail) else log_norms
+        stored = table["p_log_norm"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        log_norms = stored if len(stored) == len(tail) else log_norms
     arrays = ProbArrays(wide_ids, logprobs, tail, log_norms)
     return [
         Distributions(lambda: arrays, begin, end)
@@ -230,20 +231,20 @@ def _logprobs(table: pa.Table, distribution: str) -> np.ndarray:
 
 
 def _offsets(lists: pa.ListArray) -> np.ndarray:
-    """[n + 1] where each list begins among the flattened values."""
+    """[n + 1] offsets of each list among the flattened values."""
     offsets = lists.offsets.to_numpy()
     return offsets - offsets[0]
 
 
 def without_distributions(record: RoundRecord) -> RoundRecord:
-    """For the reservoir: training recomputes the target's distributions, so that only the gate
+    """Copy for the reservoir: training recomputes the target's distributions, and only the gate
     needs the logged ones."""
     return dataclasses.replace(record, p=[], q=[])
 
 
 def tokens_only(record: RoundRecord) -> RoundRecord:
-    """Distributions of which nothing is told: a position that has one may be scored all the same,
-    with what this target says there."""
+    """Copy without values in its distributions. Its positions may be scored all the same, with this
+    target's own distributions."""
     nothing = np.zeros((len(record.p), 0))
     untold = ProbArrays(
         nothing.astype(np.int32),

@@ -1,9 +1,10 @@
-"""What must not be stored or learned from is masked before a record leaves the server's process.
+"""Masking of tokens that must not be stored or learned from, before a record leaves the server's
+process.
 
-A hook sees the text of a whole request and names the parts to mask, so a request's records are held
-until its last one. Their tokens become `mask_id` and are never trained on. Before the first of them
-everything is kept; behind it the text alone, since a distribution whose context is masked could
-still tell what stood there.
+A hook reads the text of a whole request and names the parts to mask, so a request's records are
+held until its last one. Their tokens become `mask_id` and are never trained on. Everything before
+the first masked token is kept. Behind it only tokens are kept, since a distribution whose context
+is masked could reveal the masked text.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def load_hook(reference: str) -> Hook:
 
 
 def mask_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that stands for what is masked."""
+    """Token that replaces masked tokens."""
     named = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in named if token is not None)
 
 
 class Redactor:
-    """A screen of `BufferWriter`. A hook that fails costs the records of its request, never the
+    """Screen of `BufferWriter`. A hook that fails costs the records of its request, never the
     request."""
 
     def __init__(self, hook: Hook, tokenizer: Tokenizer, *, mask_id: int):
@@ -70,7 +71,7 @@ class Redactor:
         try:
             return self._redacted(records)
         except Exception:
-            # It is somebody else's code, which may raise anything.
+            # The hook is foreign code, which may raise anything.
             if self.failed == 0:
                 logger.exception(
                     "the redaction hook failed; the records of such requests are dropped"
@@ -105,7 +106,7 @@ class Redactor:
             )
         )
         if any(masked[len(record.context) :]):
-            # Context is what nobody trains on.
+            # Context is not trained on.
             context, committed = context + committed, []
         kept = min(record.accepted, len(committed))
         return replace(
@@ -122,7 +123,7 @@ class Redactor:
 
 
 class Ends(NamedTuple):
-    """A text and where in it each token ends; tokens that are part of a character end where it
+    """Text and the end of each token in it. Tokens that are part of a character end where it
     begins."""
 
     text: str
@@ -138,8 +139,8 @@ def text_ends(tokens: Sequence[int], tokenizer: Tokenizer) -> Ends:
 
 
 def masked_tokens(ends: Sequence[int], spans: Iterable[tuple[int, int]]) -> list[bool]:
-    """Whether each token has a character in one of the spans; a token without any goes with the
-    next that has one."""
+    """Mask of the tokens with a character in one of the spans. A token without a character goes
+    with the next that has one."""
     begins = [0, *ends[:-1]]
     chosen = [(int(begin), int(end)) for begin, end in spans]
     masked = [False] * len(ends)

@@ -1,5 +1,5 @@
-"""Round records stitched back into the texts that were served, and what is known about each of
-their positions."""
+"""Served texts stitched from round records, with the role of each position, and the requests whose
+records are still coming."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SILENCE_S = 60.0
 
 @dataclass(frozen=True)
 class ServedText:
-    """One request, from its prompt to the last token that is known without a gap."""
+    """One request, from its prompt to the last token without a gap before it."""
 
     records: list[RoundRecord]  # in order of round
     tokens: list[int]
@@ -35,18 +35,18 @@ class ServedText:
 
     @property
     def is_scorable(self) -> bool:
-        """Whether a round of it carries distributions: it drafted, and its request asked for
-        nothing that the records do not tell."""
+        """True where a round carries distributions: it drafted, and its request used no sampling
+        that records leave out."""
         return any(record.p for record in self.records)
 
     def slim(self) -> ServedText:
-        """Without the logged distributions, which only scoring needs."""
+        """Copy without the logged distributions, which only scoring needs."""
         return replace(self, records=[without_distributions(record) for record in self.records])
 
 
 def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
-    """None when the beginning is missing. A gap (a dropped or damaged record) ends the text: what
-    follows lacks its context."""
+    """Text of one request's records, None when the beginning is missing. A gap (a dropped or
+    damaged record) ends the text: what follows lacks its context."""
     ordered = sorted(records, key=lambda record: record.round)
     kept: list[RoundRecord] = []
     tokens: list[int] = []
@@ -62,7 +62,7 @@ def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
 
 
 def branches(text: ServedText) -> list[Branch]:
-    """The later-rejected positions, one branch a round that has any."""
+    """Later-rejected positions, one branch per round that has any."""
     found = [
         branch_of(text.tokens[: record.position], record.drafted, record.accepted)
         for record in text.records
@@ -71,29 +71,29 @@ def branches(text: ServedText) -> list[Branch]:
 
 
 def is_held_out(text: ServedText, share: float) -> bool:
-    """By the prompt, so that one asked twice is never both trained on and scored."""
+    """Decides by the prompt, so that a repeated prompt is never both trained on and scored."""
     digest = hashlib.sha256(np.array(text.records[0].context, dtype=np.int32).tobytes()).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32
 
 
 def is_whole(records: Sequence[RoundRecord]) -> bool:
-    """Whether nothing is missing up to a last record, in whatever order they came."""
+    """True when no record is missing up to a last one, in whatever order they came."""
     return any(record.last and record.round == len(records) - 1 for record in records)
 
 
 def depth_of(texts: Iterable[ServedText]) -> int:
-    """The most tokens that were drafted in a round."""
+    """Largest number of tokens drafted in a round."""
     return max((len(record.drafted) for text in texts for record in text.records), default=1)
 
 
-def remembered(texts: Sequence[ServedText], answers: frozenset[str]) -> list[ServedText]:
-    """Those that nobody asked to forget."""
+def without(texts: Sequence[ServedText], answers: frozenset[str]) -> list[ServedText]:
+    """Texts that are not of the forgotten `answers`."""
     return [text for text in texts if not is_forgotten(text.request, answers)]
 
 
 class OpenRequests:
-    """Requests whose records are still coming. One is over with its last record, or after `idle_s`
-    of silence."""
+    """Requests whose records are still coming. A request is over with its last record, or after
+    `idle_s` of silence."""
 
     def __init__(self, records: Sequence[RoundRecord] = (), *, orphans: int = 0):
         self.records: dict[str, list[RoundRecord]] = {}
@@ -113,7 +113,7 @@ class OpenRequests:
             del self.records[request], self.seen_s[request]
 
     def take(self, *, idle_s: float) -> list[ServedText]:
-        """Texts of the requests that are over, in order of arrival."""
+        """Removes and returns the texts of requests that are over, in order of arrival."""
         now_s = time.monotonic()
         over = [
             request

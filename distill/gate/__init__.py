@@ -8,7 +8,7 @@ Files in reading order:
 - `regression`: roll back of a worse version
 - `canary`: a version on trial
 - `drift`: drift of traffic
-- `class_standing`: drafts of classes against the live draft
+- `class_comparison`: drafts of classes against the live draft
 - `quarantine`: drafts for other target weights
 
 Other chapters import all of it.

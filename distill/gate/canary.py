@@ -1,13 +1,13 @@
-"""A version on trial: is it accepted on live requests as the gate foresaw, or less than the version
-that it would replace?
+"""Trial of a version on a share of live requests: accepted as the gate predicted, or less than the
+live version?
 
-Which requests are its share is decided by their ids (`drafters/published/canary.py`), by nothing
-that they are or meet. The comparison is therefore randomised, and fair while traffic changes and
-with servers that have not taken the version up. Let x in [0, 1] be what part of a request's drafted
-tokens stood (of those reached), A whether it is of the share s, and m whatever was known before it.
-Then (A - s)(x - m) is on average s (1 - s) times the difference that being of the share makes to x.
-A bet that pays it is fair where there is no difference, and the money won from a stake of 1 passes
-1 / error with at most that chance, at any request.
+A hash of its id assigns each request to the share (`drafters/published/canary.py`), independent of
+everything else. The comparison is therefore randomised, and fair while traffic changes and with
+servers that have not taken the version up. Let x in [0, 1] be the accepted part of a request's
+drafted tokens (of those reached), A whether it is of the share s, and m any prediction made before
+it. Then (A - s)(x - m) is on average s (1 - s) times the difference that being of the share makes
+to x. A bet that pays it is fair where there is no difference, and the money won from a stake of 1
+passes 1 / error with at most that chance, at any request.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Mean:
 
     @property
     def guess(self) -> float:
-        """Of the next one; before the first, nothing is known."""
+        """Prediction of the next value; 0.5 before the first."""
         return (self.total + 0.5) / (self.count + 1)
 
 
@@ -78,11 +78,12 @@ class Trial:
     worse: BoundedEvidence = field(default_factory=BoundedEvidence)
     # it is not accepted less by `gate.drop`
     fine: BoundedEvidence = field(default_factory=BoundedEvidence)
-    levels: dict[str, Mean] = field(default_factory=dict)  # x of a request class, whoever drafts
+    levels: dict[str, Mean] = field(default_factory=dict)  # x of a request class under any draft
 
     def observe(self, text: ServedText, *, live: str, canary: str, drop: float) -> None:
-        """`live` and `canary` as records name them. What another version, a class's draft or a
-        server without a trained draft drafted takes no part."""
+        """Counts a request. `live` and `canary` are the versions' names in records. Requests
+        drafted by another version, a class's draft or a server without a trained draft are left
+        out."""
         rounds = [record for record in text.records if record.drafted]
         if any(record.draft_version not in (live, canary) for record in rounds):
             return
@@ -103,8 +104,7 @@ class Trial:
         )
 
     def bet(self, x: float, request_class: str, *, is_chosen: bool, allowance: float) -> None:
-        """`allowance` only for those that the version drafted for: the others show
-        nothing of it."""
+        """Bets on one request. `allowance` is 0 where the version did not draft."""
         is_kept = request_class in self.levels or len(self.levels) < MOST_LEVELS
         level = self.levels.setdefault(request_class if is_kept else "", Mean())
         # At most 1, so that no bet can cost more than there is.
@@ -116,14 +116,14 @@ class Trial:
 
     @property
     def awaited(self) -> float:
-        """For how many requests of the share it should have drafted: as often as servers draft
-        elsewhere. They draft for none where no draft pays, which is no reason to give a version up.
-        """
+        """Number of the share's requests that the version should have drafted for, at the rate at
+        which servers draft elsewhere. They draft for none where no draft pays, which is no reason
+        to give a version up."""
         often = self.elsewhere / self.others.count if self.others.count else 1.0
         return (self.drafted + self.missed) * often
 
     def is_unseen(self, config: GateConfig) -> bool:
-        """Servers draft for next to nobody: the trial waits, without evidence."""
+        """True while servers draft for next to no request: the trial waits, without evidence."""
         return (
             self.missed >= config.canary_requests
             and self.others.count > 0
@@ -132,15 +132,15 @@ class Trial:
         )
 
     def verdict(self, config: GateConfig) -> Verdict | None:
-        """None while it goes on."""
-        told = (
+        """Verdict by live requests, None while the trial goes on."""
+        accepted = (
             f"accepted {self.chosen.value:.3f} in its share, {self.others.value:.3f} elsewhere, "
             f"in {self.drafted} requests"
         )
         if self.worse.value * config.error >= 1:
-            return Verdict("rolled back", told)
+            return Verdict("rolled back", accepted)
         if self.fine.value * config.error >= 1:
-            return Verdict("promoted", told)
+            return Verdict("promoted", accepted)
         if (
             self.awaited >= PATIENCE * config.canary_requests
             and self.drafted < config.canary_requests
@@ -153,8 +153,8 @@ class Trial:
         if self.drafted < config.canary_requests:
             return None
         if self.chosen.value < self.others.value - config.drop:
-            return Verdict("rolled back", told)
-        return Verdict("undecided", told)
+            return Verdict("rolled back", accepted)
+        return Verdict("undecided", accepted)
 
     def numbers(self) -> dict[str, Any]:
         return {
@@ -180,9 +180,9 @@ class Trial:
         return cls(**read)
 
 
-class CanaryDesk:
-    """`trial` and the file name the same version, or both none, but for what somebody writes by
-    hand, which `follow` takes up."""
+class CanaryTrial:
+    """Trial and its file `canary.json`, which name the same version or none. `follow` takes up
+    changes of the file made by hand."""
 
     def __init__(self, publisher: Publisher, config: GateConfig):
         self.publisher, self.config = publisher, config
@@ -194,14 +194,14 @@ class CanaryDesk:
         return self.trial.version if self.trial else None
 
     def observe(self, text: ServedText, live: str) -> None:
-        """`live` as records name it."""
+        """Counts a request, `live` being the live version's name in records."""
         if self.trial is not None:
             self.trial.observe(
                 text, live=live, canary=str(self.trial.version), drop=self.config.drop
             )
 
-    def notices_silence(self) -> bool:
-        """True once, when servers turn out to draft for nobody."""
+    def became_unseen(self) -> bool:
+        """True once, when servers turn out to draft for no request."""
         was_unseen = self.is_unseen
         self.is_unseen = self.trial is not None and self.trial.is_unseen(self.config)
         return self.is_unseen and not was_unseen
@@ -215,7 +215,7 @@ class CanaryDesk:
         self.trial = None
 
     def follow(self) -> bool:
-        """True when somebody ended the trial, or began another one."""
+        """True when the file was changed from outside: the trial ended, or another one began."""
         own = Canary(self.trial.version, self.trial.share) if self.trial else None
         named = self._named()
         if named == own:
@@ -227,14 +227,14 @@ class CanaryDesk:
         try:
             return read_canary(self.publisher.root)
         except UserError:
-            # Servers say what is wrong with it, and draft with no version on trial either.
+            # Servers report what is wrong with it, and draft with no version on trial either.
             return None
 
-    def judge(
+    def verdict(
         self, live: Scorer, window: Sequence[ServedText], *, max_depth: int
     ) -> Verdict | None:
-        """None while it goes on. What is live decides; where that does not suffice, held-out
-        traffic as it is by now."""
+        """Verdict, None while the trial goes on. Live requests decide; where they do not suffice,
+        today's held-out traffic does."""
         verdict = self.trial.verdict(self.config) if self.trial else None
         if self.trial is None or verdict is None or verdict.decision == "rolled back":
             return verdict

@@ -1,13 +1,12 @@
-"""Did the traffic of a class change? A detector on each class's live acceptance, one number a
-request.
+"""Detection of a drop in a class's live acceptance, one number per request.
 
 Under a version the first requests of a class set its level. From then on a bet is made on each
-request that it is accepted less, c (level - x) to win with x the share of its offered tokens that
-stood. While the class keeps its level, no bet gains on average; new money of 1 is staked at every
-request and left in the game (Shiryaev and Roberts), so that the sum grows by one a request on
+request that it is accepted less, c (level - x) to win with x the accepted share of its offered
+tokens. While the class keeps its level, no bet gains on average. New money of 1 is staked at every
+request and left in the game (Shiryaev and Roberts), so that the sum grows by one per request on
 average and passes a threshold no sooner, on average, than after so many requests. The threshold is
-thus the requests an hour over the false alarms an hour that are allowed, whatever the distribution
-of x. Requests, not rounds: rounds of a request resemble each other.
+thus the requests per hour over the false alarms per hour that are allowed, whatever the
+distribution of x. Requests, not rounds: rounds of a request resemble each other.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from draftsmith.distill.config import DriftConfig
 
 BASELINE = 64  # requests that set a class's level
 MAX_CLASSES = 64  # the one not seen for longest is forgotten
-RATE_OVER = 1024  # latest requests that tell how many there are in an hour
+RATE_OVER = 1024  # latest requests that give the rate per hour
 THRESHOLDS = (20.0, 1e9)
 # Of the largest bet that cannot lose more than there is.
 BETS = (0.15, 0.45, 0.9)
@@ -56,7 +55,7 @@ class ClassDetector:
     since: list[float] = field(default_factory=list)  # x from the most likely moment of a change on
 
     def observe(self, x: float, threshold: float) -> tuple[float, int] | None:
-        """(mean, count) of the requests since the change, at the alarm."""
+        """Returns (mean, count) of the requests since the change, at the alarm."""
         if math.isnan(self.level):
             self._set_level(x)
             return None
@@ -79,7 +78,7 @@ class ClassDetector:
 
 
 class Drift:
-    """All classes under the live version, and whether learning is worth its while."""
+    """Detectors of all classes under the live version, and the rest of a learner without gains."""
 
     def __init__(self, config: DriftConfig):
         self.config = config
@@ -92,18 +91,18 @@ class Drift:
         return 0 < self.config.patience <= self.fruitless
 
     def new_version(self) -> None:
-        """Another draft is accepted otherwise: levels are set anew."""
+        """Sets levels anew, since another draft has another acceptance."""
         self._detectors.clear()
         self.fruitless = 0
 
-    def judged(self, *, promoted: bool) -> bool:
-        """Hears of a decision of the gate; True when learning rests from now on."""
+    def count_decision(self, *, promoted: bool) -> bool:
+        """Counts a decision of the gate. Returns True when learning rests from now on."""
         was_resting = self.is_resting
         self.fruitless = 0 if promoted else self.fruitless + 1
         return self.is_resting and not was_resting
 
     def observe(self, text: ServedText, version: str) -> Alarm | None:
-        """An alarm wakes a resting learner; its class then gets a new level."""
+        """Returns an alarm, which ends the rest of a learner; its class then gets a new level."""
         x = acceptance(text, version)
         if x is None:
             return None
@@ -124,8 +123,8 @@ class Drift:
         return Alarm(name, detector.level, *found)
 
     def threshold(self) -> float:
-        """Over all classes together there are as many false alarms as allowed: each adds its
-        requests over this."""
+        """Threshold of each class, such that all classes together give as many false alarms as
+        allowed: each adds its requests over this."""
         low, high = THRESHOLDS
         hours = (max(self._times_s) - min(self._times_s)) / 3600 if self._times_s else 0.0
         if hours <= 0:
@@ -133,7 +132,7 @@ class Drift:
         return min(high, max(low, len(self._times_s) / hours / self.config.false_alarms))
 
     def kept(self) -> dict[str, Any]:
-        """All that a restart needs to go on."""
+        """Values that a restart needs to go on."""
         classes = {name: asdict(one) for name, one in self._detectors.items()}
         return {"fruitless": self.fruitless, "times_s": list(self._times_s), "classes": classes}
 
@@ -156,8 +155,8 @@ class Drift:
 
 
 def acceptance(text: ServedText, version: str) -> float | None:
-    """Of the tokens that `version` offered and whose prefix stood, the share that stood; None where
-    it offered none."""
+    """Share of the tokens offered by `version`, of those whose prefix was accepted, that were
+    accepted; None where it offered none."""
     rounds = [
         record for record in text.records if record.drafted and record.draft_version == version
     ]

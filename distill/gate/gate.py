@@ -1,5 +1,4 @@
-"""Whether a candidate may replace the live draft, decided on recent held-out traffic without
-serving a token.
+"""Decision about a candidate on recent held-out traffic, without serving a token.
 
 Both drafts are scored at the same positions of the same served texts; the differences are paired by
 request.
@@ -23,8 +22,8 @@ from draftsmith.distill.gate.sequential import Evidence
 
 
 class Comparison(NamedTuple):
-    """Paired by request: `gain` is the mean over requests of the mean difference over their
-    positions."""
+    """Comparison paired by request: `gain` is the mean over requests of the mean difference over
+    their positions."""
 
     gain: float
     # bound on the chance of so much gain, or loss if it is one, if there were no difference
@@ -36,8 +35,7 @@ class Comparison(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """alpha that needs no target: from the logged distributions alone, the middles of
-    their bounds."""
+    """alpha from the logged distributions alone, without the target: the middles of its bounds."""
 
     alpha_logged_live: float
     alpha_logged_candidate: float
@@ -46,7 +44,7 @@ class Predicted(NamedTuple):
 
 
 def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Comparison:
-    """Does `second` exceed `first`? One array a request, the same positions in both.
+    """Compares `second` with `first`, one array per request, the same positions in both.
 
     If neither is better, swapping their names changes nothing, so that each request's difference d
     is as likely as -d. Then P(sum d >= s) <= exp(-s^2 / (2 sum d^2)), and so for -s, whatever the
@@ -70,14 +68,14 @@ def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Compar
 
 
 def difference(first: np.ndarray, second: np.ndarray) -> float:
-    """Of one request, over its positions."""
+    """Mean difference over the positions of one request."""
     return float(np.mean(second - first))
 
 
 def differences_of(
     texts: Sequence[ServedText], first: Sequence[np.ndarray], second: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """By request, where it has a position."""
+    """Differences by request, of requests with a scored position."""
     return {
         text.request: difference(a, b)
         for text, a, b in zip(texts, first, second, strict=True)
@@ -122,7 +120,8 @@ def decide(
     max_depth: int,
     evidence: Evidence,
 ) -> Decision:
-    """`evidence` of all looks since the last promotion; this look is added to it."""
+    """Decides on a candidate. `evidence` is of all looks since the last promotion; this look is
+    added to it."""
     if not all(bool(torch.isfinite(parameter).all()) for parameter in candidate.parameters()):
         return Decision("refuse", "the candidate has weights that are not finite")
     if len(texts) < config.requests:
@@ -151,15 +150,18 @@ def decide(
 
 
 def predicted(live: Sequence[Scored], candidate: Sequence[Scored]) -> Predicted:
-    """From the positions where p is logged and both drafts are finite, so that the numbers are
-    about the same text."""
+    """Prediction from the positions where p is logged and both drafts are finite, so that the
+    numbers are about the same text."""
     first, second = (np.concatenate([one.logged for one in side]) for side in (live, candidate))
-    told = ~(np.isnan(first) | np.isnan(second)).any(-1)
-    if not told.any():
+    is_logged = ~(np.isnan(first) | np.isnan(second)).any(-1)
+    if not is_logged.any():
         return Predicted(math.nan, math.nan, math.nan, 0.0)
-    is_open = float(np.diff(second[told]).mean()) / 2
+    is_open = float(np.diff(second[is_logged]).mean()) / 2
     return Predicted(
-        float(first[told].mean()), float(second[told].mean()), is_open, float(told.mean())
+        float(first[is_logged].mean()),
+        float(second[is_logged].mean()),
+        is_open,
+        float(is_logged.mean()),
     )
 
 

@@ -1,5 +1,5 @@
-"""What records say about the target: the sampling of each drafted position, and whether the logged
-p is this target's."""
+"""Logged p of records: the sampling of each drafted position, its distance from this target's p,
+and bounds of alpha from it alone."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") 
 
 
 def disagreement(logged: Sequence[Logged], target_logits: torch.Tensor) -> torch.Tensor:
-    """[n] total variation, on the logged tokens, between the logged p and the distribution of raw
-    `target_logits` [n, V]; 0 where a record tells of no distribution but that it was this one."""
-    told = [Distributions.of(one.record.p)[one.depth : one.depth + 1].arrays for one in logged]
-    width = max(distribution.ids.shape[1] for distribution in told)
+    """Total variation [n], on the logged tokens, between the logged p and the distribution of raw
+    `target_logits` [n, V]; 0 for a record without logged distributions."""
+    logged_p = [Distributions.of(one.record.p)[one.depth : one.depth + 1].arrays for one in logged]
+    width = max(distribution.ids.shape[1] for distribution in logged_p)
     if width == 0:
-        return torch.zeros(len(told))
+        return torch.zeros(len(logged))
     ids = (
         torch.from_numpy(
-            np.concatenate([_widened(distribution.ids, width, 0) for distribution in told])
+            np.concatenate([_widened(distribution.ids, width, 0) for distribution in logged_p])
         )
         .to(target_logits.device)
         .long()
     )
     padded = np.concatenate(
-        [_widened(distribution.logprobs, width, -np.inf) for distribution in told]
+        [_widened(distribution.logprobs, width, -np.inf) for distribution in logged_p]
     )
     logprobs = torch.from_numpy(padded).to(target_logits.device)
     if int(ids.max()) >= target_logits.shape[-1]:
-        return torch.ones(len(told))
+        return torch.ones(len(logged))
     ours = target_logits.float().log_softmax(-1).gather(-1, ids).exp()
     difference = torch.where(logprobs == -torch.inf, 0.0, (ours - logprobs.exp()).abs())
     return difference.sum(-1).cpu() / 2
@@ -63,23 +63,27 @@ def _widened(values: np.ndarray, width: int, filler: float) -> np.ndarray:
 
 
 def logged_alpha(logged: Sequence[Logged], q_logits: torch.Tensor) -> torch.Tensor:
-    """[n, 2] bounds on the CPU, NaN where nothing is logged; `q_logits` [n, V] are processed. A
-    filter that cuts behind the logged tokens makes all that stay likelier by what it took, which is
-    not known: bounds are off by that."""
+    """Bounds of alpha [n, 2] on the CPU, NaN where nothing is logged; `q_logits` [n, V] are
+    processed.
+
+    A filter that cuts behind the logged tokens raises the probabilities of the rest by an unknown
+    amount: bounds are off by that.
+    """
     bounds = torch.full((len(logged), 2), math.nan)
-    # A buffer of tokens alone tells nothing of its distributions.
-    told = [index for index, one in enumerate(logged) if one.record.p[one.depth].ids]
-    if told:
+    # A buffer of tokens alone holds no distributions.
+    has_p = [index for index, one in enumerate(logged) if one.record.p[one.depth].ids]
+    if has_p:
         overlap = top_overlap(
-            sampled_distribution([logged[index] for index in told], q_logits.device), q_logits[told]
+            sampled_distribution([logged[index] for index in has_p], q_logits.device),
+            q_logits[has_p],
         )
-        bounds[told] = torch.stack(overlap, dim=-1).float().cpu()
+        bounds[has_p] = torch.stack(overlap, dim=-1).float().cpu()
     return bounds
 
 
 def sampled_distribution(logged: Sequence[Logged], device: torch.device | str = "cpu") -> TopProbs:
-    """The logged distributions under their requests' sampling. The tail is 0 where the
-    distribution's support lies inside the logged tokens."""
+    """Logged distributions under their requests' sampling. The tail is 0 where the distribution's
+    support lies inside the logged tokens."""
     distributions = [one.record.p[one.depth] for one in logged]
     width = max(len(distribution.ids) for distribution in distributions)
     ids = torch.tensor(
@@ -104,7 +108,7 @@ def sampled_distribution(logged: Sequence[Logged], device: torch.device | str = 
 
 
 def _tempered(one: Logged, width: int) -> torch.Tensor:
-    """[width] float64 probabilities at the request's temperature, likeliest first."""
+    """Probabilities [width], float64, at the request's temperature, likeliest first."""
     distribution, temperature = one.record.p[one.depth], one.record.temperature
     logprobs = torch.full((width,), -math.inf, dtype=torch.float64)
     logprobs[: len(distribution.ids)] = torch.tensor(distribution.logprobs, dtype=torch.float64)
@@ -114,7 +118,8 @@ def _tempered(one: Logged, width: int) -> torch.Tensor:
 
 
 def _settings(one: Logged, width: int) -> tuple[float, float, float]:
-    """Neutral ones where they are off, and for a greedy distribution, which no filter changes."""
+    """Filter settings (top_k, top_p, min_p), neutral where they are off, and for a greedy
+    distribution, which no filter changes."""
     record = one.record
     if record.temperature == 0:
         return width, math.inf, 0.0
@@ -126,7 +131,8 @@ def _settings(one: Logged, width: int) -> tuple[float, float, float]:
 def _keep(
     probs: torch.Tensor, tail: torch.Tensor, kept: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is removed is less likely than all that stays, so the tail goes with it."""
+    """Removes tokens that are not kept. They are less likely than the kept ones, so the tail goes
+    with them."""
     is_cut = (~kept & (probs > 0)).any(-1)
     probs = probs.where(kept, 0.0)
     normalised = probs / probs.sum(-1, keepdim=True)

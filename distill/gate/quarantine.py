@@ -1,7 +1,7 @@
-"""A draft that was made for other weights of the target: lossless all the same, but nobody knows
-what it is worth now.
+"""Quarantine of a draft that was made for other weights of the target: lossless all the same, but
+of unknown acceptance.
 
-Servers let it draft seldom until a version made for their target is live. That is either a
+Servers draft with it seldom until a version made for their target is live. That is either a
 candidate that passed the gate on the new target's traffic and reaches the floor, or the same draft
 again, once that traffic shows that it still does.
 """
@@ -21,23 +21,23 @@ from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.drafters.published import versions
 
 
-def notice(root: str | Path, version: int, own: str, tell: Callable[[str], None]) -> str:
-    """The revision of the target that a version was made for, where it is another one than `own`:
-    told once; else ""."""
+def notice(root: str | Path, version: int, own: str, report: Callable[[str], None]) -> str:
+    """Target revision that a version was made for where that is not `own`, else "". Logged and
+    reported once."""
     made_for = versions.stranger(root, version, own)
-    told = {"decision": "quarantine", "version": version, "target_revision": own}
-    if made_for and not any(told.items() <= one.items() for one in versions.read_decisions(root)):
+    entry = {"decision": "quarantine", "version": version, "target_revision": own}
+    if made_for and not any(entry.items() <= one.items() for one in versions.read_decisions(root)):
         reason = f"made for target revision {made_for}, this is {own}"
-        versions.record_decision(root, {**told, "reason": reason})
-        tell(f"version {version} is in quarantine: {reason}")
+        versions.record_decision(root, {**entry, "reason": reason})
+        report(f"version {version} is in quarantine: {reason}")
     return made_for
 
 
 def regate(
     live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int
 ) -> Decision:
-    """`texts` are held-out ones of the new target. The mean over requests has to reach the floor by
-    two standard errors."""
+    """Decides on publishing the live draft again. `texts` are held-out ones of the new target. The
+    mean over requests has to reach the floor by two standard errors."""
     scored = [
         one
         for one in live.score(texts, max_depth=max_depth)
@@ -51,16 +51,16 @@ def regate(
             "needed",
         )
     alpha, error = float(means.mean()), float(means.std(ddof=1)) / len(means) ** 0.5
-    told = f"alpha {alpha:.3f} +- {error:.3f} on {len(means)} requests of the new target"
+    measured = f"alpha {alpha:.3f} +- {error:.3f} on {len(means)} requests of the new target"
     # Written so that NaN does not pass.
     if not alpha - 2 * error >= config.floor:
-        return Decision("hold", f"quarantine: {told} does not show {config.floor}")
-    return Decision("accept", f"out of quarantine: {told}")
+        return Decision("hold", f"quarantine: {measured} does not show {config.floor}")
+    return Decision("accept", f"out of quarantine: {measured}")
 
 
 def enough(decision: Decision, config: GateConfig) -> Decision:
-    """A candidate that is better than a draft in quarantine may still be no good: it goes live once
-    it reaches the floor."""
+    """Holds an accepted candidate that does not reach the floor: being better than a draft in
+    quarantine does not make it good."""
     comparison = decision.comparison
     if decision.decision != "accept" or comparison is None or comparison.second >= config.floor:
         return decision

@@ -1,10 +1,10 @@
-"""Did a published version turn out worse? Judged on the traffic that it serves, none of which it
-was trained on, held out or not.
+"""Watch for a published version that turns out worse, on the traffic that it serves, none of which
+it was trained on, held out or not.
 
-Live acceptance alone cannot tell: it falls as well when the traffic gets harder. Two comparisons
-can, each paired by request: what the version was accepted with against what it should have been
-(served wrongly), and earlier versions on the same records: its parent (a gain that did not last),
-and the static draft, which is the floor however many versions came since.
+Live acceptance alone does not show it: it falls as well when the traffic gets harder. Two
+comparisons do, each paired by request: what the version was accepted with against what it should
+have been (served wrongly), and earlier versions on the same records: its parent (a gain that did
+not last), and the static draft, which is the floor however many versions came since.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftsmith.distill.buffer.traffic import ServedText, depth_of, remembered
+from draftsmith.distill.buffer.traffic import ServedText, depth_of, without
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.gate import Comparison, compare, differences_of
 from draftsmith.distill.gate.scoring import Scorer
@@ -25,7 +25,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 
 
 class Earlier(NamedTuple):
-    """A version that the live one is held to."""
+    """Version that the live one is compared with."""
 
     version: int
     scorer: Scorer
@@ -57,7 +57,7 @@ class Watched:
 
 
 class LiveWatch:
-    """The live version and the earlier ones that it is held to, with the scores that they have
+    """Live version and the earlier ones that it is compared with, with the scores that they have
     already."""
 
     def __init__(self, publisher: Publisher, config: GateConfig, live: Scorer):
@@ -66,29 +66,29 @@ class LiveWatch:
         self.begin(live)
 
     def begin(self, live: Scorer) -> None:
-        """With whatever is live now."""
+        """Starts again with the live version."""
         self.live = live
-        self.held_to: list[Earlier] | None = None
+        self.earlier: list[Earlier] | None = None
         self.texts: list[ServedText] = []
         self.num_new = 0  # since the last look
 
     def take(self, text: ServedText, served_as: str) -> None:
-        """What the live version drafted in, in part at least: a window of it is kept."""
+        """Keeps a text that the live version drafted in, in part at least, in the window."""
         if text.is_scorable and any(record.draft_version == served_as for record in text.records):
             self.texts = [*self.texts, text][-self.config.window :]
             self.num_new += 1
 
     def forget(self, answers: frozenset[str]) -> None:
-        self.texts = remembered(self.texts, answers)
-        for one in self.held_to or ():
+        self.texts = without(self.texts, answers)
+        for one in self.earlier or ():
             one.scorer.forget(answers)
 
     def _scorer(self, drafter: TrainedDrafter) -> Scorer:
         return Scorer(drafter, self.publisher.target, max_length=self.live.max_length)
 
     def _earlier(self) -> list[Earlier]:
-        """The parent first. It has to be better by `drop`, since learning goes on; the floor, as a
-        candidate, by what is worth a swap."""
+        """Earlier versions, the parent first. The parent has to be better by `drop`, since learning
+        goes on; the floor, as a candidate, by the least gain worth a swap."""
         publisher = self.publisher
         floor_version, floor = publisher.open_floor()
         found = []
@@ -105,13 +105,13 @@ class LiveWatch:
 
     def look(self, evidence: Ledger, served_as: str) -> Watched:
         self.num_new = 0
-        if self.held_to is None:
-            # Read now, not before: a version that serves nobody needs no floor in memory.
-            self.held_to = self._earlier()
+        if self.earlier is None:
+            # Read now, not before: a version without requests needs no floor in memory.
+            self.earlier = self._earlier()
         depth = depth_of(self.texts)
         self.latest = watch(
             self.live,
-            self.held_to,
+            self.earlier,
             self.texts,
             self.config,
             version=served_as,
@@ -131,9 +131,12 @@ def watch(
     max_depth: int,
     evidence: Ledger,
 ) -> Watched:
-    """`texts` were served by `version`, in part at least. A reason is given only for a loss with
+    """Compares the live version with what it should be accepted with, and with earlier versions.
+
+    `texts` were served by `version`, in part at least. A reason is given only for a loss with
     evidence, to which this look is added. `earlier` begins with the version to return to where this
-    one is served wrongly."""
+    one is served wrongly.
+    """
     everything = live.score(texts, max_depth=max_depth)
     agreeing = [index for index, one in enumerate(everything) if one.is_consistent]
     texts, scored = [texts[index] for index in agreeing], [everything[index] for index in agreeing]

@@ -1,11 +1,12 @@
-"""The alpha that a draft would have had on served traffic, at every drafted position whose context
-became text.
+"""Score of a draft on served traffic: the alpha that it would have had at every drafted position
+whose context became text.
 
 The draft is unrolled over the text, and alpha = sum_v min(p_v, q_v) is taken over the full
 vocabulary under the request's own sampling, with p from the target's states that the unroll needs
 anyway. The 64 tokens of p that a record holds would prove only a lower bound, far too low for a
-target whose distributions are flat; they tell whether this target served the text. Where they do
-suffice, the alpha that they give is told beside it: it needs no trust in the learner's own target.
+target whose distributions are flat; they show whether this target served the text. Where they
+suffice, the alpha that they give is returned beside it: it does not depend on the learner's own
+target.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ MAX_DISAGREEMENT = 0.1
 
 
 class Scored(NamedTuple):
-    """One text under one draft: an entry for each scored position, in the order of its rounds."""
+    """Scores of one text under one draft: an entry per scored position, in the order of its
+    rounds."""
 
     # [n]; 0 where the draft's distribution is not finite, which is never accepted
     alpha: np.ndarray
@@ -59,7 +61,7 @@ class Position(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """[n] each, or [n, 2], on the CPU."""
+    """Tensors [n], or [n, 2], on the CPU."""
 
     alpha: torch.Tensor  # NaN where the draft's distribution is not finite
     disagreement: torch.Tensor
@@ -67,8 +69,8 @@ class Rows(NamedTuple):
 
 
 class Scorer:
-    """A draft with the scores it already has: a live draft meets a text at every decision, in more
-    windows than one."""
+    """Draft with its cached scores: a live draft is scored on a text at every decision, in several
+    windows."""
 
     def __init__(self, drafter: Unrollable, target: Target, *, max_length: int):
         self.drafter, self.target, self.max_length = drafter, target, max_length
@@ -84,7 +86,7 @@ class Scorer:
         asked = {
             key: fresh[key] if key in fresh else self._known.pop(key) for key in dict.fromkeys(keys)
         }
-        # Last what was asked for last; what nobody has asked for since longest is forgotten first.
+        # In order of the last request, so that the least recently requested are dropped first.
         kept = list((self._known | asked).items())
         self._known = dict(kept[-max(MOST_KNOWN, len(asked)) :])
         return [asked[key] for key in keys]
@@ -140,7 +142,7 @@ def _score_batch(
 
 
 def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int) -> list[Position]:
-    """The accepted positions and the first rejected one of each round."""
+    """Accepted positions and the first rejected one of each round."""
     found = []
     for record in text.records:
         known = min(len(record.p), record.accepted + 1, max_depth, max_length - record.position)
@@ -149,7 +151,7 @@ def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int)
 
 
 def step_of(steps: Sequence[UnrolledStep], depth: int) -> UnrolledStep:
-    """A language model's unroll has one step: it drafts alike at every depth."""
+    """Step of the unroll for a depth. A language model has one step for all depths."""
     return steps[min(depth, len(steps) - 1)]
 
 
@@ -185,9 +187,11 @@ def _alphas(
     target_logits = target.head(target_hidden[rows, before])
     alpha = overlap(process(target_logits, sampling), q_logits)
     is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
-    told = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
+    logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
     return Rows(
-        torch.where(is_finite, alpha, math.nan).cpu(), disagreement(logged, target_logits), told
+        torch.where(is_finite, alpha, math.nan).cpu(),
+        disagreement(logged, target_logits),
+        logged_bounds,
     )
 
 

@@ -33,8 +33,8 @@ BOUNDED_BETS = (0.1, 0.3, 0.9)
 
 @dataclass
 class TurningEvidence:
-    """That one of two drafts is accepted more from some request on, whatever was before. `value` is
-    the money: the chance that it ever reaches x is 1 / x."""
+    """Evidence that one of two drafts is accepted more from some request on, whatever was before.
+    `value` is the money: the chance that it ever reaches x is 1 / x."""
 
     looks: int = 0
     money: list[float] = field(default_factory=lambda: [0.0] * len(BETS))
@@ -45,8 +45,9 @@ class TurningEvidence:
         return sum(self.money)
 
     def look(self, differences: Mapping[str, float]) -> float:
-        """`differences` of the requests of the window, oldest first, each of which is bet on once;
-        returns the new `value`. Sizes of bets go by the window, so that they turn with it."""
+        """Adds a look and returns the new `value`. `differences` are of the requests of the window,
+        oldest first, each of which is bet on once. Sizes of bets go by the window, so that they
+        turn with it."""
         self.looks += 1
         stake = share_of(self.looks) / len(BETS)
         window = np.array(list(differences.values()))
@@ -61,14 +62,14 @@ class TurningEvidence:
         return self.value
 
     def give_up(self) -> None:
-        """Winnings, not losses."""
+        """Gives up winnings, not losses."""
         staked = (1 - 1 / (self.looks + 1)) / len(BETS)
         self.money = [min(money, staked) for money in self.money]
 
 
 @dataclass
 class Evidence:
-    """That one of a line of candidates is better than the live draft, from the last
+    """Evidence that one of a line of candidates is better than the live draft, from the last
     promotion on."""
 
     once: TurningEvidence = field(default_factory=TurningEvidence)
@@ -79,7 +80,7 @@ class Evidence:
         return 0.5 * self.once.value + 0.5 * self.aside
 
     def look(self, differences: Mapping[str, float], error: float) -> float:
-        """As `TurningEvidence.look`; the returned value is to be held against 1 / error."""
+        """Adds a look, as `TurningEvidence.look`; the returned value is compared with 1 / error."""
         self.once.look(differences)
         self._bet_anew(np.array(list(differences.values())), error)
         return self.value
@@ -93,7 +94,7 @@ class Evidence:
         self.aside += share * math.exp(min(MOST_LOG, log_won(window, bet)))
 
     def new_candidate(self) -> None:
-        """Another one takes the place of those that the winnings speak for: these are given up."""
+        """Gives up the winnings of the candidates before, since another one takes their place."""
         self.once.give_up()
         self.aside = 0.0
 
@@ -103,7 +104,7 @@ class Evidence:
 
 
 def share_of(look: int) -> float:
-    """Of a stake that is bet bit by bit: all shares together are 1."""
+    """Share of the stake that is bet from a look on: all shares together are 1."""
     return 1 / (look * (look + 1))
 
 
@@ -115,9 +116,9 @@ def log_won(differences: np.ndarray, bet: float) -> float:
 
 @dataclass
 class BoundedEvidence:
-    """Of differences in [-1, 1] that are zero on average if all is well, and need not be symmetric,
-    such as alpha minus what was accepted. A bet that pays c d is then fair, for any c in (0, 1); it
-    may not know the size of its own d."""
+    """Evidence from differences in [-1, 1] that are zero on average if all is well, and need not be
+    symmetric, such as alpha minus acceptance. A bet that pays c d is then fair, for any c in (0,
+    1), if it does not depend on the size of its own d."""
 
     log_wealth: list[float] = field(default_factory=lambda: [0.0] * len(BOUNDED_BETS))
     seen: list[str] = field(default_factory=list)
@@ -127,7 +128,7 @@ class BoundedEvidence:
         return float(np.exp(np.minimum(self.log_wealth, MOST_LOG)).mean())
 
     def look(self, differences: Mapping[str, float]) -> float:
-        """As `Evidence.look`, each request once."""
+        """Adds a look, as `Evidence.look`, each request once."""
         self.bet(np.array([d for request, d in differences.items() if request not in self.seen]))
         self.seen = list(differences)
         return self.value
@@ -139,8 +140,8 @@ class BoundedEvidence:
 
 @dataclass
 class Ledger:
-    """What the learner may ask at any time: is the candidate better than the live draft, and did
-    the live one turn out worse?"""
+    """Evidence under one live version: for the candidate against it, and for earlier versions
+    against it."""
 
     gate: Evidence = field(default_factory=Evidence)
     # the live draft is accepted less than it scores

@@ -1,7 +1,7 @@
-"""The dataset folder that `generate` fills: Parquet shards and a provenance record; a kill loses
+"""Dataset folder that `generate` fills: Parquet shards and a provenance record. A kill loses
 nothing that was finished.
 
-Shard n holds the prompts `n * size .. (n + 1) * size - 1`. While it is worked on, each batch of
+Shard n holds the prompts `n * size .. (n + 1) * size - 1`. Until it is complete, each batch of
 answers is a file of its own (`.batch-...`); the last one turns them into `part-....parquet` by one
 rename.
 """
@@ -37,8 +37,8 @@ UNSETTLED = ("complete", "answers", "tokens", "left_out", "versions", "tokenizer
 
 
 class AnswerFolder:
-    """`total` prompts in shards of `size`; `provenance` says how the answers are made, and must be
-    the same to go on."""
+    """Folder for `total` prompts in shards of `size`. `provenance` is how the answers are made, and
+    must be the same to go on."""
 
     def __init__(
         self,
@@ -93,8 +93,7 @@ class AnswerFolder:
         return sorted(self.path.glob(f".batch-{shard:05d}-*.parquet"))
 
     def done(self, shard: int) -> set[int]:
-        """Indices of the prompts of this shard that are answered. A damaged file counts as not
-        there."""
+        """Indices of the answered prompts of this shard. A damaged file counts as absent."""
         if _num_rows(self.part(shard)) == len(self.prompts_of(shard)):
             return set(self.prompts_of(shard))
         return {index for path in self.batches(shard) for index in _indices(path)}
@@ -119,7 +118,7 @@ class AnswerFolder:
             yield pq.read_table(self.part(shard), columns=["input_ids", "loss_mask"])
 
     def close(self) -> dict[str, Any]:
-        """Counts what is there and marks the folder complete."""
+        """Counts answers and tokens and marks the folder complete."""
         tokens = sum(
             sum(sum(mask) for mask in table["loss_mask"].to_pylist()) for table in self.answers()
         )

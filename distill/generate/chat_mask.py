@@ -1,10 +1,10 @@
-"""A chat that holds its answers, as tokens and the exact mask of those that the target would have
+"""Tokens of a chat that holds its answers, and the exact mask of those that the target would have
 written.
 
 A template with `{% generation %}` marks them itself. Any other is rendered up to each answer, as a
 server would, and through it: where these renderings begin each other, the answer lies between them.
 It ends with the end-of-text token that closes it, or with its content where the template has none;
-what the template puts behind that is no one's writing.
+whatever the template puts behind that is not masked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTokenizer(Protocol):
-    """The part of a transformers tokenizer that chats need."""
+    """Part of a transformers tokenizer that chats need."""
 
     def get_chat_template(self) -> str: ...
 
@@ -41,7 +41,7 @@ class Masked(NamedTuple):
 def masked_chat(
     messages: Messages, tokenizer: ChatTokenizer, eos_token_ids: Sequence[int], *, where: str
 ) -> Masked:
-    """`where` names the chat in what is said when it cannot be masked."""
+    """Tokens and mask. `where` names the chat in the error when it cannot be masked."""
     if not any(turn["role"] == "assistant" for turn in messages):
         raise UserError(
             f"{where} has no assistant turn; leave out --keep-answers to have the target answer it"
@@ -108,8 +108,8 @@ def _rendered(messages: Messages, tokenizer: ChatTokenizer, **options: Any) -> s
 
 
 def _answer_size(span: str, content: Any, ends: Sequence[str]) -> int:
-    """How much of what the template renders for an answer the target writes: its content and the
-    end of text behind it."""
+    """Length of the part of a rendered answer that the target writes: its content and the end of
+    text behind it."""
     size = 0
     if isinstance(content, str) and (at := span.find(content.strip())) >= 0:
         size = at + len(content.strip())
@@ -123,7 +123,7 @@ def _answer_size(span: str, content: Any, ends: Sequence[str]) -> int:
 
 
 def _same_tokens(ids: list[int], prefix: str, tokenizer: ChatTokenizer) -> int:
-    """How many tokens of the whole text are those of `prefix` alone."""
+    """Number of tokens of the whole text that are those of `prefix` alone."""
     alone = tokenizer.encode(prefix, add_special_tokens=False)
     return next(
         (at for at, (one, other) in enumerate(zip(ids, alone)) if one != other),
@@ -132,7 +132,7 @@ def _same_tokens(ids: list[int], prefix: str, tokenizer: ChatTokenizer) -> int:
 
 
 def _tokens_of(ids: list[int], prefix: str, tokenizer: ChatTokenizer) -> int:
-    """Where the text behind `prefix` begins. A token on both sides of that edge is none that the
-    target could have written."""
+    """Index at which the text behind `prefix` begins. A token on both sides of that edge cannot
+    have been written by the target."""
     same = _same_tokens(ids, prefix, tokenizer)
     return same if same == len(tokenizer.encode(prefix, add_special_tokens=False)) else same + 1

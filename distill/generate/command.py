@@ -1,5 +1,5 @@
-"""`draftsmith generate`: prompts are answered; a dataset to train on. Resumes where it
-was killed."""
+"""`draftsmith generate`: answers to prompts, as a dataset to train on. Resumes where it was
+killed."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ DISTRIBUTION_CHUNK = 512
 
 
 class Reference(NamedTuple):
-    """What answers are made for. `target` is loaded where it answers, or tells distributions."""
+    """Model that answers are made for. `target` is loaded where it answers, or gives
+    distributions."""
 
     tokenizer: PreTrainedTokenizerBase
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    revision: str | None  # None: what a server runs is not known
+    revision: str | None  # None: unknown for a server
     target: Target | None
 
 
@@ -99,7 +100,7 @@ def open_reference(config: GenerateConfig) -> Reference:
             device=config.device,
             trust_remote_code=config.trust_remote_code,
         )
-        # Nobody has checked that a server runs the same weights.
+        # A server may run other weights.
         revision = target.revision if config.url is None else None
         return Reference(
             target.tokenizer(), target.max_positions, target.eos_token_ids, revision, target
@@ -114,7 +115,8 @@ def open_reference(config: GenerateConfig) -> Reference:
 
 
 def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, dict[str, Any]]:
-    """And what the provenance says of it, beyond what it says of the target's own answers."""
+    """Writer of the answers, and its entries in the provenance beyond those of the target's own
+    answers."""
     if config.keep_answers:
         # They follow no known distribution.
         return GivenWriter(), {
@@ -131,7 +133,7 @@ def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, di
 
 
 def most_tokens(config: GenerateConfig, prompts: list[Prompt]) -> int:
-    """Of the texts to come; answers end by themselves, so they may be fewer."""
+    """Upper bound of the tokens of the texts to come, whose answers may end early."""
     return sum(
         len(prompt.ids) + (0 if config.keep_answers else config.max_tokens) for prompt in prompts
     )
@@ -198,7 +200,7 @@ def answer_batch(
 def distributions(
     target: Target, input_ids: list[int], loss_mask: list[int], top: int
 ) -> dict[str, Any]:
-    """The target's unfiltered distribution at temperature 1 at every answer token; {} when none is
+    """Unfiltered distribution of the target at temperature 1 at every answer token; {} when none is
     wanted."""
     if not top:
         return {}
@@ -214,7 +216,7 @@ def distributions(
 
 
 def describe(config: GenerateConfig, reference: Reference, prompts: list[Prompt]) -> dict[str, Any]:
-    """Everything that an answer depends on."""
+    """Provenance: everything that an answer depends on."""
     tokenizer = reference.tokenizer
     return {
         "target": config.target,

@@ -1,5 +1,4 @@
-"""Where prompts come from: JSONL, plain text (one prompt a line), a dataset, or the
-standard-library corpora.
+"""Prompts from JSONL, plain text (one prompt per line), a dataset, or the standard-library corpora.
 
 With `--keep-answers` they hold their answers: the assistant turns of chats, completions of prompts,
 or all of a plain text.
@@ -26,7 +25,7 @@ CHARACTERS_A_TOKEN = 12
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that prompts need."""
+    """Part of a transformers tokenizer that prompts need."""
 
     chat_template: Any
 
@@ -46,7 +45,7 @@ class Prompt:
 def load(
     config: GenerateConfig, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()
 ) -> list[Prompt]:
-    """The prompts in a fixed order that depends on the options alone."""
+    """Prompts in a fixed order that depends on the options alone."""
     found = (
         _from_corpus(config, tokenizer)
         if config.prompts in CORPORA
@@ -143,7 +142,7 @@ def _with_answer(
 
 
 def _plain(ids: list[int]) -> Masked:
-    """A text without a prompt; its first token has nothing to be predicted from."""
+    """Text without a prompt; its first token is not predicted."""
     return Masked(ids, [0] + [1] * (len(ids) - 1))
 
 
@@ -156,8 +155,8 @@ def _wanted(document: Document, config: GenerateConfig) -> bool:
 def _encode(
     text: str | list[dict[str, Any]], config: GenerateConfig, tokenizer: Tokenizer
 ) -> list[int]:
-    """A prompt as the target reads it before it answers; answers at the end of a chat
-    are left out."""
+    """Prompt as the target reads it before it answers. Answers at the end of a chat are left
+    out."""
     if isinstance(text, str):
         is_chat = config.chat == "always" or (
             config.chat == "auto" and tokenizer.chat_template is not None
@@ -254,7 +253,7 @@ def _read_dataset(config: GenerateConfig) -> Iterator[dict[str, Any]]:
 
 
 def _checked(row: Any, where: str) -> dict[str, Any]:
-    """A row with `messages` (a list of role and content), `prompt` (text) with or without a
+    """Row with `messages` (a list of role and content), `prompt` (text) with or without a
     `completion`, or `text`."""
     if isinstance(row, dict):
         if isinstance(row.get("messages"), list) and all(

@@ -1,5 +1,5 @@
-"""The target's states at every token of a dataset, stored beside it (`train/data/stored_taps.py`).
-Resumes by whole shards."""
+"""Hidden states of the target at every token of a dataset, stored beside it
+(`train/data/stored_taps.py`). Resumes by whole shards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def layout_of(config: GenerateConfig, target: Target) -> TapLayout:
 
 
 def check_cost(folder: str | Path, target: Target, layout: TapLayout, tokens: int) -> Cost:
-    """Prints what storing will take at most, and raises a `UserError` where the disk has less."""
+    """Prints the most that storing will take, and raises a `UserError` where the disk has less."""
     cost = Cost(tokens, tokens * layout.bytes_a_token, tokens * seconds_a_token(target, layout))
     print(
         f"taps {', '.join(map(str, layout.taps))} and final states in {layout.precision} take at "
@@ -64,7 +64,7 @@ def check_cost(folder: str | Path, target: Target, layout: TapLayout, tokens: in
 
 
 def seconds_a_token(target: Target, layout: TapLayout) -> float:
-    """Of the target's pass, which writing is short beside."""
+    """Seconds per token of the target's pass; writing is short beside it."""
     ids = torch.zeros(
         1, min(PROBE_TOKENS, target.max_positions), dtype=torch.int64, device=target.device
     )
@@ -130,5 +130,5 @@ def _is_stored(part: Path, layout: TapLayout, target: Target) -> bool:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Folder, or the nearest one above it that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())

@@ -1,5 +1,5 @@
-"""Who writes the answers of a dataset: the target, an OpenAI-compatible server, or nobody, when the
-prompts hold them."""
+"""Writers of a dataset's answers: the target, an OpenAI-compatible server, or none, when the
+prompts hold their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Written(NamedTuple):
 
 class Writer(Protocol):
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
-        """Of a batch; `seeds` are of the prompts."""
+        """Writes the answers of a batch; `seeds` are of the prompts."""
         ...
 
 
@@ -46,7 +46,7 @@ class TargetWriter:
 
 
 class GivenWriter:
-    """The prompts are whole texts with masks."""
+    """Writer for prompts that are whole texts with masks."""
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
         return [Written(prompt.ids, prompt.mask or []) for prompt in prompts]
@@ -57,7 +57,7 @@ def continued(prompt: Prompt, answer: Sequence[int]) -> Written:
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Each prompt has its own random stream, so that its answer does not depend on where a run was
+    """Seed of a prompt's own random stream: its answer does not depend on where a run was
     interrupted."""
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big") >> 1
 
@@ -71,7 +71,7 @@ SEED_BITS = 31
 
 
 class Decoder(Protocol):
-    """The part of a transformers tokenizer that answers in text need."""
+    """Part of a transformers tokenizer that answers in text need."""
 
     eos_token_id: int | None
 
@@ -81,7 +81,7 @@ class Decoder(Protocol):
 
 
 class ServerWriter:
-    """All prompts of a batch are asked at once."""
+    """Writer that requests all answers of a batch at once."""
 
     def __init__(
         self,
@@ -144,7 +144,8 @@ class ServerWriter:
             ) from error
 
     def _tokenised(self, text: str, reason: str | None) -> list[int]:
-        """For servers that give text alone. It ended by itself where a length did not end it."""
+        """Tokens for servers that return text alone. The end of text is appended unless a length
+        ended the answer."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self.tokenizer.decode(ids) != text:
             raise UserError(
@@ -156,7 +157,7 @@ class ServerWriter:
         return [*ids, self.tokenizer.eos_token_id] if ended else ids
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """Tries again when the server is busy or away, and says what went wrong when it
+        """Response of the server. Retries when it is busy or away, and raises a `UserError` when it
         stays so."""
         for attempt in range(MAX_TRIES):
             try:

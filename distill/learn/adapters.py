@@ -1,7 +1,7 @@
-"""A candidate that is the live draft language model and low-rank adapters on it.
+"""Low-rank adapters on the live draft language model as a candidate.
 
 Adapters mean nothing without the weights under them, which are the live version's. Whenever another
-version is live, they are merged there or dropped, and begin anew.
+version goes live, they are merged there or dropped, and begin anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from draftsmith.errors import UserError
 
 
 def adapt(drafter: torch.nn.Module, options: LoraOptions, *, seed: int) -> None:
-    """In place: only the adapters are trained from here on."""
+    """Adds adapters in place: only they are trained from here on."""
     if options.dropout:
         raise UserError(
             f"learn.lora.dropout is {options.dropout}; online learning draws nothing at random, "
@@ -34,7 +34,7 @@ def adapt(drafter: torch.nn.Module, options: LoraOptions, *, seed: int) -> None:
 
 @torch.no_grad()
 def rebase(drafter: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, seed: int) -> None:
-    """New weights, of a draft without adapters, under adapters that begin anew."""
+    """Loads weights of a draft without adapters, under adapters that begin anew."""
     assert isinstance(drafter, DraftLm)
     own = drafter.state_dict()
     for name, values in weights.items():

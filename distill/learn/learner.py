@@ -1,8 +1,8 @@
 """Training on served text: the trainer's objective, at the positions that verification visited.
 
-Fresh texts are mixed with the latest ones before them and with a reservoir of all: a few texts
-trained on again and again before the next ones come teach less than the same steps spread over
-many, and what the draft knew is not unlearned.
+Fresh texts are mixed with the latest ones before them and with a reservoir of all. Training on a
+few texts again and again teaches less than the same steps spread over many, and the mixture
+protects what the draft has learned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, branches, remembered
+from draftsmith.distill.buffer.traffic import ServedText, branches, without
 from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
@@ -33,11 +33,11 @@ LATEST = 128  # texts
 # Saved among the optimizer's moments.
 AVERAGE = "average"
 
-Rest = Callable[[float], None]  # hears the seconds of a piece of work
+Rest = Callable[[float], None]  # called with the seconds of a piece of work
 
 
 def no_rest(worked_s: float) -> None:
-    """On a device of its own the learner needs none."""
+    """No rest, for a learner on a device of its own."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class UpdateReport:
 
 @dataclass
 class Reservoir:
-    """A uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the
+    """Uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the
     latest ones; without distributions."""
 
     capacity: int
@@ -63,13 +63,13 @@ class Reservoir:
         self.latest = [*self.latest, *(text.slim() for text in fresh)][-LATEST:]
 
     def sample(self, count: int, rng: random.Random) -> list[ServedText]:
-        """Half of them of the latest, half of all; fewer where there are not so many."""
+        """Half of the latest texts, half of all; fewer where there are not so many."""
         of_all = min(count // 2, len(self.texts))
         of_latest = min(count - count // 2, len(self.latest))
         return rng.sample(self.texts, of_all) + rng.sample(self.latest, of_latest)
 
     def forget(self, answers: frozenset[str]) -> None:
-        self.texts, self.latest = remembered(self.texts, answers), remembered(self.latest, answers)
+        self.texts, self.latest = without(self.texts, answers), without(self.latest, answers)
 
     def add(self, text: ServedText, rng: random.Random) -> None:
         self.seen += 1
@@ -103,7 +103,7 @@ class Learner:
         self._begin()
 
     def _begin(self) -> None:
-        """From the draft's weights as they are, which are the live version's."""
+        """Begins at the draft's weights, which are the live version's."""
         self.steps = 0
         self.average: dict[str, torch.Tensor] = {}
         self.anchor = self._copies() if self.config.proximal else {}
@@ -112,7 +112,7 @@ class Learner:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def restart(self, live: Mapping[str, torch.Tensor]) -> None:
-        """From the live version's weights, with a fresh optimizer."""
+        """Returns to the live version's weights, with a fresh optimizer."""
         if self.config.lora is None:
             self.drafter.load_state_dict(live)
         else:
@@ -121,16 +121,15 @@ class Learner:
         self._begin()
 
     def live_changed(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Another version is live, this candidate perhaps: it is what the candidate is held to.
-        Adapters begin anew on it."""
+        """Adopts another live version, this candidate perhaps, as the one to compare with. Adapters
+        begin anew on it."""
         if self.config.lora is not None:
             self.restart(live)
         elif self.config.proximal:
             self.anchor = {name: live[name].detach().clone() for name in self.parameters}
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """What the steps left beside the weights, the mean of these included, as
-        "<parameter>:<moment>"."""
+        """Optimizer state and the mean of the weights, as "<parameter>:<moment>"."""
         return self.optimizer.moments() | {
             f"{name}:{AVERAGE}": value for name, value in self.average.items()
         }
@@ -138,7 +137,7 @@ class Learner:
     def fill(
         self, steps: int, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
     ) -> None:
-        """Goes on where a saved one was."""
+        """Loads a saved state to go on from."""
         self.steps = steps
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -154,8 +153,8 @@ class Learner:
         )
 
     def update(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:
-        """A bounded number of steps, however much came in; every fresh text then may enter the
-        reservoir. `rest` is told how long each step took."""
+        """Takes a bounded number of steps, however much came in. Every fresh text may then enter
+        the reservoir. `rest` gets the seconds of each step."""
         rng = random.Random(f"{self.seed} {self.updates}")
         queue = list(fresh)
         rng.shuffle(queue)
@@ -203,7 +202,7 @@ class Learner:
         return [row.cut(min(self.config.max_length, self.target.max_positions)) for row in rows]
 
     def _step(self, rows: Sequence[Row]) -> StepSums | None:
-        """None, and nothing changed, when the gradient is not finite."""
+        """Takes one step. None, and nothing changed, when the gradient is not finite."""
         lr = self.config.lr * min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
         sums = self.optimizer.step(rows, lr=lr)
         if sums is not None:
@@ -214,8 +213,8 @@ class Learner:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """At a constant rate the last weights are as noisy as on the first day; their mean is not.
-        A young one decays faster, so that it soon leaves where it began."""
+        """Updates the mean of the weights: at a constant rate the last weights stay noisy, their
+        mean does not. A young mean decays faster, so that it soon leaves where it began."""
         if self.config.average == 0:
             return
         if not self.average:
@@ -227,8 +226,8 @@ class Learner:
 
     @contextmanager
     def averaged(self) -> Iterator[torch.nn.Module]:
-        """The draft as it is judged and published: in here it has the mean of its weights,
-        afterwards its own again."""
+        """Draft as it is scored and published: inside it has the mean of its weights, afterwards
+        its own again."""
         self._exchange()
         try:
             yield self.drafter
@@ -244,8 +243,7 @@ class Learner:
 
     @torch.no_grad()
     def _pull(self, lr: float) -> None:
-        """Towards the live version, decoupled from the gradient as AdamW's decay
-        towards zero is."""
+        """Moves towards the live version, decoupled from the gradient as AdamW's decay is."""
         share = min(1.0, lr * self.config.proximal)
         for name, live in self.anchor.items():
             self.parameters[name].lerp_(live, share)
@@ -258,7 +256,7 @@ def summary(sums: StepSums) -> tuple[float, list[float]]:
 
 
 def role_weights(positions: Sequence[str]) -> RoleWeights:
-    """Each of the named ones counts alike."""
+    """Weight 1 for each of the named positions, 0 for the others."""
     return RoleWeights(**{name.replace("-", "_"): float(name in positions) for name in POSITIONS})
 
 

@@ -30,8 +30,8 @@ MOST_ITERATIONS = 30
 
 
 def find_clusters(texts: Sequence[Sequence[int]], *, most: int, seed: int) -> PromptClusters | None:
-    """At most `most`; None where the texts are of one kind. The same texts and seed give the same
-    clusters."""
+    """Clusters, at most `most`; None where the texts are of one kind. The same texts and seed give
+    the same clusters."""
     damped = np.log1p(
         np.array([counts(text, BUCKETS) for text in texts], dtype=np.float64).reshape(-1, BUCKETS)
     )
@@ -63,8 +63,8 @@ def strength(rows: np.ndarray, k: int, generator: np.random.Generator) -> float:
 
 
 def agreement(rows: np.ndarray, own: np.ndarray, other: np.ndarray) -> float:
-    """Of the pairs that `own` puts together, the share that `other` does too, in the worst cluster
-    of two or more."""
+    """Share of the pairs that `own` puts together which `other` does too, in the worst cluster of
+    two or more."""
     mine, theirs = assign(rows, own), assign(rows, other)
     shares = []
     for cluster in range(len(own)):
@@ -76,19 +76,19 @@ def agreement(rows: np.ndarray, own: np.ndarray, other: np.ndarray) -> float:
 
 
 def assign(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """[n] the likest centre of each row."""
+    """Index [n] of the most similar centre of each row."""
     return (rows @ centres.T).argmax(axis=1)
 
 
 def centroids(rows: np.ndarray, k: int, generator: np.random.Generator) -> np.ndarray:
-    """[k, buckets] of length 1: the best of a few restarts, by the mean likeness of
+    """Centroids [k, buckets] of length 1: the best of a few restarts, by the mean similarity of
     rows to theirs."""
     found = [lloyd(rows, first_centres(rows, k, generator)) for _ in range(RESTARTS)]
     return max(found, key=lambda centres: float((rows @ centres.T).max(axis=1).mean()))
 
 
 def lloyd(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """A cluster that loses all its rows keeps its centre."""
+    """Lloyd's algorithm. A cluster that loses all its rows keeps its centre."""
     sorted_into = np.full(len(rows), -1)
     for _ in range(MOST_ITERATIONS):
         nearest = assign(rows, centres)

@@ -1,9 +1,9 @@
-"""When a class of requests gets a draft of its own, keeps it, and gives it up. Pure.
+"""Policy for drafts of request classes: begin, serve, merge, stop, retire. Pure.
 
-A class that is frequent begins to learn: a candidate is trained on its requests alone and held
-against the live draft by the gate. Once it wins it drafts for the class. A class is given up when
-its draft is no better any more, when it learns too long in vain, or when its requests are gone; it
-does not learn again for a while, so that others get their turn.
+A class that is frequent begins to learn: a candidate is trained on its requests alone and compared
+with the live draft by the gate. Once it wins it drafts for the class. A class is given up when its
+draft is no better any more, when it learns too long in vain, or when its requests are gone; it does
+not learn again for a while, so that others get their turn.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ class Move(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A class with a draft, as the policy sees it."""
+    """Class with a draft, as the policy needs it."""
 
     name: str
     is_serving: bool  # else it only learns
     has_won: bool  # the gate found a candidate better than the live draft
     is_no_better: bool  # any more, with evidence
     requests: int  # of the class, since it began to learn
-    told: str  # the numbers, for people
+    summary: str  # the numbers, for people
 
 
 @dataclass
 class ClassTraffic:
-    """The classes of the latest requests, "" where one has none, and which were given up lately."""
+    """Classes of the latest requests, "" where one has none, and those that were given up
+    lately."""
 
     window: int
     latest: deque[str] = field(default_factory=deque)
@@ -57,7 +58,7 @@ class ClassTraffic:
         }
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Names that mean something else from now on."""
+        """Drops names that mean something else from now on."""
         gone = set(names)
         self.latest = deque("" if name in gone else name for name in self.latest)
         self.given_up = {name: at for name, at in self.given_up.items() if name not in gone}
@@ -73,13 +74,13 @@ class ClassTraffic:
 
 
 def resolved(config: PoolConfig, num_members: int) -> PoolConfig:
-    """With a number for `most`: who does not name one keeps the classes that there are."""
+    """Options with a number for `most`, by default the classes that there are."""
     return replace(config, most=num_members) if config.most is None else config
 
 
 def moves(members: Sequence[Member], traffic: ClassTraffic, config: PoolConfig) -> list[Move]:
-    """At most one a member; a place that is given up is filled at the next look, by the most
-    frequent class that waits."""
+    """Moves, at most one per member. A free slot is filled at the next look, by the most frequent
+    class that waits."""
     assert config.most is not None
     counts = Counter(traffic.latest)
     kept = members[: config.most]
@@ -110,9 +111,9 @@ def move_of(member: Member, count: int, traffic: ClassTraffic, config: PoolConfi
     if not count and len(traffic.latest) == traffic.window:
         return Move("retire", name, f"none of the latest {traffic.window} requests")
     if member.is_serving:
-        return Move("merge", name, member.told) if member.is_no_better else None
+        return Move("merge", name, member.summary) if member.is_no_better else None
     if member.has_won:
-        return Move("serve", name, member.told)
+        return Move("serve", name, member.summary)
     if member.requests >= PATIENCE * config.requests:
         return Move("stop", name, f"no better draft after {member.requests} requests")
     return None

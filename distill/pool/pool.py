@@ -1,5 +1,5 @@
-"""Drafts that learn from one class of requests each: sorted by tag or cluster, begun, served, given
-up (`pool_policy.py`).
+"""Pool of drafts that learn from one class of requests each: sorted by tag or cluster, begun,
+served, given up (`policy.py`).
 
 Every text also goes to the shared track: its draft serves the other classes, and the drafts of
 classes are compared with it.
@@ -18,7 +18,7 @@ import numpy as np
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
-from draftsmith.distill.gate.class_standing import Standing
+from draftsmith.distill.gate.class_comparison import ClassComparison
 from draftsmith.distill.gate.scoring import Scored
 from draftsmith.distill.pool.clusters import find_clusters
 from draftsmith.distill.pool.policy import ClassTraffic, Member, Move, moves, resolved
@@ -47,18 +47,18 @@ DECISIONS = {
 
 @dataclass
 class Pooled:
-    """A class with a track. While it learns, its live version is a copy of the live draft, which
-    its candidate must beat."""
+    """Class with a track. While it learns, its live version is a copy of the live draft, which its
+    candidate must beat."""
 
     name: str
     folder: str
     track: DraftTrack
-    standing: Standing
+    comparison: ClassComparison
     is_serving: bool
     requests: int = 0  # since it began to learn
 
     def copied(self, version: int) -> int | None:
-        """Which version of the live draft a version of its own is a copy of; None for a candidate
+        """Version of the live draft that a version of its own is a copy of; None for a candidate
         that won."""
         return versions.read_manifest(self.track.root, version)["data_range"].get("copy_of")
 
@@ -67,15 +67,15 @@ class Pooled:
         return not self.is_serving and self.copied(self.track.live.version) is None
 
     @property
-    def held_to(self) -> int | None:
-        """The version of the live draft that its candidate must beat, or did."""
+    def compared_with(self) -> int | None:
+        """Version of the live draft that its candidate must beat, or did."""
         version = self.track.live.version
         if self.has_won:
             version = versions.read_manifest(self.track.root, version)["parent"]
         return None if version is None else self.copied(version)
 
     def numbers(self) -> dict[str, Any]:
-        latest = self.standing.latest
+        latest = self.comparison.latest
         return {
             "folder": self.folder,
             "serving": self.is_serving,
@@ -88,7 +88,7 @@ class Pooled:
 
 
 class ClassPool:
-    """The tracks of `pool.json`; their values are in the learner's state."""
+    """Tracks of `pool.json`; their values are in the learner's state."""
 
     def __init__(self, root: Path, context: LearnerContext, shared: DraftTrack):
         self.root, self.context, self.shared = root, context, shared
@@ -115,11 +115,11 @@ class ClassPool:
     def _open(self, name: str, folder: str, *, is_serving: bool) -> Pooled:
         draft = str(versions.folder_of(self.root, self.shared.live.version))
         track = DraftTrack(pool_root(self.root) / folder, self.context, draft=draft, name=name)
-        return Pooled(name, folder, track, Standing(self.gate), is_serving)
+        return Pooled(name, folder, track, ClassComparison(self.gate), is_serving)
 
     @property
     def tracks(self) -> dict[str, DraftTrack]:
-        """By folder."""
+        """Tracks by folder."""
         return {one.folder: one.track for one in self.members.values()}
 
     def take(self, text: ServedText) -> None:
@@ -150,8 +150,8 @@ class ClassPool:
         count = len(self.clusters.centroids) if self.clusters else 1
         self.context.report(f"requests without a tag are of {count} kind{'s' if count > 1 else ''}")
 
-    def judge(self) -> None:
-        """Looks at what has new held-out requests, and moves."""
+    def review(self) -> None:
+        """Compares classes that have enough new held-out requests, and moves."""
         if not self.config.most and not self.members:
             return
         for one in self.members.values():
@@ -170,14 +170,14 @@ class ClassPool:
         self._write()
 
     def _follow_live(self, one: Pooled) -> None:
-        """What a class that learns must beat is the live draft of today, even if it did beat
+        """Rebases a class that learns on today's live draft, which it must beat even if it did beat
         yesterday's."""
         version = self.shared.live.version
-        if one.held_to != version:
+        if one.compared_with != version:
             one.track.lifecycle.rebase(self.shared.live.draft, version)
 
     def _num_new(self, one: Pooled) -> int:
-        seen = set(one.standing.window)
+        seen = set(one.comparison.window)
         return sum(text.request not in seen for text in one.track.window)
 
     def _look(self, one: Pooled) -> None:
@@ -188,16 +188,21 @@ class ClassPool:
             track.live.scorer.score(texts, max_depth=depth) for track in (one.track, self.shared)
         )
         pair = (one.track.live.version, self.shared.live.version)
-        one.standing.look(
+        one.comparison.look(
             [text.request for text in texts], alphas(live), alphas(own), versions=pair
         )
 
     def _member(self, one: Pooled) -> Member:
-        told = (
-            one.standing.describe() if one.is_serving else f"version {one.track.live.version} won"
+        summary = (
+            one.comparison.describe() if one.is_serving else f"version {one.track.live.version} won"
         )
         return Member(
-            one.name, one.is_serving, one.has_won, one.standing.is_no_better, one.requests, told
+            one.name,
+            one.is_serving,
+            one.has_won,
+            one.comparison.is_no_better,
+            one.requests,
+            summary,
         )
 
     def _apply(self, move: Move) -> None:
@@ -223,7 +228,7 @@ class ClassPool:
         return DraftPool(serving, learning, self.clusters)
 
     def _write(self) -> None:
-        """Whatever moved. A full disk is tried again."""
+        """Writes `pool.json` where it changed. A full disk is tried again."""
         pool = self._pool()
         if pool == self.written:
             return
@@ -233,7 +238,7 @@ class ClassPool:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Versions of classes that have no draft any more; their decisions stay."""
+        """Deletes versions of classes without a draft; their decisions stay."""
         named = {one.folder for one in self.members.values()}
         for folder in pool_root(self.root).glob("c*/"):
             if folder.name not in named:
@@ -245,7 +250,7 @@ class ClassPool:
 
     def to_dict(self) -> dict[str, Any]:
         members = {
-            one.folder: {"requests": one.requests, "standing": one.standing.to_dict()}
+            one.folder: {"requests": one.requests, "standing": one.comparison.to_dict()}
             for one in self.members.values()
         }
         return {
@@ -261,12 +266,12 @@ class ClassPool:
         for one in self.members.values():
             if one.folder in values["members"]:
                 saved = values["members"][one.folder]
-                one.requests, one.standing = (
+                one.requests, one.comparison = (
                     saved["requests"],
-                    Standing.from_dict(saved["standing"], self.gate),
+                    ClassComparison.from_dict(saved["standing"], self.gate),
                 )
 
 
 def alphas(scored: Sequence[Scored]) -> list[np.ndarray]:
-    """None of a text that contradicts this target."""
+    """alpha per text, empty for a text that contradicts this target."""
     return [one.alpha if one.is_consistent else np.zeros(0) for one in scored]

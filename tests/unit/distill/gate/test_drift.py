@@ -125,7 +125,7 @@ def test_alarm_names_the_class_and_wakes_the_learner() -> None:
         == []
         == feed(drift, [3, 4], BASELINE, name="chat")
     )
-    assert [drift.judged(promoted=False) for _ in range(3)] == [
+    assert [drift.count_decision(promoted=False) for _ in range(3)] == [
         False,
         True,
         False,
@@ -154,7 +154,7 @@ def test_what_is_known_survives_a_restart() -> None:
     before = Drift(DriftConfig(patience=8))
     feed(before, [3, 4], BASELINE + 20, name="code")
     feed(before, [2, 4], BASELINE // 2, name="chat")
-    before.judged(promoted=False)
+    before.count_decision(promoted=False)
     after = Drift(DriftConfig(patience=8))
     after.restore(json.loads(json.dumps(before.kept())))
     for name, rounds in (("chat", [2, 4]), ("code", [0, 1])):
@@ -174,4 +174,4 @@ def test_memory_and_clock_are_bounded() -> None:
         jumping.observe(served([1], time_s=time_s), "1")
     assert jumping.threshold() >= 20
     never = Drift(DriftConfig(patience=0))
-    assert not any(never.judged(promoted=False) for _ in range(100))
+    assert not any(never.count_decision(promoted=False) for _ in range(100))

@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import GateConfig
-from draftsmith.distill.gate.canary import MOST_LEVELS, PATIENCE, CanaryDesk, Trial
+from draftsmith.distill.gate.canary import MOST_LEVELS, PATIENCE, CanaryTrial, Trial
 from draftsmith.drafters.published.canary import in_canary
 from draftsmith.record import RoundRecord
 
@@ -217,19 +217,19 @@ def test_a_version_that_no_server_drafts_with_is_given_up() -> None:
 def test_a_trial_waits_while_servers_draft_for_nobody() -> None:
     """As at k = 0. Once they draft, and never with it, it is given up as any other."""
     config, share = GateConfig(canary_requests=4), 0.25
-    desk = CanaryDesk(None, config)  # type: ignore[arg-type]
-    desk.trial = trial = Trial(2, share)
+    canary = CanaryTrial(None, config)  # type: ignore[arg-type]
+    canary.trial = trial = Trial(2, share)
     silences = []
-    desk.observe(served(request(False, 0, share), 1), "1")  # one is next to nobody
+    canary.observe(served(request(False, 0, share), 1), "1")  # one is next to nobody
     for number in range(1000):
-        desk.observe(served(f"r{number}", 0, version="", drafted=0), "1")
-        silences.append(desk.notices_silence())
+        canary.observe(served(f"r{number}", 0, version="", drafted=0), "1")
+        silences.append(canary.became_unseen())
         assert trial.verdict(config) is None
     assert trial.missed > PATIENCE * config.canary_requests and trial.elsewhere == 1
     assert silences.count(True) == 1 and silences.index(True) < 50
     for number in range(1000, 1400):
-        desk.observe(served(f"r{number}", 2), "1")
-        assert not desk.notices_silence()
+        canary.observe(served(f"r{number}", 2), "1")
+        assert not canary.became_unseen()
     assert "in 0 of" in trial.verdict(config).reason
 
 

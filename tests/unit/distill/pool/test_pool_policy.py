@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.distill.config import GateConfig, PoolConfig
-from draftsmith.distill.gate.class_standing import Standing
+from draftsmith.distill.gate.class_comparison import ClassComparison
 from draftsmith.distill.pool.policy import PATIENCE, ClassTraffic, Member, Move, moves, resolved
 
 CONFIG = PoolConfig(most=2, requests=4, idle_requests=20)
@@ -117,7 +117,9 @@ def test_there_are_never_more_drafts_than_allowed(events: list[tuple[str, bool, 
 GATE = GateConfig(requests=12, window=48, gain=0.01, error=0.05)
 
 
-def stands(standing: Standing, gain: float, *, looks: int, generator: np.random.Generator) -> int:
+def stands(
+    comparison: ClassComparison, gain: float, *, looks: int, generator: np.random.Generator
+) -> int:
     """At which look the draft is found to be no better, 0 for never; 12 new requests each,
     differences of spread 0.05."""
     differences: dict[str, float] = {}
@@ -126,54 +128,62 @@ def stands(standing: Standing, gain: float, *, looks: int, generator: np.random.
             differences[f"r{generator.integers(2**60)}"] = float(d)
         differences = dict(list(differences.items())[-GATE.window :])
         live = [np.array([0.5])] * len(differences)
-        standing.look(
+        comparison.look(
             list(differences),
             live,
             [np.array([0.5 + d]) for d in differences.values()],
             versions=(2, 5),
         )
-        if standing.is_no_better:
+        if comparison.is_no_better:
             return look
     return 0
 
 
 def test_a_draft_that_is_no_better_is_found_and_a_better_one_is_kept() -> None:
     generator = np.random.default_rng(0)
-    assert all(stands(Standing(GATE), -0.05, looks=8, generator=generator) for _ in range(30))
+    assert all(
+        stands(ClassComparison(GATE), -0.05, looks=8, generator=generator) for _ in range(30)
+    )
     # As good as the live one is no better.
     assert (
-        sum(stands(Standing(GATE), 0.0, looks=100, generator=generator) > 0 for _ in range(20))
+        sum(
+            stands(ClassComparison(GATE), 0.0, looks=100, generator=generator) > 0
+            for _ in range(20)
+        )
         >= 18
     )
     # Better by twice what counts, over 50 looks each; on the very edge the error is 5 % at every
     # beginning.
     lost = sum(
-        stands(Standing(GATE), 2 * GATE.gain, looks=50, generator=generator) > 0 for _ in range(60)
+        stands(ClassComparison(GATE), 2 * GATE.gain, looks=50, generator=generator) > 0
+        for _ in range(60)
     )
     assert lost <= 0.05 * 60
 
 
 def test_a_request_that_says_nothing_is_looked_at_once_and_moves_nothing() -> None:
-    standing = Standing(GATE)
-    standing.look(
+    comparison = ClassComparison(GATE)
+    comparison.look(
         [f"r{number}" for number in range(20)],
         [np.zeros(0)] * 20,
         [np.zeros(0)] * 20,
         versions=(1, 1),
     )
     assert (
-        len(standing.window) == 20 and not standing.is_no_better and standing.no_better.value <= 1
+        len(comparison.window) == 20
+        and not comparison.is_no_better
+        and comparison.no_better.value <= 1
     )
 
 
 def test_a_draft_that_was_better_for_long_is_still_found_to_be_no_better_now() -> None:
     generator = np.random.default_rng(1)
-    standing = Standing(GATE)
-    assert stands(standing, 0.05, looks=100, generator=generator) == 0
-    saved = Standing.from_dict(json.loads(json.dumps(standing.to_dict())), GATE)
+    comparison = ClassComparison(GATE)
+    assert stands(comparison, 0.05, looks=100, generator=generator) == 0
+    saved = ClassComparison.from_dict(json.loads(json.dumps(comparison.to_dict())), GATE)
     assert (
-        saved.no_better == standing.no_better
-        and saved.versions == standing.versions
-        and saved.window == standing.window
+        saved.no_better == comparison.no_better
+        and saved.versions == comparison.versions
+        and saved.window == comparison.window
     )
     assert 0 < stands(saved, -0.03, looks=40, generator=generator) < 20

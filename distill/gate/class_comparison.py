@@ -1,5 +1,5 @@
-"""Is the draft of a class still better than the live draft, on the newest held-out requests of the
-class?"""
+"""Comparison of a class's own draft with the live draft, on the newest held-out requests of the
+class."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from draftsmith.distill.gate.sequential import TurningEvidence
 
 
 @dataclass
-class Standing:
-    """Evidence that it is better by less than `gate.gain`, as the gate asks for evidence of more:
-    at any time, `gate.error` for two versions. The question is about now: what being better has
-    cost the evidence is written off."""
+class ClassComparison:
+    """Evidence that the class's draft is better by less than `gate.gain`.
+
+    It holds at any time, with error `gate.error` for two versions. It is about now: losses from the
+    time when the draft was better are written off.
+    """
 
     config: GateConfig
     no_better: TurningEvidence = field(default_factory=TurningEvidence)
@@ -34,8 +36,8 @@ class Standing:
         *,
         versions: tuple[int, int],
     ) -> None:
-        """alpha of both drafts at the same positions of each request; none where nothing can be
-        said."""
+        """Adds a look: alpha of both drafts at the same positions of each request, empty for a
+        request that cannot be scored."""
         self.window = list(requests)
         if versions != self.versions:
             self.versions, self.no_better = versions, TurningEvidence()
@@ -80,7 +82,7 @@ class Standing:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], config: GateConfig) -> Standing:
+    def from_dict(cls, values: Mapping[str, Any], config: GateConfig) -> ClassComparison:
         own, live = values["versions"]
         return cls(
             config, TurningEvidence(**values["no_better"]), (own, live), list(values["window"])
