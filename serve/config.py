@@ -31,7 +31,7 @@ class ServedPair(Pair):
     suffix_max_cached_tokens: int = option(
         2**21, "tokens of finished requests held at most, about 70 bytes each"
     )
-    suffix_max_spec_factor: float = option(1.0, "drafted tokens a token of matching context")
+    suffix_max_spec_factor: float = option(1.0, "drafted tokens per token of matching context")
     suffix_max_spec_offset: float = option(0.0, "drafted tokens added to that")
     suffix_min_token_prob: float = option(
         0.1, "a draft ends before the chance of having come so far falls below this"
@@ -78,13 +78,13 @@ K_ALSO = "num_speculative_tokens"  # the name of k in vLLM
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    k: int = option(DEFAULT_K, "draft tokens a round; a request may ask for fewer or more")
+    k: int = option(DEFAULT_K, "draft tokens per round; a request may ask for fewer or more")
     adaptive: bool = option(
         False,
         "draft as many tokens as pay, by measured round times and survival; k is then the most",
     )
     k_schedule: str | None = option(
-        None, "draft tokens a round by batch size, for example 1:5,8:3,32:0"
+        None, "draft tokens per round by batch size, for example 1:5,8:3,32:0"
     )
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
@@ -175,12 +175,12 @@ class ServeConfig(ServedPair):
     name: str | None = option(None, "model name in the API; default: the target's")
     k: str | None = option(
         None,
-        "draft tokens a round [default: 4], or auto: as many as pay, as measured; a request may "
+        "draft tokens per round [default: 4], or auto: as many as pay, as measured; a request may "
         "ask for its own number",
         also=K_ALSO,
     )
     k_schedule: str | None = option(
-        None, "draft tokens a round by batch size instead, for example 1:5,8:3,32:0"
+        None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
     )
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)

@@ -52,7 +52,7 @@ def check_engine(config: EngineConfig) -> None:
     ):
         raise UserError(
             f"synthetic_acceptance is {config.synthetic_acceptance}; give rates from 0 to 1, one "
-            "a position"
+            "per position"
         )
     if config.verification != "chain":
         raise UserError(

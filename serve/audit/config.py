@@ -39,7 +39,7 @@ class AuditConfig:
     )
     k: int | None = option(
         None,
-        "draft tokens a round that are audited, asked of a draftsmith server; for others what the "
+        "draft tokens per round to audit, asked of a draftsmith server; for others what the "
         "server drafts, 0 for none; default: what the server reports",
         also=K_ALSO,
     )

@@ -16,7 +16,7 @@ class BenchConfig(ServedPair):
     target: str | None = option(None, "instead of a URL: a server is started for this target")
     prompts: str = option(
         "stdlib:code",
-        "JSONL with `prompt` or `messages`, plain text with a prompt a line, ShareGPT-like JSON, "
+        "JSONL with `prompt` or `messages`, plain text with a prompt per line, ShareGPT-like JSON, "
         "stdlib:code or stdlib:prose",
     )
     num_prompts: int = option(16, "prompts of one pass")
@@ -26,7 +26,7 @@ class BenchConfig(ServedPair):
     temperature: list[float] = option(
         factory=lambda: [0.0, 1.0], help="temperatures, each measured apart"
     )
-    k: int | None = option(None, "draft tokens a round; default: the server's", also=K_ALSO)
+    k: int | None = option(None, "draft tokens per round; default: the server's", also=K_ALSO)
     modes: list[str] = option(
         factory=lambda: ["off", "on"],
         help=(
@@ -40,7 +40,7 @@ class BenchConfig(ServedPair):
     )
     concurrency: int = option(1, "closed loop: requests in flight; the next starts when one ends")
     request_rate: float | None = option(
-        None, "open loop: requests a second, whatever the server does; default: closed loop"
+        None, "open loop: requests per second, independent of answers; default: closed loop"
     )
     burstiness: float = option(
         1.0, "of the open loop's gaps: 1 is Poisson, less comes in bursts, more is steadier"

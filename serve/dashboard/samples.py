@@ -206,8 +206,8 @@ def plain_seconds(
     """Seconds that these rounds would have taken without drafts, as measured while serving; None
     where that was not measured.
 
-    Each round costs what its drafts cost less, and every token beyond one a row costs its share of
-    another plain round.
+    Each round costs what its drafts cost less, and every token beyond one per row costs its share
+    of another plain round.
     """
     ks = {k: count for k, count in rounds_by_k.items() if count > 0}
     rounds = sum(ks.values())

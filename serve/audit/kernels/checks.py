@@ -71,7 +71,7 @@ def audit_kernels(config: AuditConfig) -> Report:
         progress.update(done, note=name)
     progress.close()
     notes = [
-        f"{config.rounds} rounds a distribution, {LENGTH} tokens of vocabulary {VOCAB_SIZE}, "
+        f"{config.rounds} rounds per distribution, {LENGTH} tokens of vocabulary {VOCAB_SIZE}, "
         f"{Chains().most} drafted tokens at most in a "
         f"chain or block, {Trees().most} nodes in a tree, 0 among them; two drafts that take "
         "turns between rounds",
