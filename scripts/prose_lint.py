@@ -1,0 +1,128 @@
+"""Lint of docstrings and comments: clauses in place of sentences, and words that the field does not use.
+
+    python scripts/prose_lint.py [FILE ...]   the offences of these files, or of all; status 1 where a budget is exceeded
+    python scripts/prose_lint.py --update     lower the budgets to the present counts
+
+`scripts/prose_budget.txt` has the number of offences per file that are still allowed; a file that is not listed has none.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGETS = ROOT / "scripts" / "prose_budget.txt"
+FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "src/draftsmith", "scripts")
+OPENING = re.compile(r"(What|Whether|Who|Whose|Of|By|How|When|Where)\b")
+# Word -> what to write. Code in backquotes is not prose.
+BANNED = {
+    "law|laws": "distribution, logits or rule",
+    "tell|tells|told|telling": "report, give, return, state",
+    "hear|hears|heard": "receive, observe",
+    "speak|speaks|spoke|spoken": "log, print, emit",
+    "know|knows|knew": "hold, import, depend on",
+    "want|wants|wanted": "need, require",
+    "who|whom|whoever": "which, that; or the caller, the client",
+    "nobody|somebody|anybody": "none, a caller, a client",
+    "obey|obeys|obeyed": "follow, apply",
+}
+WORDS = {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): mend for words, mend in BANNED.items()}
+QUOTED = re.compile(r"``?[^`]*``?|\"[^\"\n]*\"|https?://\S+")
+# This file names the words.
+EXEMPT = ("scripts/prose_lint.py",)
+
+
+class Offence(NamedTuple):
+    line: int
+    message: str
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each docstring."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)) is not None:
+            yield node.body[0].lineno, text
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def offences(source: str) -> list[Offence]:
+    """All offences of a Python source, in the order of its lines."""
+    found = []
+    for line, text in docstrings(source):
+        if opening := OPENING.match(text):
+            found.append(
+                Offence(line, f"a docstring opens with {opening[0]!r}; begin with a noun or a verb")
+            )
+    for line, text in (*docstrings(source), *comments(source)):
+        prose = QUOTED.sub("", text)
+        for pattern, mend in WORDS.items():
+            found += [Offence(line, f"{word!r}; write: {mend}") for word in pattern.findall(prose)]
+    return sorted(found)
+
+
+def files() -> list[str]:
+    """All linted files, relative to the root; links to code folders are not followed."""
+    paths = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
+    names = (path.relative_to(ROOT).as_posix() for path in paths)
+    linked = tuple(f"src/draftsmith/{folder}/" for folder in FOLDERS)
+    return [name for name in names if name not in EXEMPT and not name.startswith(linked)]
+
+
+def counts(names: list[str]) -> dict[str, int]:
+    """Number of offences per file."""
+    return {name: len(offences((ROOT / name).read_text(encoding="utf-8"))) for name in names}
+
+
+def budgets() -> dict[str, int]:
+    """Number of offences allowed per file."""
+    lines = BUDGETS.read_text(encoding="utf-8").split("\n") if BUDGETS.exists() else []
+    pairs = (line.split() for line in lines if line and not line.startswith("#"))
+    return {name: int(count) for count, name in pairs}
+
+
+def exceeded(found: dict[str, int], allowed: dict[str, int]) -> list[str]:
+    """Files with more offences than their budget."""
+    return [name for name, count in found.items() if count > allowed.get(name, 0)]
+
+
+def update() -> None:
+    """Write the present counts as budgets."""
+    found = counts(files())
+    lines = [
+        "# Offences of scripts/prose_lint.py that are still allowed per file; only to be lowered."
+    ]
+    lines += [f"{count} {name}" for name, count in sorted(found.items()) if count]
+    BUDGETS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{sum(found.values())} offences in {len(lines) - 1} files")
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--update"]:
+        update()
+        return 0
+    linted = set(files())
+    chosen = [name for name in arguments if name in linted] if arguments else sorted(linted)
+    over = exceeded(counts(chosen), budgets())
+    for name in over if arguments else chosen:
+        for line, message in offences((ROOT / name).read_text(encoding="utf-8")):
+            print(f"{name}:{line}: {message}")
+    for name in over:
+        print(f"{name} has more offences than scripts/prose_budget.txt allows")
+    return int(bool(over))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

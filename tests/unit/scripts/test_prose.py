@@ -1,0 +1,63 @@
+"""Docstrings and comments are sentences in the words of the field (scripts/prose_lint.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def lint() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prose_lint", ROOT / "scripts" / "prose_lint.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_file_exceeds_its_budget(lint: ModuleType) -> None:
+    found, allowed = lint.counts(lint.files()), lint.budgets()
+    assert len(found) > 300
+    assert lint.exceeded(found, allowed) == []
+
+
+def test_budgets_name_files_that_exist(lint: ModuleType) -> None:
+    assert set(lint.budgets()) <= set(lint.files())
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ('"""Whether a draft fits."""', ["a docstring opens with 'Whether'"]),
+        ('def f():\n    """Of a draft: how it fits."""', ["a docstring opens with 'Of'"]),
+        ("x = 1  # as the server told us", ["'told'"]),
+        ('"""The laws of p and q.\n\nNobody knows."""', ["'Nobody'", "'knows'", "'laws'"]),
+    ],
+)
+def test_offences_are_found(lint: ModuleType, source: str, expected: list[str]) -> None:
+    messages = [offence.message for offence in lint.offences(source)]
+    assert [message.split(";")[0] for message in messages] == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Distributions of p and q; `told` is the old name."""',
+        'told = "Whether"  # a draft that overflows',
+        '"""Wholly new.\n\nWhether it fits is decided by the caller."""',
+    ],
+)
+def test_field_words_pass(lint: ModuleType, source: str) -> None:
+    assert lint.offences(source) == []
+
+
+def test_more_offences_than_allowed_fail(lint: ModuleType) -> None:
+    assert lint.exceeded({"a.py": 3, "b.py": 1, "c.py": 1}, {"a.py": 2, "b.py": 1}) == [
+        "a.py",
+        "c.py",
+    ]
