@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Response
+from fastapi import Body, FastAPI, Response
 from pydantic import Discriminator, Tag
 
 from draftsmith.serve.http.errors import Refusal
@@ -120,7 +120,7 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
         "/tokenize",
         responses={**documented(200, model=TokenizeBody), **documented(*TOKEN_STATUSES)},
     )
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> dict[str, Any]:
         server.check_model(body.model)
         tokens = await server.tokenizer_thread.run(lambda: _tokens(server, body))
         strings = (
