@@ -25,6 +25,8 @@ from draftsmith.kernels.attention.pool import PagedPool
 
 # The part of a request's own text that is searched.
 WINDOW = 32768
+# Scores that differ by no more are equal: they are sums of rounded products.
+SAME_SCORE = 1e-12
 
 
 class Draft(NamedTuple):
@@ -89,7 +91,7 @@ class Suffix:
         context = history[-self.options.max_tree_depth :]
         draft = self._best(own.index, context, k)
         if shared and draft.score < k and self.shared.num_texts > 0:
-            draft = max(draft, self._best(self.shared, context, k), key=lambda found: found.score)
+            draft = better(draft, self._best(self.shared, context, k))
         return draft
 
     def _best(self, index: SuffixIndex, context: Sequence[int], k: int) -> Draft:
@@ -106,7 +108,7 @@ class Suffix:
                     break
                 followed = found.continuations[found.lengths >= length]
                 draft = most_frequent(followed, budget, self.options.min_token_prob)
-                best = max(best, draft, key=lambda one: one.score)
+                best = better(best, draft)
             longest = min(longest, ORDERS[order] - 1)
         return best
 
@@ -131,6 +133,11 @@ class OwnText:
             self.num_read = 0
         self.index.extend(history[self.num_read :])
         self.num_read = len(history)
+
+
+def better(first: Draft, second: Draft) -> Draft:
+    """The draft of the higher score, of equal scores the first."""
+    return second if second.score > first.score + SAME_SCORE else first
 
 
 def most_frequent(continuations: np.ndarray, budget: int, min_prob: float) -> Draft:

@@ -3,13 +3,14 @@ they may."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import DraftInputs, Remembering
@@ -89,28 +90,50 @@ OPTIONS = st.builds(
     max_spec_offset=st.sampled_from([0.0, 1.0]),
     min_token_prob=st.sampled_from([0.0, 0.1, 0.4, 0.9]),
 )
+# With these the scores of two drafts once differed by rounding alone, and the shorter context won.
+ROUNDED_OWN = SuffixOptions(
+    max_tree_depth=3, max_spec_factor=2.0, max_spec_offset=0.0, min_token_prob=0.0
+)
+ROUNDED_SHARED = SuffixOptions(
+    max_tree_depth=8, max_spec_factor=0.5, max_spec_offset=1.0, min_token_prob=0.0
+)
+
+
+def texts_of(last: int, max_size: int) -> st.SearchStrategy[list[int]]:
+    """Texts of the tokens 0 to `last`."""
+    return st.lists(st.integers(0, last), min_size=1, max_size=max_size)
 
 
 @settings(max_examples=150, deadline=None)
-@given(options=OPTIONS, k=st.integers(1, 6), data=st.data())
-def test_own_text_equals_a_search_of_everything(options, k, data):
+@given(
+    options=OPTIONS,
+    k=st.integers(1, 6),
+    history=st.integers(0, 4).flatmap(lambda last: texts_of(last, 100)),
+    pieces=st.lists(st.integers(1, 60), min_size=1, max_size=100),
+)
+@example(options=ROUNDED_OWN, k=4, history=[0, 0, 1, 0, 0, 0, 0, 0, 0], pieces=[9])
+def test_own_text_equals_a_search_of_everything(options, k, history, pieces):
     """Read in pieces of any size, as rounds commit them."""
-    history = data.draw(
-        st.lists(st.integers(0, data.draw(st.integers(0, 4))), min_size=1, max_size=100)
-    )
-    drafter, read = Suffix(options), 0
+    drafter, read, sizes = Suffix(options), 0, itertools.cycle(pieces)
     while read < len(history):
-        read += min(data.draw(st.integers(1, 60)), len(history) - read)
+        read += min(next(sizes), len(history) - read)
         expected, _ = reference([history[:read]], history[:read], k, options)
         assert drafted(drafter, history[:read], k, "a") == expected
 
 
 @settings(max_examples=150, deadline=None)
-@given(options=OPTIONS, k=st.integers(1, 6), data=st.data())
-def test_shared_texts_equal_a_search_of_everything(options, k, data):
-    tokens = st.integers(0, data.draw(st.integers(0, 3)))
-    texts = data.draw(st.lists(st.lists(tokens, min_size=1, max_size=40), min_size=1, max_size=3))
-    history = data.draw(st.lists(tokens, min_size=1, max_size=40))
+@given(
+    options=OPTIONS,
+    k=st.integers(1, 6),
+    texts_and_history=st.integers(0, 3).flatmap(
+        lambda last: st.tuples(
+            st.lists(texts_of(last, 40), min_size=1, max_size=3), texts_of(last, 40)
+        )
+    ),
+)
+@example(options=ROUNDED_SHARED, k=5, texts_and_history=([[0] * 13, [0] * 13, [0] * 16], [0] * 8))
+def test_shared_texts_equal_a_search_of_everything(options, k, texts_and_history):
+    texts, history = texts_and_history
     drafter = Suffix(options)
     for number, text in enumerate(texts):
         drafter.finished(str(number), text)
