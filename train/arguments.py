@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
@@ -20,6 +21,17 @@ from draftsmith.train.resolve import deepspeed_config, save_interval
 LATEST = "latest_universal"
 
 
+class DraftArguments(TrainingArguments):
+    """`TrainingArguments` of ranks that can go on from a checkpoint on a CPU too."""
+
+    @property
+    def device(self) -> torch.device:
+        """Without an index on a CPU: accelerate calls a rank's device `cpu:0`, and transformers
+        5.16 loads the optimizer to it, which torch refuses."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
+
+
 def training_arguments(
     config: TrainConfig, placement: Placement, *, folder: Path, max_steps: int, moved: bool = False
 ) -> TrainingArguments:
@@ -27,7 +39,7 @@ def training_arguments(
     check_trackers(config.report_to)
     on_cpu = placement.device.type == "cpu"
     deepspeed = deepspeed_config(config.deepspeed)
-    arguments = TrainingArguments(
+    arguments = DraftArguments(
         output_dir=str(folder),
         max_steps=max_steps,
         per_device_train_batch_size=config.batch_size,
