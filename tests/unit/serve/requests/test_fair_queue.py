@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.serve.cache.blocks import BlockManager
@@ -123,9 +124,43 @@ def test_nobody_is_lost_doubled_or_overtaken_within_its_class(
 
 @settings(max_examples=50, deadline=None)
 @given(
-    flood=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 30)), min_size=60, max_size=60)
+    flood=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 30)), min_size=1, max_size=60),
+    most=st.integers(2, 40),
 )
+@example(flood=[(kind, 1) for kind in range(60)], most=40)
+def test_the_work_before_a_waiting_request_is_bounded(
+    flood: list[tuple[int, int]], most: int
+) -> None:
+    """Of a queue that holds `most` requests, as a server's does, under a flood without end.
+
+    Virtual time passes the patient request's start when the work that its class had before was
+    done `most` times at the latest; then only those that wait already go before it.
+    """
+    queue = FairQueue()
+    fill(queue, "b")
+    patient = fill(queue, "b")[0]
+    largest = max(2 * size for _, size in flood)
+    bound, work = most * (cost_of(patient) + max(largest, cost_of(patient))), 0
+    for number, (kind, size) in enumerate(itertools.cycle(flood)):
+        for name in ("new", "newer"):
+            if len(queue) < most:
+                lap = number // len(flood)
+                queue.append(make_request(f"{name} {kind} {lap}", size, size))
+        request = queue.pop()
+        if request is patient:
+            return
+        work += cost_of(request)
+        assert work <= bound
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    flood=st.lists(st.tuples(st.integers(0, 1000), st.integers(4, 30)), min_size=60, max_size=60)
+)
+@example(flood=[(kind, 4) for kind in range(60)])
 def test_nobody_starves_under_an_endless_flood_of_new_classes(flood: list[tuple[int, int]]) -> None:
+    """Two arrive for each that is admitted. Requests below 4 tokens would bring more classes than
+    60 admissions serve: fair shares of a growing number of classes shrink."""
     queue = FairQueue()
     fill(queue, "b")
     patient = fill(queue, "b")[0]
