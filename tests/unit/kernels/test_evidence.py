@@ -12,9 +12,10 @@ from draftsmith.kernels import evidence
 from draftsmith.kernels.evidence import blocks, log_evidence
 
 OUTCOMES, DRAWS = 3, 4
-# The distributions of every draw after every text of earlier ones, as weights.
+# The distributions of every draw after every text of earlier ones, as weights. Whole numbers: so
+# many floats are more than the oldest hypothesis draws.
 WEIGHTS = st.lists(
-    st.floats(0.01, 1.0), min_size=OUTCOMES * OUTCOMES**DRAWS, max_size=OUTCOMES * OUTCOMES**DRAWS
+    st.integers(10, 1000), min_size=OUTCOMES * OUTCOMES**DRAWS, max_size=OUTCOMES * OUTCOMES**DRAWS
 )
 
 

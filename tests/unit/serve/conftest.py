@@ -142,7 +142,7 @@ def _processors(
     if params.logit_bias:
         chosen.append(
             SequenceBiasLogitsProcessor(
-                [[[token], float(bias)] for token, bias in params.logit_bias]
+                {(token,): float(bias) for token, bias in params.logit_bias}
             )
         )
     if params.repetition_penalty != 1:

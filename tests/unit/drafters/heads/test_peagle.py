@@ -114,7 +114,7 @@ def test_slots_are_eagle3_steps_over_mask_inputs(drafter, target):
 def test_a_round_is_one_pass(drafter, target, monkeypatch):
     passes = []
     monkeypatch.setattr(
-        Peagle, "step", lambda self, *inputs: passes.append(1) or Eagle3.step(self, *inputs)
+        drafter, "step", lambda *inputs: passes.append(1) or Eagle3.step(drafter, *inputs)
     )
     assert propose(drafter, target, [5, 6, 7, 8], K).lengths.tolist() == [K]
     assert len(passes) == 1

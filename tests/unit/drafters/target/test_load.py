@@ -76,7 +76,8 @@ def test_a_model_built_from_a_configuration_alone(own_code):
     config = load_config(folder, trust_remote_code=False)
     assert type(build_model(config, trust_remote_code=False)).__module__.startswith("transformers.")
     assert not own_code.has_run and not own_code.was_asked
-    assert type(build_model(config, trust_remote_code=True)).__name__ == "OwnForCausalLM"
+    own = load_config(folder, trust_remote_code=True)
+    assert type(build_model(own, trust_remote_code=True)).__name__ == "OwnForCausalLM"
     assert own_code.has_run
 
 
