@@ -30,11 +30,16 @@ def server(target: Target, live_server: Callable) -> Any:
 @pytest.mark.parametrize(
     ("module", "name", "path", "body"),
     [
-        ("http", "completion_prompts", "/v1/completions", PROMPT),
-        ("http", "chat_prompt", "/v1/chat/completions", CHAT),
-        ("http", "bad_word_tokens", "/v1/completions", PROMPT),
-        ("intake", "sampling_state", "/v1/completions", PROMPT),  # compiles grammars
-        ("api_tokens", "encode", "/tokenize", {"model": "tiny", "prompt": "x"}),
+        ("http.completions", "completion_prompts", "/v1/completions", PROMPT),
+        ("http.server", "chat_prompt", "/v1/chat/completions", CHAT),
+        ("http.completions", "bad_word_tokens", "/v1/completions", PROMPT),
+        (
+            "requests.input_processor",
+            "sampling_state",
+            "/v1/completions",
+            PROMPT,
+        ),  # compiles grammars
+        ("http.endpoints", "encode", "/tokenize", {"model": "tiny", "prompt": "x"}),
     ],
 )
 def test_other_clients_are_served_while_a_text_is_read(
