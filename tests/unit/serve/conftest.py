@@ -135,6 +135,17 @@ class OnlyAllowed:
         return only
 
 
+class NoBadWords:
+    """transformers' processor. 5.16 overlooks a word of one token more than the whole text, so the
+    text gets a token before it that no word holds."""
+
+    def __init__(self, words: Collection[Collection[int]]):
+        self.processor = NoBadWordsLogitsProcessor([list(word) for word in words])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.processor(torch.nn.functional.pad(input_ids, (1, 0), value=-1), scores)
+
+
 def _processors(
     params: SamplingParams, num_prompt: int, eos_token_ids: Collection[int]
 ) -> LogitsProcessorList:
@@ -149,7 +160,7 @@ def _processors(
         chosen.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     chosen.append(OpenAiPenalties(params, num_prompt))
     if params.bad_words:
-        chosen.append(NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
+        chosen.append(NoBadWords(params.bad_words))
     ends = [*eos_token_ids, *params.stop_token_ids]
     if params.min_tokens and ends:
         chosen.append(MinNewTokensLengthLogitsProcessor(num_prompt, params.min_tokens, ends))
