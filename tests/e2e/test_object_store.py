@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 STEPS = """
 import dataclasses, os, subprocess, sys, time
 import fsspec
-from draftsmith.distill import marks
+from draftsmith.distill.buffer import marks
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Folder, retain
 from draftsmith.distill.buffer.forget import forget

@@ -114,7 +114,8 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor, cells: int = 8) -> flo
 KILLED = """
 import os, sys
 from pathlib import Path
-from draftsmith.distill import answers, generate
+from draftsmith.distill.generate import answers
+from draftsmith.distill.generate import command as generate
 from draftsmith.distill.config import GenerateConfig
 add, batches = answers.AnswerFolder.add, 0
 def add_then_die(self, shard, rows):

@@ -31,8 +31,11 @@ CLIENTS = 8
 PORT = 8741
 PATIENCE_S = 900.0  # with a machine that has much else to do
 LEARN_FLAGS = [
-    f"learn.{name}={getattr(LEARN, name)}"
-    for name in ("lr", "warmup", "steps", "unroll", "max_length")
+    f"learn.unroll.steps={LEARN.unroll.steps}",
+    *(
+        f"learn.{name}={getattr(LEARN, name)}"
+        for name in ("lr", "warmup_steps", "steps", "max_length")
+    ),
 ]
 
 

@@ -141,7 +141,7 @@ def test_torn_decision_line_spoils_only_itself(cut: int) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from draftsmith.drafters import versions
+from draftsmith.drafters.published import versions
 root, point = Path(sys.argv[1]), int(sys.argv[2])
 calls = 0
 def trace(event, args):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.autoregressive import drawing
+from draftsmith.drafters.autoregressive import draft_sampler
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
@@ -128,7 +128,7 @@ def test_chains_are_judged_by_what_they_were_drawn_from(
     family: str, verification: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch()
-    monkeypatch.setattr(drawing, "sample", watch.sampler(drawing.sample))
+    monkeypatch.setattr(draft_sampler, "sample", watch.sampler(draft_sampler.sample))
     run(target, family, watch, k=K, verification=verification)
     assert watch.depths == set(range(K)) and watch.num_compared > 10
 
@@ -152,7 +152,7 @@ def test_a_q_that_is_a_little_sharper_is_seen(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch()
-    monkeypatch.setattr(drawing, "sample", watch.sampler(drawing.sample))
+    monkeypatch.setattr(draft_sampler, "sample", watch.sampler(draft_sampler.sample))
 
     class Sharper(Watch):
         def compare(self, position: int, depth: int, q: torch.Tensor) -> None:
