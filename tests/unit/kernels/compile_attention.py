@@ -10,7 +10,7 @@ from compile_kernels import F32, I64, check
 
 from draftsmith.kernels.attention import paged_triton as paged
 
-INDICES = ("block_tables", "starts", "positions", "places", "ancestors", "first")
+INDICES = ("block_tables", "starts", "positions", "kv_indices", "ancestors", "first")
 NUMBERS = {"scale": "fp32", "softcap": "fp32"}
 
 
