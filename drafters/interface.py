@@ -155,12 +155,15 @@ class TextBatch(TokenBatch):
     token_index: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TextBatch:
-        return TextBatch(
-            **{
-                name: None if values is None else values.to(device)
-                for name, values in vars(self).items()
-            }
-        )
+        return self._mapped(lambda values: values.to(device))
+
+    def pin_memory(self) -> TextBatch:
+        """The batch in page-locked memory; torch's loader calls it where it pins."""
+        return self._mapped(torch.Tensor.pin_memory)
+
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TextBatch:
+        values = vars(self).items()
+        return TextBatch(**{name: None if one is None else change(one) for name, one in values})
 
     def unrolled(self, taps: torch.Tensor | None, num_steps: int) -> UnrollBatch:
         """Inputs of a drafter that unrolls over this text."""

@@ -15,7 +15,7 @@ import torch
 from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
-from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
+from draftsmith.kernels.sampling.vocabulary import check_sampled_head, scatter_to_target_vocab
 
 
 class DraftStep(NamedTuple):
@@ -146,8 +146,7 @@ class DraftSampler:
         if self.best is not None:
             self.best[chosen, depth] = drawn.best.float()
         else:
-            # a padded head would have sampled tokens that the scatter drops from q
-            assert self.vocab_map is not None or drawn.distribution.shape[1] == self.shape[2]
+            check_sampled_head(drawn.distribution, self.vocab_map, self.shape[2])
             self.logits[chosen, depth] = scatter_to_target_vocab(
                 drawn.distribution, self.vocab_map, self.shape[2]
             )

@@ -48,8 +48,7 @@ def device_of(name: str | None = None) -> torch.device:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None or name == "auto":
         # Each process of a launcher has a device of its own.
-        index = int(os.environ.get("LOCAL_RANK", "0"))
-        return torch.device("cuda", index) if num_devices else torch.device("cpu")
+        name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if num_devices else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:

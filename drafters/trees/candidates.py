@@ -16,7 +16,7 @@ from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.trees.nodes import TreeNodes
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
-from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
+from draftsmith.kernels.sampling.vocabulary import check_sampled_head, scatter_to_target_vocab
 
 
 class Parents(NamedTuple):
@@ -81,6 +81,7 @@ class TreeDistributions:
         """
         width = parents.at.shape[1]
         distribution = self._distribution(parents, self.sampling)
+        check_sampled_head(distribution, self.vocab_map, self.vocab_size)
         seeds, positions = self.seeds.repeat_interleave(width), positions.repeat_interleave(width)
         ids = sample_without_replacement(distribution, seeds, positions, Purpose.DRAFT, count)
         ids = torch.where(ids < 0, ids[:, :1], ids).clamp(min=0)

@@ -163,7 +163,8 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if passes.min_p:
         processed = _filter(keep_min_p, processed, rows.min_p, (rows.min_p > 0) & ~greedy)
     if passes.greedy:
-        processed = torch.where(greedy[:, None], greedy_logits(source), processed)
+        # Of what no filter has changed.
+        processed = _filter(lambda part, best: greedy_logits(best), processed, source, greedy)
     return processed
 
 

@@ -7,6 +7,19 @@ import math
 import torch
 
 
+def check_sampled_head(
+    distribution: torch.Tensor, vocab_map: torch.Tensor | None, vocab_size: int
+) -> None:
+    """Raises ValueError where tokens were drawn from columns of [..., Vd] that
+    `scatter_to_target_vocab` drops: a token without a q would make acceptance depend on later
+    draws."""
+    if vocab_map is None and distribution.shape[-1] > vocab_size:
+        raise ValueError(
+            f"a draft head of {distribution.shape[-1]} columns is sampled for a vocabulary of "
+            f"{vocab_size}; mask its padding or give a vocabulary map"
+        )
+
+
 def scatter_to_target_vocab(
     logits: torch.Tensor,
     vocab_map: torch.Tensor | None,

@@ -38,7 +38,9 @@ def option(
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls)
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: hint for name, hint in hints.items() if name in names}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -223,10 +225,10 @@ def out_of_limits(
 ) -> Iterator[tuple[str, Any, Limits]]:
     """(name, value, limits) of each number that lies out of them, sections of `config` included.
     An option that is not given has no limits."""
-    limits = table.get(type(config), {})
+    limits = next((table[one] for one in type(config).__mro__ if one in table), {})
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
-        if type(value) in table:
+        if any(one in table for one in type(value).__mro__):
             yield from out_of_limits(value, table, f"{name}.")
         elif value is not None and field.name in limits and not limits[field.name].hold(value):
             yield name, value, limits[field.name]

@@ -99,3 +99,22 @@ def test_a_device_that_is_not_there(device, words, monkeypatch):
     assert device_of() == device_of("auto") == device_of("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match=words):
         device_of(device)
+
+
+def test_a_launchers_rank_without_a_device_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_of() == torch.device("cuda:1")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(UserError, match=r"cuda:3.*2 CUDA devices"):
+        device_of()
+
+
+class OwnConfig(EngineConfig):
+    """Options of a caller, who derives his own from ours."""
+
+
+def test_limits_hold_for_derived_options_too():
+    with pytest.raises(UserError, match="max_batch is 0"):
+        check_engine(OwnConfig(max_batch=0))

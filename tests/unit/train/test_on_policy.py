@@ -188,7 +188,11 @@ def test_a_batch_gets_its_share_and_metrics_of_text_do_not_count_it(target):
         assert shape[0] == 4 and len(tensors) == 4
         assert all(value.shape == shape for value in tensors)
         kept, added = slice(0, 2), slice(2, 4)
-        assert torch.equal(mixed.weights[kept] > 0, is_of_data(mixed)[kept])
+        weights = {tuple(ids.tolist()): one for ids, one in zip(batch.input_ids, batch.weights)}
+        for ids, found in zip(mixed.input_ids[kept], mixed.weights[kept]):
+            expected = torch.zeros_like(found)
+            expected[:20] = weights[tuple(ids[:20].tolist())]
+            assert torch.equal(found, expected)
         assert is_of_data(mixed)[kept].any(dim=1).all()
         assert not is_of_data(mixed)[added].any() and (mixed.token_index[added] == -1).all()
         assert (mixed.weights[added] > 0).any(dim=1).all()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
+from draftsmith.kernels.sampling.vocabulary import check_sampled_head, scatter_to_target_vocab
 
 V = 11
 MAP = torch.tensor([7, 0, 10, 3, 4])
@@ -51,3 +51,10 @@ def test_gradients_flow_to_the_columns_that_have_a_token():
 def test_a_map_of_another_size_is_refused():
     with pytest.raises(IndexError):
         scatter_to_target_vocab(torch.zeros(2, len(MAP) + 1), MAP, V)
+
+
+def test_a_head_that_would_lose_drawn_tokens_is_not_sampled() -> None:
+    with pytest.raises(ValueError, match="9 columns is sampled for a vocabulary of 8"):
+        check_sampled_head(torch.zeros(2, 9), None, 8)
+    check_sampled_head(torch.zeros(2, 8), None, 8)
+    check_sampled_head(torch.zeros(2, 9), torch.arange(9), 12)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data._utils.pin_memory import pin_memory
 
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_record
 from draftsmith.errors import UserError
@@ -256,3 +258,14 @@ def test_packed_plans_resume_and_share_like_others():
     assert plan(num_batches=60, row_length=60)[:40] == whole
     shares = [plan(rank=rank, world_size=2, num_batches=20, row_length=60) for rank in (0, 1)]
     assert [batch for pair in zip(*shares) for batch in pair] == whole
+
+
+def test_a_batch_is_pinned_tensor_by_tensor(monkeypatch):
+    """torch's loader pins what has the method and passes on the rest as it is."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda one: pinned.append(one) or one + 0)
+    ids = torch.arange(6).view(2, 3)
+    batch = TextBatch(input_ids=ids, attention_mask=torch.ones_like(ids), weights=ids.float())
+    found = pin_memory({"text": batch})["text"]
+    assert len(pinned) == 3 and found.input_ids is not ids
+    assert found.segments is None and torch.equal(found.weights, batch.weights)
