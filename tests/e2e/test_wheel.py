@@ -124,7 +124,7 @@ def test_the_source_distribution_holds_files_and_builds_the_same_wheel(
         }
     again = files_of(build_wheel(unpacked, tmp_path / "again"))
     assert again == files_of(wheel)
-    assert "draftsmith/serve/dashboard.html" in again and "draftsmith/py.typed" in again
+    assert "draftsmith/serve/dashboard/dashboard.html" in again and "draftsmith/py.typed" in again
 
 
 class Installed(NamedTuple):
