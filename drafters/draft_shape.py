@@ -13,8 +13,8 @@ from draftsmith.errors import UserError
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
 
-# What engines read of a Llama config; `rope_theta` and `rope_scaling` are the names all their
-# versions know.
+# Keys of a Llama config that engines read; `rope_theta` and `rope_scaling` are the names in all
+# their versions.
 SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",

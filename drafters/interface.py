@@ -182,7 +182,7 @@ class UnrollBatch(TokenBatch):
     """Teacher-forced inputs of a drafter's unroll."""
 
     taps: torch.Tensor | None  # [B, L, taps * hidden]
-    num_steps: int  # unrolled draft positions wanted
+    num_steps: int  # unrolled draft positions
     # no token before this position counts, so what is drafted for them may be anything
     first: int = 0
 

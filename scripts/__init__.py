@@ -1,1 +1,2 @@
-"""Programs of a checkout, which are not installed: `scripts/quickstart`, `scripts/test`, `scripts/bench_*`."""
+"""Programs of a checkout, which are not installed: `scripts/quickstart`, `scripts/test`,
+`scripts/bench_*`."""

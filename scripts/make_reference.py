@@ -1,7 +1,7 @@
 """Reference pages of the documentation site, generated from the configuration dataclasses.
 
-mkdocs loads this file as a hook (mkdocs.yml) and adds the pages while it builds, so that none is stored.
-`python scripts/make_reference.py FOLDER` writes them to a folder.
+mkdocs loads this file as a hook (mkdocs.yml) and adds the pages while it builds, so that none is
+stored. `python scripts/make_reference.py FOLDER` writes them to a folder.
 """
 
 from __future__ import annotations

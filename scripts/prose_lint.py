@@ -1,9 +1,12 @@
-"""Lint of docstrings and comments: clauses in place of sentences, and words that the field does not use.
+"""Lint of docstrings and comments: clauses in place of sentences, and words that the field does not
+use.
 
-    python scripts/prose_lint.py [FILE ...]   the offences of these files, or of all; status 1 where a budget is exceeded
+    python scripts/prose_lint.py [FILE ...]   the offences of these files, or of all; status 1 where
+    a budget is exceeded
     python scripts/prose_lint.py --update     lower the budgets to the present counts
 
-`scripts/prose_budget.txt` has the number of offences per file that are still allowed; a file that is not listed has none.
+`scripts/prose_budget.txt` has the number of offences per file that are still allowed; a file that
+is not listed has none.
 """
 
 from __future__ import annotations

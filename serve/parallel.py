@@ -1,9 +1,9 @@
 """Tensor parallelism of the target: transformers' own plan shards it, rank 0 serves, the other
 ranks run its passes along.
 
-Every pass of the target is the same call on every rank, so rank 0 tells the others what it is about
-to call. The draft is whole on rank 0 alone. What is told is a few small tensors a round, over gloo
-whatever the weights' own backend is.
+Every pass of the target is the same call on every rank, so rank 0 sends each call to the others
+first: a few small tensors per round, over gloo whatever the weights' own backend is. The draft is
+whole on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ Call = NewPool | Pass | Move | Embed | Stop
 class LeadingPool(PagedPool):
     """Rank 0's share of keys and values; what is moved here is moved on every rank."""
 
-    def attach(self, tell: Callable[[Call], None]) -> LeadingPool:
-        object.__setattr__(self, "_tell", tell)
+    def attach(self, send: Callable[[Call], None]) -> LeadingPool:
+        object.__setattr__(self, "_send", send)
         return self
 
     def move_slots(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
         with in_step():
-            self._tell(Move(sources, slots))
+            self._send(Move(sources, slots))
             super().move_slots(sources, slots)
 
 
 class LeadingTarget(Target):
-    """The target as rank 0 serves it: whatever runs its sharded weights is told to the others
+    """The target as rank 0 serves it: calls that run its sharded weights are sent to the others
     first."""
 
     # none yet while the model is probed, which every rank does by itself
@@ -86,20 +86,20 @@ class LeadingTarget(Target):
             yield
             return
         with in_step():
-            self._channel.tell(call)
+            self._channel.send(call)
             yield
 
-    def _tell(self, call: Call) -> None:
+    def _send(self, call: Call) -> None:
         if self._channel is not None:
-            self._channel.tell(call)
+            self._channel.send(call)
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: Any = None, dtype: Any = None
     ) -> PagedPool:
-        # A pool that does not fit is the user's to hear of: no rank waits for another here.
-        self._tell(NewPool(num_blocks, block_size))
+        # A pool that does not fit is an error for the user: no rank waits for another here.
+        self._send(NewPool(num_blocks, block_size))
         pool = super().new_pool(num_blocks, block_size, device, dtype)
-        return LeadingPool(pool.keys, pool.values, pool.block_size).attach(self._tell)
+        return LeadingPool(pool.keys, pool.values, pool.block_size).attach(self._send)
 
     def forward(
         self,
@@ -130,12 +130,12 @@ class LeadingTarget(Target):
 
     def stop(self) -> None:
         """The other ranks' `follow` returns."""
-        self._tell(Stop())
+        self._send(Stop())
 
 
 def follow(target: Target, channel: Channel) -> None:
-    """What every rank but 0 does: the same calls, until told to stop. A failure ends this process,
-    and torchrun all others."""
+    """Makes rank 0's calls on another rank until `Stop` arrives. A failure ends this process, and
+    torchrun all others."""
     leave_signals_to_the_leader()
     with in_step():
         _follow(target, channel)
@@ -144,7 +144,7 @@ def follow(target: Target, channel: Channel) -> None:
 def _follow(target: Target, channel: Channel) -> None:
     pool: PagedPool | None = None
     while True:
-        call = channel.hear(target.device)
+        call = channel.receive(target.device)
         match call:
             case NewPool():
                 pool = target.new_pool(call.num_blocks, call.block_size)

@@ -200,8 +200,8 @@ def answer_batch(
 def distributions(
     target: Target, input_ids: list[int], loss_mask: list[int], top: int
 ) -> dict[str, Any]:
-    """Unfiltered distribution of the target at temperature 1 at every answer token; {} when none is
-    wanted."""
+    """Unfiltered distribution of the target at temperature 1 at every answer token; {} when `top`
+    is 0."""
     if not top:
         return {}
     ids = torch.tensor([input_ids], device=target.device)

@@ -81,7 +81,7 @@ def _windows(documents: list[Document], config: GenerateConfig) -> Iterator[tupl
         return
     rng = random.Random(f"{config.seed} {config.prompts}")
     lengths = [len(document.text) for document in documents]
-    # A few more than wanted: a window at the very end of a document may turn out empty.
+    # A few more than needed: a window at the very end of a document may turn out empty.
     for document in rng.choices(documents, weights=lengths, k=config.count + 64):
         reach = max(1, len(document.text) - config.prompt_tokens * CHARACTERS_A_TOKEN)
         start = rng.randrange(reach)

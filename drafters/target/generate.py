@@ -85,7 +85,7 @@ def _answer(
     eos_token_ids: list[int],
 ) -> list[list[int]]:
     width = max(len(prompt) for prompt in prompts)
-    # Padding is masked out; any id the embedding knows will do.
+    # Padding is masked out; any id with an embedding will do.
     filler = eos_token_ids[0] if eos_token_ids else 0
     ids = torch.tensor(
         [[filler] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device

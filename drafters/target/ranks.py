@@ -1,8 +1,8 @@
-"""Several processes of one launcher where rank 0 leads: it tells the others what to call, and all
-of them make that call.
+"""Several processes of one launcher where rank 0 leads: it sends each call to the others, and all
+of them make it.
 
-A rank that leaves such a call halfway leaves the others in a collective that nobody will complete,
-and the next call would meet them there. So whoever fails in one ends its process on the spot, and
+A rank that leaves such a call halfway leaves the others in a collective that never completes, and
+the next call would meet them there. So a rank that fails in one ends its process on the spot, and
 torchrun ends the others.
 """
 
@@ -37,12 +37,12 @@ class Channel:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
-    def tell(self, call: Any) -> None:
+    def send(self, call: Any) -> None:
         """A named tuple whose tensors, nested ones included, arrive on the listeners' devices."""
         with meeting():
             dist.broadcast_object_list([_moved(call, "cpu")], src=LEADER, group=self._group)
 
-    def hear(self, device: torch.device) -> Any:
+    def receive(self, device: torch.device) -> Any:
         message: list[Any] = [None]
         with meeting():
             dist.broadcast_object_list(message, src=LEADER, group=self._group)

@@ -44,8 +44,8 @@ def load_spread(
 
 
 def share_mesh(device: torch.device, shares: int) -> DeviceMesh:
-    """The processes that hold one copy with this one; joins the process group where
-    nobody has yet."""
+    """The processes that hold one copy with this one; joins the process group where there is none
+    yet."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Taps: hidden states read from a model's decoder layers by hooks, only the wanted ones, only
+"""Taps: hidden states read from a model's decoder layers by hooks, only those asked for, only
 during one forward pass.
 
 Raw id k, 0 <= k < L, is the input of layer k; raw L is the output of the last layer, before the

@@ -184,7 +184,7 @@ class GatheredContext:
             self.kv_indices[tokens].view(shape),
             self.positions[tokens].view(shape),
         )
-        # Nobody looks further back than the window of the earliest query of the run.
+        # No query looks further back than the window of the earliest query of the run.
         start = 0 if window is None else max(0, int(positions.min()) - window + 1)
         context = torch.arange(start, run.context, device=kv_indices.device)
         slots = self._neighbours(run, start)

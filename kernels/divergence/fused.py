@@ -184,7 +184,7 @@ class _Job(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Filled chunk by chunk; None where none is wanted."""
+    """Filled chunk by chunk; None where none is needed."""
 
     hidden: torch.Tensor | None  # [T, H]
     head: torch.Tensor | None  # [Vd, H]

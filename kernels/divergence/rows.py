@@ -2,7 +2,7 @@
 Triton kernel, and what a CPU runs.
 
 Target distribution p, normalised over the full target vocabulary; draft distribution q = softmax(z)
-over the draft vocabulary S. With push_v = -q_v dL/dq_v, how hard L wants the probability of v up,
+over the draft vocabulary S. With push_v = -q_v dL/dq_v, minus the slope of L in log q_v,
 the gradient of any L is dL/dz_v = q_v sum_u push_u - push_v. A = {v in S: q_v < p_v}; o = the
 target's mass outside S.
 

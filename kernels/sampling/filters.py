@@ -196,8 +196,8 @@ def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Te
 def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keeps the smallest set of likeliest tokens of a row whose probabilities reach `top_p` [N]; at
     least one."""
-    # Whether the head was enough is only known to those who wait for the result: on an accelerator
-    # everything is ordered.
+    # To see whether the head was enough means to wait for the result: on an accelerator everything
+    # is ordered.
     if logits.shape[-1] <= HEAD or not reads_freely(logits.device):
         return _top_p_by_order(logits, top_p)
     kept, unsettled = _top_p_by_head(logits, top_p)
@@ -244,7 +244,7 @@ def _filter(
     values: torch.Tensor,
     wanted: torch.Tensor,
 ) -> torch.Tensor:
-    """Applies `keep` to the wanted rows only."""
+    """Applies `keep` to the rows of `wanted` [N] bool only."""
     if not reads_freely(logits.device):
         return torch.where(wanted[:, None], keep(logits, values), logits)
     count = int(wanted.sum())

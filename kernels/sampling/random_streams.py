@@ -175,7 +175,7 @@ def sample_without_replacement(
     ids [N, count] int64.
 
     They are the first arrivals of the race that `sample` runs, so the first one is `sample`'s:
-    given who arrived before, the next arrival follows the distribution renormalised over the
+    given the arrivals before, the next arrival follows the distribution renormalised over the
     others. -1 once the tokens with mass are used up.
     """
     scores = _scores(logits, stream_keys(seeds, positions, purpose))

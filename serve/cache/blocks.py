@@ -16,8 +16,8 @@ class BlockManager:
 
     A request grows into neighbouring blocks while it can, and requests start far apart: attention
     reads a contiguous run as a slice instead of gathering it. A block whose contents are worth
-    keeping (`keep`) stays findable without an owner until its room is needed; `on_evict` then hears
-    of it.
+    keeping (`keep`) stays findable without an owner until its room is needed; `on_evict` is then
+    called.
     """
 
     def __init__(self, num_blocks: int, block_size: int):

@@ -142,7 +142,7 @@ class DraftSet:
     def route(self, request: Request) -> None:
         """Choose the draft of a new request; one that does not draft needs none."""
         if request.k > 0:
-            # By the name in its records, so that the learner can tell the chosen ones.
+            # By the name in its records, so that the learner finds the chosen ones.
             name = hashed(request.id)
             request.route = self.router.choose(
                 name, request.request_class, request.tokens, self.ready

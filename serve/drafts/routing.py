@@ -62,7 +62,7 @@ class Router:
         """Route of a request.
 
         Args:
-            request: its name in records, by which their readers can tell the requests on trial.
+            request: its name in records, by which their readers find the requests on trial.
             ready: drafts that take requests.
         """
         pool = self.pool

@@ -37,7 +37,7 @@ def check_processors(
                 processor(ids.clone(), scores.clone()) for ids in (text, longer, text)
             )
         except Exception as error:
-            # Somebody else's code: whatever it raises, the request cannot be honoured.
+            # Code of a caller: whatever it raises, the request cannot be honoured.
             raise UserError(
                 f"logits processor {name} raised {type(error).__name__}: {error}; mend or leave "
                 "it out"

@@ -34,8 +34,7 @@ class TokenSequence(NamedTuple):
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Some pieces of a data folder, read when they are wanted: what is held is a few numbers a
-    piece."""
+    """Some pieces of a data folder, read on access; it holds a few numbers per piece."""
 
     def __init__(self, rows: Any, indices: np.ndarray, pieces: Pieces):
         self.rows = rows.with_format("numpy", columns=list(REQUIRED))

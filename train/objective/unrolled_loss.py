@@ -179,7 +179,7 @@ def _divergence(
     kind: Kind,
 ) -> Divergence:
     """Divergence of all steps at once: a call holds a gradient as large as the draft head until
-    backward, where one is wanted. Rows go in by the position they predict, so that what all depths
+    backward, where there is one. Rows go in by the position they predict, so that what all depths
     draft for one is held against its distribution, computed once."""
     row, position = (
         torch.cat([one.row for one in predicted]),

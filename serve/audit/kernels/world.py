@@ -80,7 +80,7 @@ class Distribution:
     penalties: SamplingParams | None = None
     draft_temperature: float | None = None  # None: the target's
     draft_filtered: bool = True  # the draft's distribution goes through the same filters
-    deterministic: bool = False  # the draft proposes its likeliest tokens and tells no distribution
+    deterministic: bool = False  # the draft proposes its likeliest tokens and gives no distribution
     likeness: float = 0.7  # how much of the target's logits is in the draft's
     sees_drafts: bool = True  # penalties count the drafted tokens, too; False is a control
 

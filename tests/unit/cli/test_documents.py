@@ -45,7 +45,8 @@ def read(page: str) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """The lines of code blocks that call draftsmith, continued lines joined; pictures are `text`."""
+    """The lines of code blocks that call draftsmith, continued lines joined; pictures
+    are `text`."""
     lines = [
         line.strip()
         for found in CODE.finditer(text)

@@ -1,7 +1,7 @@
 """EAGLE-3 in the portable layout of vLLM and SGLang, and in vLLM's `speculators` layout.
 
-The two engines read the tapped layers from different keys with different meanings, ignore what they
-do not know (SGLang) or refuse it (vLLM), and both take the taps in layer order whatever the config
+The two engines read the tapped layers from different keys with different meanings, ignore unknown
+names (SGLang) or refuse them (vLLM), and both take the taps in layer order whatever the config
 says. All of that is checked here, because a draft that breaks one of these rules is served without
 complaint and accepts nothing.
 """

@@ -1,4 +1,4 @@
-"""SGLang's reading of draft folders. It passes over tensors it does not know, so a wrong name is
+"""SGLang's reading of draft folders. It skips unknown tensors, so a wrong name is
 served as random numbers."""
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Parameters:
         self, engine: str, shapes: Shapes, *, optional: Shapes | None = None, strict: bool
     ):
         """`optional` are parameters that the engine takes from the target where the folder has
-        none. One that is not `strict` passes over names it does not know without a word."""
+        none. One that is not `strict` skips unknown names silently."""
         self.engine, self.strict = engine, strict
         self.needed, self.shapes = set(shapes), {**shapes, **(optional or {})}
         self.filled: dict[str, torch.Tensor] = {}

@@ -81,7 +81,8 @@ def text(target) -> list[int]:
 
 
 def test_the_target_is_no_part_of_the_draft(drafter, target):
-    """Drafters hold their target as a plain attribute: saving, casting and training leave it out."""
+    """Drafters hold their target as a plain attribute: saving, casting and training
+    leave it out."""
     weights = {parameter.data_ptr() for parameter in target.model.parameters()}
     assert not weights & {parameter.data_ptr() for parameter in drafter.parameters()}
     assert not {*target.model.modules()} & {*drafter.modules()}

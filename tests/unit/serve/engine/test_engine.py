@@ -446,8 +446,8 @@ def test_the_short_cut_for_greedy_batches_decides_as_verification_does(
 
 
 def test_sampling_without_drafts_uses_the_streams_of_batched_answers(target: Target) -> None:
-    """Same seed, same draws: the engine and `Target.answer` verify_round a position with the same random
-    stream."""
+    """Same seed, same draws: the engine and `Target.answer` verify_round a position with the same
+    random stream."""
     params = SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=77, ignore_eos=True)
     served = build_engine(target, None, EngineConfig()).generate([PROMPT], params)[0].tokens
     assert (
