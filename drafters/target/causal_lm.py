@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.packed_pass import PackedPass
+from draftsmith.drafters.target.quantised import effective_weight, has_numbers
 from draftsmith.drafters.target.rotary import rope_limit
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, captured, check_taps, decoder_layers
@@ -82,10 +83,7 @@ class CausalLM:
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._recorded: RecordedLm | None = None
         self._probe = check(self)
-        output_weight = model.get_output_embeddings().weight
-        # Gathered here, where every process of a sharded model comes by: a draft reads it on one of
-        # them.
-        self._gathered = whole(output_weight) if isinstance(output_weight, DTensor) else None
+        self._table = _own_table(model)
 
     def replay(self, recorded: RecordedLm | None) -> None:
         """Runs `paged` and `head` from `recorded` forwards (`compiled.recorded.record_lm`): the
@@ -127,9 +125,7 @@ class CausalLM:
     @property
     def output_weight(self) -> torch.Tensor:
         """[V, H], what the head multiplies its states by, whole."""
-        return (
-            self.model.get_output_embeddings().weight if self._gathered is None else self._gathered
-        )
+        return self.model.get_output_embeddings().weight if self._table is None else self._table
 
     @property
     def max_positions(self) -> int:
@@ -282,6 +278,16 @@ def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
     head = copy.copy(model)
     head._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
     return head
+
+
+def _own_table(model: PreTrainedModel) -> torch.Tensor | None:
+    """The head's table where the model does not hold it as one: put together from the processes of
+    a sharded model, which all come by here, or the numbers of a quantised one."""
+    head = model.get_output_embeddings()
+    if not has_numbers(getattr(head, "weight", None)):
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        return effective_weight(head, like=like)
+    return whole(head.weight) if isinstance(head.weight, DTensor) else None
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from draftsmith.drafters.target.causal_lm import CausalLM, whole
 from draftsmith.drafters.target.generate import Sampling, answer_chunks
 from draftsmith.drafters.target.load import load_model, load_tokenizer
 from draftsmith.drafters.target.probe import check_model
+from draftsmith.drafters.target.quantised import first_values
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL
 
@@ -159,6 +160,6 @@ def revision_of(model: PreTrainedModel) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        values = whole(parameter.detach()).flatten()[:64].to(torch.bfloat16).float().cpu().numpy()
+        values = first_values(whole(parameter.detach())).to(torch.bfloat16).float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.tobytes())
     return digest.hexdigest()[:16]
