@@ -197,6 +197,10 @@ class Stream:
             pass
         return completion(self.request)
 
+    def set_k(self, k: int) -> None:
+        """Change the draft length from the next round on; 0 stops drafting."""
+        self._loop.set_k(self.request, k)
+
     def close(self) -> None:
         """Cancels what has not ended; safe to call again."""
         if not self._done:
