@@ -75,6 +75,7 @@ class Engine:
             target,
             dtype=weight_dtype(dtype, place),
             device=place,
+            max_length=None if config is None else config.max_length,
             trust_remote_code=trust_remote_code,
         )
         drafter = load_draft(pair, loaded) if isinstance(draft, (str, Path)) else draft

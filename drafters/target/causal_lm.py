@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.quantised import effective_weight, has_numbers
-from draftsmith.drafters.target.rotary import rope_limit
+from draftsmith.drafters.target.rotary import lengthen, rope_limit
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, captured, check_taps, decoder_layers
 from draftsmith.kernels.attention.pool import PagedPool
@@ -66,17 +66,28 @@ class States:
 
 class CausalLM:
     """`model` must have been loaded with our attention (`load.load_model`); `check`
-    (`probe.check_model`) runs it and gives its shapes.
+    (`probe.check_model`) runs it and gives its shapes. `max_length` is the length in tokens that it
+    is served or trained for; a LongRoPE model has the factors of texts so long in every pass.
 
     Raises `UserError` for a model that does not honour the attention interface, whose keys and
     values could then not be kept in our pool.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, check: Callable[[CausalLM], Probe]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        check: Callable[[CausalLM], Probe],
+        *,
+        max_length: int | None = None,
+    ):
         self.model = model
         self.name = name
         self.config = model.config.get_text_config()
+        self.max_length = max_length
         self.rope_limit = rope_limit(self.config)
+        if max_length is not None and self.rope_limit is not None and lengthen(model, max_length):
+            self.rope_limit = rope_limit(self.config, lengthened=max_length)
         self.layers = decoder_layers(model.base_model, self.config.num_hidden_layers)
         self.eos_token_ids = end_of_text_ids(model)
         self._head = _head_alone(model)
