@@ -4,6 +4,8 @@ record `draftsmith.json`."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,13 +15,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from draftsmith import files
 from draftsmith.drafters.config import Pair
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
 from draftsmith.drafters.target.device import DTYPES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference, tokenizer_record
-from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -71,16 +73,22 @@ def load(
     made for another vocabulary or tokenizer.
     """
     folder = locate(folder, revision=revision)
+    with one_sentence(folder):
+        drafter = family_class(folder, target).load(folder, target)
+    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
+
+
+def family_class(folder: Path, target: Target) -> type[TrainedDrafter]:
+    """Family of the folder, by our record or by what is in it, once the record fits the target."""
     record = read_metadata(folder) if (folder / RECORD).is_file() else None
     if record is not None:
         check_target(record, target, folder)
-    family = record["family"] if record is not None else family_of(read_config(folder), target)
+    family = record["family"] if record is not None else family_of(DraftFolder(folder), target)
     if family not in FAMILIES:
         raise UserError(
             f"{str(folder)!r} is a draft of family {family!r}; known ones are {', '.join(FAMILIES)}"
         )
-    drafter = FAMILIES[family].load(folder, target)
-    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
+    return FAMILIES[family]
 
 
 def load_draft(pair: Pair, target: Target) -> TrainedDrafter | None:
@@ -102,13 +110,36 @@ def load_foreign(
 ) -> ForeignLm:
     """Any causal LM, whatever its tokenizer, as a draft of the tokens that both have."""
     folder = locate(folder, revision=revision)
-    if (family := family_of(read_config(folder), target)) != DraftLm.family:
+    with one_sentence(folder):
+        family = family_of(DraftFolder(folder), target)
+    if family != DraftLm.family:
         raise UserError(
             f"{str(folder)!r} is a draft of family {family!r}, which has no tokenizer of its own; "
             "leave heterogeneous_vocab out"
         )
-    drafter = ForeignLm.load(folder, target)
+    with one_sentence(folder):
+        drafter = ForeignLm.load(folder, target)
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
+
+
+@contextmanager
+def one_sentence(folder: Path) -> Iterator[None]:
+    """Turns whatever a folder made elsewhere sets off into a `UserError`: what its files may hold
+    has no end, and a library that reads them raises as it likes."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        log.debug("draft %s cannot be read", folder, exc_info=True)
+        raise UserError(
+            f"draft {str(folder)!r} cannot be read ({type(error).__name__}: {first_line(error)}); "
+            "check its config.json against its weights, or use another draft"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".;")
 
 
 def read_metadata(folder: str | Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ draft positions, V target vocabulary, T ragged tokens."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -17,6 +17,7 @@ from draftsmith.kernels.cuda_graphs import Recorder
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 if TYPE_CHECKING:
+    from draftsmith.drafters.layouts.folder import DraftFolder
     from draftsmith.drafters.target.target import Target
     from draftsmith.drafters.tree_shape import TreeShape
 
@@ -215,8 +216,8 @@ class TrainedDrafter(ServingDrafter, Protocol):
         ...
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
-        """Recognise the `config.json` of a folder made elsewhere; `target` is the one it is for."""
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        """Recognise a folder made elsewhere; `target` is the one it is for."""
         ...
 
     @classmethod

@@ -5,9 +5,6 @@ Drafters that match text need no checkpoint and are not listed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.heads.eagle1 import Eagle1
@@ -17,8 +14,10 @@ from draftsmith.drafters.heads.mlp import Mlp
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.heads.peagle import Peagle
 from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 
 FAMILIES: dict[str, type[TrainedDrafter]] = {
     "eagle3": Eagle3,
@@ -31,21 +30,48 @@ FAMILIES: dict[str, type[TrainedDrafter]] = {
     "dflash": Dflash,
     "dspark": Dspark,
 }
-# The first that matches a config is its family: P-EAGLE is EAGLE-3 with further keys, a draft LM
-# may be any model.
+# The first that matches a config is its family: P-EAGLE is EAGLE-3 with further keys, an MTP
+# module comes in the folder of a causal LM, and EAGLE-1 may bear the architecture of one.
 MATCH_ORDER = (
     "p-eagle",
     "eagle3",
     "mtp",
-    "eagle1",
     "medusa",
     "mlp",
     "dflash",
     "dspark",
+    "eagle1",
     "draft-lm",
 )
+# `speculators_model_type` -> family.
+SPECULATORS = {
+    "eagle": "eagle1",
+    "eagle3": "eagle3",
+    "peagle": "p-eagle",
+    "dflash": "dflash",
+    "dspark": "dspark",
+    "mtp": "mtp",
+}
 
 
-def family_of(config: Mapping[str, Any], target: Target | None = None) -> str:
-    """Family of a folder without our record, by its `config.json`."""
-    return next(name for name in MATCH_ORDER if FAMILIES[name].matches(config, target))
+def family_of(draft: DraftFolder, target: Target | None = None) -> str:
+    """Family of a folder without our record. Raises `UserError` for a draft of none."""
+    if draft.speculators_type is not None:
+        return speculators_family(draft)
+    for name in MATCH_ORDER:
+        if FAMILIES[name].matches(draft, target):
+            return name
+    raise UserError(
+        f"draft {str(draft.path)!r} is of architecture {draft.architecture!r} (model_type "
+        f"{draft.config.get('model_type')!r}), which is no draft that draftsmith reads and no "
+        "causal LM of transformers; use another draft"
+    )
+
+
+def speculators_family(draft: DraftFolder) -> str:
+    if draft.speculators_type not in SPECULATORS:
+        raise UserError(
+            f"draft {str(draft.path)!r} has speculators_model_type={draft.speculators_type!r}; "
+            f"draftsmith reads {', '.join(SPECULATORS)}, so use a draft of one of these"
+        )
+    return SPECULATORS[draft.speculators_type]

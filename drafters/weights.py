@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith import files
 from draftsmith.errors import UserError
 
+Found = TypeVar("Found")
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLED = "pytorch_model.bin"  # how the first EAGLE drafts were published; nothing here writes it
+# How the first EAGLE and Medusa drafts were published; nothing here writes them.
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+INDEXES = (INDEX, PICKLED_INDEX)
+SINGLE = (WEIGHTS, PICKLED, *MEDUSA)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -32,7 +39,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    return (config.get("architectures") or ["unknown"])[0]
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named else "unknown"
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -40,41 +48,74 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     `UserError`."""
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
-        try:
-            tensors |= _load_pickled(path) if path.name == PICKLED else load_file(path)
-        except FileNotFoundError as error:
-            raise UserError(
-                f"draft weights {str(path)!r} do not exist; check the path or train the draft again"
-            ) from error
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"draft weights {str(path)!r} are damaged ({error}); restore the file"
-            ) from error
+        tensors |= _read(path, _pickled_tensors, load_file)
     check_finite(tensors, str(folder))
     return tensors
 
 
-def _load_pickled(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors alone: an unpickler that builds nothing else, so that a file can run no code."""
+def tensor_names(folder: Path) -> set[str]:
+    """Names of every tensor of the folder; of safetensors no weight is read."""
+    names: set[str] = set()
+    for path in weight_files(folder):
+        names |= _read(path, lambda file: set(_pickled_tensors(file)), _stored_names)
+    return names
+
+
+def _stored_names(path: Path) -> set[str]:
+    with safe_open(path, framework="pt") as file:
+        return set(file.keys())
+
+
+def _read(path: Path, pickled: Callable[[Path], Found], safe: Callable[[Path], Found]) -> Found:
+    try:
+        return safe(path) if path.suffix == ".safetensors" else pickled(path)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"draft weights {str(path)!r} do not exist; check the path or train the draft again"
+        ) from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"draft weights {str(path)!r} are damaged ({error}); restore the file"
+        ) from error
+
+
+def load_pickled(path: Path) -> Any:
+    """Tensors and plain values alone: an unpickler that builds nothing else, so that a file can run
+    no code."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+    except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(
             f"draft weights {str(path)!r} hold more than tensors or are damaged ({reason}); use "
             "safetensors"
         ) from error
 
 
+def _pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
+    found = load_pickled(path)
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
+    ):
+        raise UserError(
+            f"draft weights {str(path)!r} are no mapping of names to tensors; use safetensors"
+        )
+    return found
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Names of the weight files of a folder; reading them finds out whether they exist."""
-    if not (folder / INDEX).is_file():
-        plain = folder / WEIGHTS
-        return (
-            [folder / PICKLED] if not plain.is_file() and (folder / PICKLED).is_file() else [plain]
-        )
-    index = files.read_json(folder / INDEX, "weight index")
-    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    for name in INDEXES:
+        if (folder / name).is_file():
+            index = files.read_json(folder / name, "weight index")
+            weight_map = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UserError(
+                    f"weight index {str(folder / name)!r} names no files; restore the file"
+                )
+            return [folder / file for file in sorted(set(weight_map.values()))]
+    found = (folder / name for name in SINGLE if (folder / name).is_file())
+    return [next(found, folder / WEIGHTS)]
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:

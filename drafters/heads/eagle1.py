@@ -20,12 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
 from draftsmith.drafters.init_from_target import output_table, shares_embeddings
+from draftsmith.drafters.layouts.folder import DraftFolder
+from draftsmith.drafters.layouts.speculators import flattened
 from draftsmith.drafters.options import Eagle1Options
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
-    architecture_of,
     load_into,
     read_config,
     read_weights,
@@ -35,6 +36,8 @@ from draftsmith.errors import UserError
 
 # vLLM's name for the layout without a bias, then SGLang's, which always has one.
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
+# The speculators layout's names, which its HASS drafts have too.
+PREFIXES = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 
 
 class Eagle1(FeatureHead):
@@ -51,8 +54,10 @@ class Eagle1(FeatureHead):
         target: Target,
         *,
         bias: bool = False,
+        output_bias: bool = False,
         own_embeddings: bool = False,
     ):
+        """`bias`: of fc; `output_bias`: of the attention's output, where its inputs have one."""
         super().__init__()
         self.config = config
         self._target = target
@@ -61,6 +66,8 @@ class Eagle1(FeatureHead):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         layer = LlamaDecoderLayer(config, layer_idx=0)
         layer.input_layernorm = nn.Identity()
+        if not output_bias:
+            layer.self_attn.o_proj.bias = None
         self.layers = nn.ModuleList([layer])
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
@@ -70,8 +77,8 @@ class Eagle1(FeatureHead):
         self.to(target.device)
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
-        return architecture_of(config) in ARCHITECTURES
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        return draft.architecture in ARCHITECTURES or has_fused_input(draft)
 
     @classmethod
     def create(
@@ -139,18 +146,41 @@ class Eagle1(FeatureHead):
         """Our own folder or one made elsewhere, with or without a bias and embeddings. A copy of
         the target's head is let go."""
         folder = Path(folder)
-        values, tensors = read_config(folder), read_weights(folder)
+        values = flattened(read_config(folder))
         check_portable(values, target, folder)
+        tensors = {portable_name(name): tensor for name, tensor in read_weights(folder).items()}
         tensors.pop("lm_head.weight", None)
+        attention = "layers.0.self_attn."
         drafter = cls(
-            llama_config(values),
+            llama_config(values | {"attention_bias": f"{attention}q_proj.bias" in tensors}),
             target,
             bias="fc.bias" in tensors,
+            output_bias=f"{attention}o_proj.bias" in tensors,
             own_embeddings="embed_tokens.weight" in tensors,
         )
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
+
+
+def portable_name(name: str) -> str:
+    for theirs, ours in PREFIXES.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def has_fused_input(draft: DraftFolder) -> bool:
+    """True for the layer and `fc` that its authors publish under the architecture of their target,
+    `LlamaForCausalLM` for one."""
+    return (
+        draft.config.get("num_hidden_layers") == 1
+        and {
+            "fc.weight",
+            "layers.0.mlp.down_proj.weight",
+        }
+        <= draft.names
+    )
 
 
 def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> None:
@@ -160,6 +190,11 @@ def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> N
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
     }
+    if values.get("layernorms"):
+        raise UserError(
+            f"draft {str(folder)!r} has layernorms=True, norms that EAGLE-1 has not; use a draft "
+            "without them"
+        )
     for key, wanted in expected.items():
         if values.get(key) != wanted:
             raise UserError(

@@ -39,12 +39,13 @@ from draftsmith.drafters.init_from_target import (
     output_table,
     shares_embeddings,
 )
+from draftsmith.drafters.layouts.folder import DraftFolder
+from draftsmith.drafters.layouts.speculators import flattened
 from draftsmith.drafters.options import Eagle3Options, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
-    architecture_of,
     load_into,
     read_config,
     read_weights,
@@ -114,8 +115,8 @@ class Eagle3(FeatureHead):
         self.to(target.device)
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
-        return architecture_of(config) in ARCHITECTURES
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        return draft.architecture in ARCHITECTURES
 
     @classmethod
     def create(
@@ -300,14 +301,6 @@ def start_from_target(drafter: Eagle3, target: Target) -> None:
         later.self_attn.o_proj.weight.zero_()
         later.mlp.down_proj.weight.zero_()
     average_taps(drafter.fc)
-
-
-def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The portable keys of a config in the speculators layout, which nests the layer's and takes a
-    missing norm for true."""
-    if "transformer_layer_config" not in values:
-        return dict(values)
-    return {"norm_before_residual": True, **values["transformer_layer_config"], **values}
 
 
 def unused_norm(name: str) -> bool:

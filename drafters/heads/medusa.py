@@ -22,6 +22,7 @@ from torch import nn
 from draftsmith.drafters.heads.feature_head import HeadStep
 from draftsmith.drafters.heads.state_head import StateHead
 from draftsmith.drafters.init_from_target import output_table
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
@@ -81,10 +82,10 @@ class Medusa(StateHead):
         self.to(target.device)
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
         return (
-            "medusa_num_heads" in config  # the original layout names nothing else
-            or config.get("model_type") == "medusa"
+            "medusa_num_heads" in draft.config  # the original layout names nothing else
+            or draft.config.get("model_type") == "medusa"
         )
 
     @classmethod

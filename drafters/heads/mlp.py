@@ -21,6 +21,7 @@ from torch import nn
 
 from draftsmith.drafters.heads.feature_head import HeadStep
 from draftsmith.drafters.heads.state_head import StateHead
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MlpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
@@ -87,8 +88,8 @@ class Mlp(StateHead):
         self.to(target.device)
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
-        return config.get("model_type") == "mlp_speculator"
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        return draft.config.get("model_type") == "mlp_speculator"
 
     @classmethod
     def create(

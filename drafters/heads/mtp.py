@@ -8,7 +8,6 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from draftsmith.drafters.heads.mtp_head import MtpHead
 from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as NATIVE
 from draftsmith.drafters.heads.mtp_mimo import is_native, read_native
 from draftsmith.drafters.init_from_target import fitted_norm
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
-    architecture_of,
     load_into,
     read_config,
     read_weights,
@@ -59,11 +58,11 @@ class Mtp(MtpHead):
         self.to(target.device)
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
-        if is_appended(config):
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        if is_appended(draft.config):
             # a smaller model of the target's kind is no module of the target, though it has one
-            return target is None or config["num_hidden_layers"] == target.num_layers
-        return architecture_of(config) == NATIVE
+            return target is None or draft.config.get("num_hidden_layers") == target.num_layers
+        return draft.architecture == NATIVE
 
     @classmethod
     def create(

@@ -21,12 +21,14 @@ from torch import nn
 
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
 from draftsmith.drafters.blocks.block_unroll import BlockPass
-from draftsmith.drafters.heads.eagle3 import Eagle3, flattened
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.layouts.folder import DraftFolder
+from draftsmith.drafters.layouts.speculators import flattened
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import ReadBytes, architecture_of, read_config
+from draftsmith.drafters.weights import ReadBytes, read_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 
@@ -47,9 +49,9 @@ class Peagle(Eagle3):
         )
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
-        return architecture_of(config) in ARCHITECTURES or (
-            super().matches(config, target) and drafts_in_parallel(config)
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        return draft.architecture in ARCHITECTURES or (
+            super().matches(draft, target) and drafts_in_parallel(draft.config)
         )
 
     @classmethod

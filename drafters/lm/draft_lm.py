@@ -6,9 +6,8 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +26,8 @@ from draftsmith.drafters.interface import (
     UnrollBatch,
     UnrolledStep,
 )
+from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.lm.lora import add_adapters, merged_state
 from draftsmith.drafters.lm.pruned import pruned_target
 from draftsmith.drafters.options import DraftLmOptions
@@ -58,15 +59,15 @@ class DraftLm(nn.Module, Recordable, Capturable):
     ahead = 1  # the state at position t predicts the token at t + 1
     _graphs: ChainGraphs | None = None
 
-    def __init__(self, model: PreTrainedModel, name: str, max_length: int | None = None):
+    def __init__(self, model: PreTrainedModel, name: str):
         super().__init__()
         self.model = model
-        self.lm = CausalLM(model, name, check_model, max_length=max_length)
+        self.lm = CausalLM(model, name, check_model)
         self.linear_head = has_linear_head(self.lm)
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
-        return True  # any causal LM
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        return is_causal_lm(draft.config)
 
     @classmethod
     def create(
@@ -86,8 +87,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
                         "option 'draft_lm.lora' adapts an existing model; give draft_lm.init too"
                     )
                 if options.target_layers is not None:
-                    pruned = pruned_target(target, options.target_layers)
-                    return cls(pruned, "pruned target", target.max_length)
+                    return cls(pruned_target(target, options.target_layers), "pruned target")
                 return cls(new_model(options, target), "new draft")
             if options.target_layers is not None:
                 raise UserError(
@@ -102,7 +102,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
             match_vocabulary(model, target)
             if options.lora is not None:
                 add_adapters(model, options.lora)
-        return cls(model, options.init, target.max_length)
+        return cls(model, options.init)
 
     @property
     def vocab_size(self) -> int:
@@ -116,7 +116,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
         check_tokenizer(folder, target)
         model = load_model(folder, trust_remote_code=target.trust_remote_code, device=target.device)
         match_vocabulary(model, target)
-        return cls(model, str(folder), target.max_length)
+        return cls(model, str(folder))
 
     def save(self, folder: Path) -> None:
         """A plain model folder, adapters merged; files appear whole, one by one."""

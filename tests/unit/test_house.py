@@ -30,6 +30,7 @@ CODE_FOLDERS = tuple(BELOW)
 ORDER = {
     "kernels": ("attention", "sampling", "divergence", "verify"),
     "drafters": (
+        "layouts",
         "target",
         "autoregressive",
         "compiled",
@@ -43,8 +44,8 @@ ORDER = {
     "train": ("data", "objective", "evaluate", "doctor", "export", "plan"),
     "serve": (
         "sampling",
-        "control",
         "requests",
+        "control",
         "audit",
         "cache",
         "drafts",

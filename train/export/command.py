@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.registry import family_of
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.vocabulary import tokenizer_difference
@@ -85,7 +86,7 @@ def record_of(draft: Path) -> dict[str, Any]:
     """A draft made elsewhere has no record; its family shows in its configuration."""
     if (draft / RECORD).is_file():
         return read_metadata(draft)
-    family = family_of(read_config(draft))
+    family = family_of(DraftFolder(draft))
     return {
         "schema": SCHEMA_VERSION,
         "family": family,

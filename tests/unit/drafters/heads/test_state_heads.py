@@ -16,6 +16,7 @@ from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mlp import Mlp
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions, MlpOptions
 from draftsmith.drafters.registry import FAMILIES, family_of
 from draftsmith.drafters.target.target import Target
@@ -256,12 +257,12 @@ def test_a_new_medusa_says_what_the_target_says(target):
         ({"model_type": "glm4_moe", "num_nextn_predict_layers": 0}, "draft-lm"),
         ({"architectures": ["DFlashDraftModel"]}, "dflash"),
         ({"architectures": ["Qwen3DSparkModel"]}, "dspark"),
-        ({}, "draft-lm"),
+        ({"model_type": "llama"}, "draft-lm"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft-lm"),
     ],
 )
-def test_families_are_known_by_their_configuration(config, family):
-    assert family_of(config) == family
+def test_families_are_known_by_their_configuration(config, family, tmp_path):
+    assert family_of(DraftFolder(tmp_path, config)) == family
 
 
 @pytest.mark.parametrize("wrong", [{"vocab_size": 7}, {"hidden_size": 7}, {"num_heads": 0}])

@@ -1,0 +1,9 @@
+"""Folders of drafts as others publish them.
+
+Files in reading order:
+- `folder`: configuration and tensor names, before the family is known
+- `causal_lm_names`: architectures that transformers builds as a causal LM
+- `speculators`: the layout of the `speculators` library
+
+Other chapters import all of it.
+"""

@@ -1,0 +1,151 @@
+"""Folders that are no draft, or half a one: one sentence that names the file and the mend, whatever
+is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
+from draftsmith.drafters.layouts.folder import DraftFolder
+from draftsmith.drafters.options import Eagle3Options, MedusaOptions, MlpOptions
+from draftsmith.drafters.registry import FAMILIES, family_of
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train.doctor.command import run as doctor
+from draftsmith.train.doctor.config import DoctorConfig
+
+Find = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Find) -> Target:
+    return Target.load(tiny_target("llama"), dtype=torch.float32)
+
+
+def write(folder: Path, config: Any, tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if tensors is not None:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLMEagle9"], "model_type": "llama"},
+            "'LlamaForCausalLMEagle9'",
+        ),
+        ({"architectures": ["HydraModel"], "model_type": "hydra"}, "'HydraModel'"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "'BertForMaskedLM'"),
+        ({}, "'unknown'"),
+        ({"architectures": "LlamaForCausalLM", "model_type": "llama"}, "'unknown'"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": ["llama"]}, "cannot be read"),
+        ({"speculators_model_type": "xpress", "architectures": ["XpressSpeculator"]}, "'xpress'"),
+        ({"speculators_model_type": "mlp"}, "'mlp'"),
+    ],
+)
+def test_an_unknown_architecture_is_refused_by_its_name(
+    config: dict[str, Any], named: str, target: Target, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        checkpoint.load(write(tmp_path, config, {"x": torch.ones(1)}), target)
+    assert "use another draft" in str(caught.value) or "use a draft" in str(caught.value)
+
+
+def test_every_causal_lm_of_transformers_is_a_draft_lm(tmp_path: Path) -> None:
+    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        names = (names,) if isinstance(names, str) else names
+        for architectures in ([names[0]], [], None):
+            config = {"model_type": model_type, "architectures": architectures}
+            assert is_causal_lm(config), (model_type, architectures)
+            if architectures:
+                assert family_of(DraftFolder(tmp_path, config)) == "draft-lm", model_type
+    assert is_causal_lm({"architectures": ["LLaMAForCausalLM"], "model_type": "llama"})
+    assert is_causal_lm(
+        {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own_code.OwnForCausalLM"}}
+    )
+    assert not is_causal_lm({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle"]})
+
+
+BROKEN: dict[str, Any] = {
+    "no json": "{",
+    "a list": [],
+    "an empty index": {"model.safetensors.index.json": {}},
+    "an index of nothing": {"model.safetensors.index.json": {"weight_map": {}}},
+    "an index of a missing shard": {"model.safetensors.index.json": {"weight_map": {"a": "b.safetensors"}}},
+    "words for numbers": {"config": {"num_hidden_layers": "one", "n_predict": "3", "num_heads": [2]}},
+    "null for numbers": {"config": {"hidden_size": None, "emb_dim": None, "num_attention_heads": None}},
+    "zero heads": {"config": {"num_attention_heads": 0, "num_heads": 0, "n_predict": 0}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One draft of each kind of reader, without our record."""
+    made = {}
+    options = {"eagle3": Eagle3Options(), "medusa": MedusaOptions(num_heads=2), "mlp": MlpOptions()}
+    for family, chosen in options.items():
+        made[family] = tmp_path_factory.mktemp(family)
+        FAMILIES[family].create(chosen, target, seed=0).save(made[family])
+    return made
+
+
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "mlp"])
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_one_sentence(
+    family: str, what: str, whole: dict[str, Path], target: Target, tmp_path: Path
+) -> None:
+    folder, change = tmp_path / "draft", BROKEN[what]
+    shutil.copytree(whole[family], folder)
+    config = json.loads((folder / "config.json").read_text())
+    if isinstance(change, dict) and "config" in change:
+        write(folder, config | change["config"])
+    elif isinstance(change, dict):
+        for name, value in change.items():
+            (folder / name).write_text(json.dumps(value))
+    else:
+        write(folder, change)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(folder, target)
+    said = str(caught.value)
+    assert "\n" not in said and str(folder) in said and ";" in said
+
+
+def test_a_pickle_of_something_else_is_refused(
+    whole: dict[str, Path], target: Target, tmp_path: Path
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(whole["medusa"], folder)
+    (folder / "model.safetensors").unlink()
+    torch.save([torch.ones(2)], folder / "medusa_lm_head.pt")
+    with pytest.raises(UserError, match="no mapping of names to tensors"):
+        checkpoint.load(folder, target)
+    (folder / "medusa_lm_head.pt").write_bytes(b"\x80\x04")
+    with pytest.raises(UserError, match="damaged"):
+        checkpoint.load(folder, target)
+
+
+def test_doctor_shows_a_draft_that_cannot_be_read(
+    whole: dict[str, Path],
+    tiny_target: Find,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(whole["eagle3"], folder)
+    values = json.loads((folder / "config.json").read_text())
+    write(folder, values | {"num_attention_heads": 0})
+    assert doctor(DoctorConfig(target=tiny_target("llama"), draft=str(folder))) == 1
+    shown = capsys.readouterr().out
+    assert "fail  draft.loads" in shown and "ZeroDivisionError" in shown
