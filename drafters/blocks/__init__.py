@@ -2,6 +2,8 @@
 
 Files in reading order:
 - `shape`: options and configuration
+- `tables`: embeddings and heads of a draft's own
+- `layer_passes`: layers that see differently
 - `block_unroll`: training: attention of blocks of slots
 - `dflash`: DFlash
 - `dspark`: DSpark

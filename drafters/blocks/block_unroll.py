@@ -10,7 +10,8 @@ width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,13 @@ from draftsmith.drafters.target.segments import Sight, Sights, chunks
 CHUNK = 64
 # Longer texts recompute their attention weights in the backward pass.
 LONG = 512
+
+
+class OwnSight(NamedTuple):
+    """Slots of its block, and columns before it, that a slot sees."""
+
+    causal: bool
+    window: int | None  # at most this many columns, the slot's own among them
 
 
 class BlockPass:
@@ -34,11 +42,12 @@ class BlockPass:
         context: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
         *,
         slots: int,
-        causal: bool,
+        causal: bool | Callable[[int], bool],
         segments: torch.Tensor | None = None,
         first: int = 0,
     ):
-        self.context, self.slots, self.causal, self.first = context, slots, causal, first
+        self.context, self.slots, self.first = context, slots, first
+        self.is_causal = causal if callable(causal) else lambda layer: causal
         self.sights = Sights(segments, CHUNK)
 
     def attend(
@@ -55,11 +64,11 @@ class BlockPass:
     ) -> torch.Tensor:
         """Attention of (L - first) * S slots, block after block, behind the slots that stand
         alone."""
-        if sliding_window is not None or softcap is not None or sinks is not None:
+        if softcap is not None or sinks is not None:
             raise ValueError(
-                "a block drafter with a sliding window, soft cap or sinks cannot be trained; use "
-                "plain attention"
+                "a block drafter with a soft cap or sinks cannot be trained; use plain attention"
             )
+        sight = OwnSight(self.is_causal(layer), sliding_window)
         # Under autocast the rotated queries and keys come wider than the values.
         own = [states.to(value.dtype) for states in (query * scaling, key, value)]
         if self.context is not None:
@@ -68,21 +77,33 @@ class BlockPass:
                 [states.to(value.dtype) for states in self.context[layer]],
                 self.first,
                 self.slots,
+                sight,
             )
         first = self.first
         context = [
             torch.cat([states[:, :, :first], states[:, :, first :: self.slots]], dim=2)
             for states in own[1:]
         ]
-        blocks = self._blocks([states[:, :, first:] for states in own], context, first, self.slots)
+        blocks = self._blocks(
+            [states[:, :, first:] for states in own], context, first, self.slots, sight
+        )
         if first == 0:
             return blocks
         return torch.cat(
-            [self._blocks([states[:, :, :first] for states in own], context, 0, 1), blocks], dim=1
+            [
+                self._blocks([states[:, :, :first] for states in own], context, 0, 1, sight),
+                blocks,
+            ],
+            dim=1,
         )
 
     def _blocks(
-        self, own: list[torch.Tensor], context: list[torch.Tensor], first: int, slots: int
+        self,
+        own: list[torch.Tensor],
+        context: list[torch.Tensor],
+        first: int,
+        slots: int,
+        own_sight: OwnSight,
     ) -> torch.Tensor:
         """Queries, keys and values [B, ., C * slots, D] of C blocks from the column `first` on."""
         own = [states.unflatten(2, (-1, slots)) for states in own]
@@ -91,7 +112,7 @@ class BlockPass:
             sight = self.sights.of(begin, end)
             chunk = (states[:, :, begin - first : end - first] for states in own)
             seen = (states[:, :, sight.first : end - 1] for states in context)
-            inputs = (*chunk, *seen, begin, sight, self.causal)
+            inputs = (*chunk, *seen, begin, sight, own_sight)
             is_long = context[0].shape[2] > LONG
             outputs.append(
                 checkpoint(_attend, *inputs, use_reentrant=False) if is_long else _attend(*inputs)
@@ -107,7 +128,7 @@ def _attend(
     context_value: torch.Tensor,
     begin: int,
     sight: Sight,
-    causal: bool,
+    own_sight: OwnSight,
 ) -> torch.Tensor:
     """Scaled queries [B, heads, C, S, D] of the columns from `begin`; key and value [B, kv_heads,
     C, S, D]; the context's from the column `sight.first` on."""
@@ -119,11 +140,14 @@ def _attend(
     columns = torch.arange(begin, begin + size, device=query.device)[:, None, None]
     context_columns = torch.arange(sight.first, sight.first + visible, device=query.device)
     hidden = context_columns >= columns
+    if own_sight.window is not None:
+        slot = torch.arange(slots, device=query.device)[:, None]
+        hidden = hidden | (columns + slot - context_columns >= own_sight.window)
     if sight.begins is not None:
         hidden = hidden | (context_columns < sight.begins[:, None, None, :, None, None])
     seen = seen.masked_fill(hidden, -torch.inf)
     own = torch.einsum("bkgcsd,bkctd->bkgcst", grouped, key)
-    if causal:
+    if own_sight.causal:
         own = own.masked_fill(
             torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1), -torch.inf
         )

@@ -13,7 +13,7 @@ themselves are served as in vLLM, k + 1 slots long.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,16 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
 from draftsmith.drafters.blocks.block_unroll import BlockPass
-from draftsmith.drafters.blocks.shape import BlockShape, check_block, shape_in
+from draftsmith.drafters.blocks.layer_passes import LayerPasses
+from draftsmith.drafters.blocks.shape import (
+    FULL,
+    SLIDING,
+    BlockShape,
+    block_values,
+    check_block,
+    shape_in,
+)
+from draftsmith.drafters.blocks.tables import OwnTables, read_tables
 from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of
 from draftsmith.drafters.init_from_target import (
     adopt_layers,
@@ -40,13 +49,13 @@ from draftsmith.drafters.init_from_target import (
     output_table,
 )
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import DflashOptions, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
     ReadBytes,
-    architecture_of,
     load_into,
     read_config,
     read_weights,
@@ -69,15 +78,20 @@ class Block(NamedTuple):
 
 
 class Dflash(nn.Module):
-    """Embeddings and head are the target's, frozen and not part of the module."""
+    """Embeddings and head are the target's, frozen and not part of the module, unless the draft
+    brings its own."""
 
     family = "dflash"
     architecture = "DFlashDraftModel"
     from_anchor = False  # whether the first draft is read off the newest token's own slot
-    vocab_map = None
 
     def __init__(
-        self, config: Qwen3Config, target: Target, taps: tuple[int, ...], shape: BlockShape
+        self,
+        config: Qwen3Config,
+        target: Target,
+        taps: tuple[int, ...],
+        shape: BlockShape,
+        tables: OwnTables | None = None,
     ):
         super().__init__()
         if config.hidden_size != target.hidden_size or config.vocab_size != target.vocab_size:
@@ -96,12 +110,15 @@ class Dflash(nn.Module):
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)
         )
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.sliding_window = shape.window(index)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        (tables or OwnTables()).add_to(self, config)
         self.to(target.device)
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any], target: Target | None = None) -> bool:
-        return architecture_of(config) == cls.architecture
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        return draft.architecture == cls.architecture
 
     @classmethod
     def create(
@@ -148,8 +165,24 @@ class Dflash(nn.Module):
     def max_depth(self) -> int:
         return self.shape.block_size if self.from_anchor else self.shape.block_size - 1
 
+    @property
+    def vocab_map(self) -> torch.Tensor | None:
+        if self.d2t is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
     def head_weight(self) -> torch.Tensor:
+        if self.lm_head is not None:
+            return self.lm_head.weight
         return output_table(self._target).to(self.fc.weight.dtype)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Slots [b, t] -> [b, t, H]."""
+        embeds = self._target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        embeds = embeds.to(self.fc.weight.dtype)
+        if self.mask_embedding is None:
+            return embeds
+        return torch.where((ids == self.shape.mask_token)[..., None], self.mask_embedding, embeds)
 
     def head_input(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Normed states [..., H] and the token before each draft [...] -> what the head
@@ -177,7 +210,7 @@ class Dflash(nn.Module):
         self, ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
         """Slots [b, t] at positions [b or 1, t] -> normed states [b, t, H]."""
-        states = self._target.embed(ids).to(self.fc.weight.dtype)
+        states = self.embed(ids)
         rotary = self._rotary[0](states, positions)
         for layer in self.layers:
             states = layer(states, position_embeddings=rotary, attention_context=context)
@@ -197,7 +230,11 @@ class Dflash(nn.Module):
         blocks[:, :, 0] = ids[:, first:]
         positions = (places[:, first:, None] + torch.arange(slots, device=device)).flatten(1)
         attention = BlockPass(
-            context, slots=slots, causal=self.shape.causal, segments=batch.segments, first=first
+            context,
+            slots=slots,
+            causal=self.shape.is_causal,
+            segments=batch.segments,
+            first=first,
         )
         states = self.body(blocks.flatten(1), positions, attention).unflatten(1, (-1, slots))
         previous = torch.roll(ids, -1, dims=1)
@@ -233,7 +270,7 @@ class Dflash(nn.Module):
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size)
+        sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
         self._read_context(inputs)
         # A block without any context was never trained.
         rows = ((inputs.num_draft > 0) & (inputs.starts + inputs.lengths > 1)).nonzero()[:, 0]
@@ -277,7 +314,7 @@ class Dflash(nn.Module):
         return last
 
     def read_bytes(self) -> ReadBytes:
-        return ReadBytes(proposal=weight_bytes([self], output_table(self._target)), token=0)
+        return ReadBytes(proposal=weight_bytes([self], self.head_weight()), token=0)
 
     def _read_context(self, inputs: DraftInputs) -> None:
         """Writes keys and values of the positions whose true states are new."""
@@ -308,12 +345,14 @@ class Dflash(nn.Module):
         tokens = inputs.tokens[ends]
         ids = torch.full_like(positions, self.shape.mask_token).index_copy_(0, begins, tokens)
         # A causal block is a chain; in another every slot sees all of its block.
-        tree = (
-            None
-            if self.shape.causal
-            else TreeLayout(kv_indices=positions, ancestors=(1 << size) - 1, first=first)
+        whole = TreeLayout(kv_indices=positions, ancestors=(1 << size) - 1, first=first)
+        tables = inputs.block_tables[rows]
+        context = LayerPasses(
+            self.shape.is_causal,
+            lambda causal: PagedPass(
+                inputs.pool, tables, positions, counts, tree=None if causal else whole
+            ),
         )
-        context = PagedPass(inputs.pool, inputs.block_tables[rows], positions, counts, tree=tree)
         return Block(self.body(ids[None], positions[None], context)[0], begins, newest, tokens)
 
     def save(self, folder: Path) -> None:
@@ -325,9 +364,10 @@ class Dflash(nn.Module):
             "mask_token_id": self.shape.mask_token,
             "target_layer_ids": [tap - 1 for tap in self.taps],
             "num_target_layers": self._target.num_layers,
-            "causal": self.shape.causal,
             "sample_from_anchor": self.from_anchor,
         }
+        if not self.shape.windows or self.shape.causal == self.shape.causal_windows:
+            block["causal"] = self.shape.causal  # of all layers; else their kinds say it
         return {
             "architectures": [self.architecture],
             "model_type": "qwen3",
@@ -338,17 +378,34 @@ class Dflash(nn.Module):
             "num_target_layers": self._target.num_layers,
             "block_size": self.shape.block_size,
             "dflash_config": block,
+            **self.windows_config(),
+            **({} if self.lm_head is None else {"draft_vocab_size": self.lm_head.out_features}),
         }
+
+    def windows_config(self) -> dict[str, Any]:
+        """Keys of layers with a window; engines then decide on causality by `is_causal`, or by the
+        kinds of the layers."""
+        if not self.shape.windows:
+            return {}
+        kinds = [FULL if window is None else SLIDING for window in self.shape.windows]
+        window = max(window or 0 for window in self.shape.windows)
+        return {"layer_types": kinds, "sliding_window": window}
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Dflash:
         folder = Path(folder)
-        config, tensors = read_config(folder), read_weights(folder)
-        values = {**config, **(config.get("dflash_config") or {})}
+        values = block_values(read_config(folder))
+        tensors = read_tables(folder, values, read_weights(folder))
         check_block(values, folder, from_anchor=cls.from_anchor)
         taps = tuple(layer + 1 for layer in values["target_layer_ids"])
         check_taps(taps, target.num_layers)
-        drafter = cls(layer_config(Qwen3Config, config), target, taps, shape_in(values))
+        drafter = cls(
+            layer_config(Qwen3Config, values),
+            target,
+            taps,
+            shape_in(values),
+            OwnTables.of(tensors),
+        )
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter

@@ -19,6 +19,7 @@ from transformers import Qwen3Config
 
 from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.blocks.shape import BlockShape
+from draftsmith.drafters.blocks.tables import OwnTables
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
@@ -62,9 +63,14 @@ class Dspark(Dflash):
     from_anchor = True
 
     def __init__(
-        self, config: Qwen3Config, target: Target, taps: tuple[int, ...], shape: BlockShape
+        self,
+        config: Qwen3Config,
+        target: Target,
+        taps: tuple[int, ...],
+        shape: BlockShape,
+        tables: OwnTables | None = None,
     ):
-        super().__init__(config, target, taps, shape)
+        super().__init__(config, target, taps, shape, tables)
         if shape.markov_rank < 1:
             raise UserError(f"a dspark draft has markov_rank={shape.markov_rank}; give at least 1")
         self.markov_head = MarkovHead(target.vocab_size, shape.markov_rank).to(target.device)

@@ -93,9 +93,7 @@ class DistributionBook:
 
 
 def distribution_source(config: AuditConfig, client: AuditClient) -> DistributionSource:
-    if config.target is None:
-        return ServerDistributions(config, client)
-    return TargetDistributions(config, client.max_length)
+    return TargetDistributions(config) if config.target else ServerDistributions(config, client)
 
 
 def reference_exists(config: AuditConfig) -> bool:
@@ -180,16 +178,12 @@ def _gap(ranked: Sequence[tuple[int, float]]) -> float:
 class TargetDistributions:
     """Distributions from a model run here, in float32."""
 
-    def __init__(self, config: AuditConfig, max_length: int | None = None):
-        """`max_length`: most tokens of a text that the server takes."""
+    def __init__(self, config: AuditConfig):
         assert config.target is not None
         self.config = config
+        trusted = config.trust_remote_code
         self.target = Target.load(
-            config.target,
-            dtype=torch.float32,
-            device=config.device,
-            max_length=max_length,
-            trust_remote_code=config.trust_remote_code,
+            config.target, dtype=torch.float32, device=config.device, trust_remote_code=trusted
         )
 
     def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:

@@ -200,8 +200,12 @@ def reconfigure(folder, nested: dict | None = None, **values) -> None:
     ("change", "words"),
     [
         ({"nested": {"sample_from_anchor": True}}, "sample_from_anchor=True"),
-        ({"nested": {"use_swa": True}}, "use_swa=True"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "use_swa"),
+        ({"nested": {"use_swa": True}}, "sliding_window=None"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2},
+            "sliding_window=2",
+        ),
+        ({"nested": {"attention_sink_bias": True}}, "attention_sink_bias=True"),
         ({"block_size": None}, "'block_size'"),
         ({"nested": {"target_layer_ids": [0, 9]}}, "tap 10 does not exist"),
         ({"vocab_size": 300}, "vocab_size=300 where 32 and 288"),
@@ -214,10 +218,17 @@ def test_what_cannot_be_served_is_refused(change, words, folder, target):
         checkpoint.load(folder, target)
 
 
-def test_a_reduced_vocabulary_is_refused(folder, target):
+def test_a_reduced_vocabulary_needs_its_map(folder, target):
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.zeros(100, 32)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"'lm_head.weight' .* has no place"):
+    tensors |= {"lm_head.weight": torch.zeros(100, 32)}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match="head over 100 tokens"):
+        checkpoint.load(folder, target)
+    reconfigure(folder, draft_vocab_size=100)
+    with pytest.raises(UserError, match="head over 100 tokens"):
+        checkpoint.load(folder, target)
+    save_file({**tensors, "d2t": torch.full((100,), 200)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"d2t of .* does not map"):
         checkpoint.load(folder, target)
 
 

@@ -1,0 +1,368 @@
+"""Miniature drafts in every layout that others publish, and what each of them drafts in plain
+torch. Names of tensors and keys of configurations are those of the published folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from draftsmith.drafters.target.target import Target
+from tests import plain_torch as plain
+
+Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
+# (folder's config, tensors, target, text, drafted tokens) -> [k, Vd] logits of each drafted token.
+Reference = Callable[[Config, Tensors, Target, list[int], list[int]], torch.Tensor]
+DTYPE = torch.float64
+
+
+@dataclass(frozen=True)
+class Made:
+    config: Config
+    tensors: Tensors
+    pickled: str = ""  # name of a pickled file in place of model.safetensors
+    files: Callable[[Path], None] | None = None  # what else the folder holds
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        if self.pickled:
+            torch.save(self.tensors, folder / self.pickled)
+        else:
+            save_file(self.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if self.files is not None:
+            self.files(folder)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`make` returns the folder's contents for a target of kind `target`."""
+
+    name: str
+    family: str
+    make: Callable[[Target], Made]
+    reference: Reference
+    target: str = "llama"
+    note: str = ""
+
+
+class Noise:
+    """Tensors of reproducible noise, of the scale of a trained layer's."""
+
+    def __init__(self, seed: int = 0):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def matrix(self, *shape: int) -> torch.Tensor:
+        return self.randn(*shape) * 1.2 * shape[-1] ** -0.5
+
+    def gains(self, size: int) -> torch.Tensor:
+        return 1 + 0.3 * self.randn(size)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=DTYPE)
+
+
+SHAPE: Config = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256, "vocab_size": 288, "rope_theta": 10000.0,
+}  # fmt: skip
+SIZE, INNER, VOCAB, WIDTH = 32, 48, 288, 8
+
+
+def attention_tensors(
+    noise: Noise, prefix: str, *, inputs: int = SIZE, bias: str = "", norms: bool = False
+) -> Tensors:
+    """`bias` names the projections that have one."""
+    rows = {"q": 32, "k": 16, "v": 16, "o": SIZE}
+    tensors = {
+        f"{prefix}{name}_proj.weight": noise.matrix(size, 32 if name == "o" else inputs)
+        for name, size in rows.items()
+    }
+    tensors |= {f"{prefix}{name}_proj.bias": 0.2 * noise.randn(rows[name]) for name in bias}
+    if norms:
+        tensors |= {f"{prefix}{name}_norm.weight": noise.gains(WIDTH) for name in "qk"}
+    return tensors
+
+
+def mlp_tensors(noise: Noise, prefix: str) -> Tensors:
+    shapes = {"gate": (INNER, SIZE), "up": (INNER, SIZE), "down": (SIZE, INNER)}
+    return {f"{prefix}{name}_proj.weight": noise.matrix(*shape) for name, shape in shapes.items()}
+
+
+def layer_tensors(noise: Noise, prefix: str, *, first_norm: bool = True, **kind: Any) -> Tensors:
+    tensors = attention_tensors(noise, f"{prefix}self_attn.", **kind)
+    tensors |= mlp_tensors(noise, f"{prefix}mlp.")
+    tensors[f"{prefix}post_attention_layernorm.weight"] = noise.gains(SIZE)
+    if first_norm:
+        tensors[f"{prefix}input_layernorm.weight"] = noise.gains(SIZE)
+    return tensors
+
+
+def final_states(target: Target, text: list[int]) -> torch.Tensor:
+    """[n - 1, H], what the head multiplies."""
+    ids = torch.tensor([text[:-1]])
+    return target.states(ids, torch.ones_like(ids), ())[1][0]
+
+
+def tapped_states(target: Target, text: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+    ids = torch.tensor([text[:-1]])
+    return target.states(ids, torch.ones_like(ids), taps)[0][0]
+
+
+def table(target: Target) -> torch.Tensor:
+    return target.model.get_output_embeddings().weight
+
+
+# EAGLE-1
+
+
+def eagle1_tensors(target: Target, *, bias: bool, qkv: str = "") -> Tensors:
+    noise = Noise(1)
+    tensors = {"fc.weight": noise.matrix(SIZE, 2 * SIZE)}
+    if bias:
+        tensors["fc.bias"] = 0.2 * noise.randn(SIZE)
+    tensors |= layer_tensors(noise, "layers.0.", first_norm=False, bias=qkv)
+    tensors["embed_tokens.weight"] = target.embed(torch.arange(VOCAB)).clone()
+    return tensors
+
+
+def eagle1_reference(
+    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
+) -> torch.Tensor:
+    def step(
+        embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed = plain.linear(torch.cat([embeds, states], dim=-1), tensors, "fc")
+        out = plain.layer(mixed, positions, tensors, "layers.0.", WIDTH)
+        return out, out
+
+    states = final_states(target, text)
+    return plain.chain(step, target.embed, states, text, drafted) @ table(target).T
+
+
+def safeailab(target: Target) -> Made:
+    """yuhuili/EAGLE-*: the architecture of the target, pickled."""
+    config = SHAPE | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return Made(config, eagle1_tensors(target, bias=True), pickled="pytorch_model.bin")
+
+
+def safeailab_qwen2(target: Target) -> Made:
+    """yuhuili/EAGLE-Qwen2-*: biases of queries, keys and values."""
+    config = SHAPE | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1,
+        "qkv_bias": True,
+    }  # fmt: skip
+    return Made(config, eagle1_tensors(target, bias=True, qkv="qkv"), pickled="pytorch_model.bin")
+
+
+def lmsys_eagle(target: Target) -> Made:
+    config = SHAPE | {
+        "architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "num_hidden_layers": 1,
+    }  # fmt: skip
+    return Made(config, eagle1_tensors(target, bias=True))
+
+
+SPECULATORS_NAMES = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
+
+
+def redhat_eagle(target: Target, *, bias: bool = True) -> Made:
+    """HASS, or EAGLE-1 without a bias."""
+    layer = SHAPE | {"model_type": "llama", "num_hidden_layers": 1}
+    config = speculators_config("eagle", ["EagleSpeculator", "LlamaDecoderLayer"], layer) | {
+        "transformer_layer_architecture": "LlamaDecoderLayer", "fusion_bias": bias,
+        "layernorms": False,
+    }  # fmt: skip
+    tensors = eagle1_tensors(target, bias=bias)
+    for ours, theirs in SPECULATORS_NAMES.items():
+        tensors = {
+            theirs + name.removeprefix(ours) if name.startswith(ours) else name: tensor
+            for name, tensor in tensors.items()
+        }
+    return Made(config, tensors | {"lm_head.weight": table(target).detach().clone()})
+
+
+def redhat_reference(
+    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
+) -> torch.Tensor:
+    for ours, theirs in SPECULATORS_NAMES.items():
+        tensors = {
+            ours + name.removeprefix(theirs) if name.startswith(theirs) else name: tensor
+            for name, tensor in tensors.items()
+        }
+    return eagle1_reference(config, tensors, target, text, drafted)
+
+
+def speculators_config(kind: str, architectures: list[str], layer: Config) -> Config:
+    return {
+        "architectures": architectures, "speculators_model_type": kind,
+        "speculators_version": "0.9.0", "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": kind, "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+        },
+    }  # fmt: skip
+
+
+# DFlash
+
+
+def block_tensors(noise: Noise, *, layers: int, taps: int, bias: str = "") -> Tensors:
+    tensors = {
+        "fc.weight": noise.matrix(SIZE, taps * SIZE),
+        "hidden_norm.weight": noise.gains(SIZE),
+        "norm.weight": noise.gains(SIZE),
+    }
+    for layer in range(layers):
+        tensors |= layer_tensors(noise, f"layers.{layer}.", bias=bias, norms=True)
+    return tensors
+
+
+MASK_TOKEN = 7
+TAPPED = (1, 3)  # raw ids; outputs 0 and 2
+
+
+def dflash_config(**changed: Any) -> Config:
+    block = {"mask_token_id": MASK_TOKEN, "target_layer_ids": [tap - 1 for tap in TAPPED]}
+    return SHAPE | {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
+        "attention_bias": False, "block_size": 5, "num_target_layers": 4,
+        "layer_types": ["full_attention"] * 2, "sliding_window": None,
+        "use_sliding_window": False, "max_window_layers": 2, "tie_word_embeddings": False,
+        "dflash_config": block | changed.pop("block", {}),
+    } | changed  # fmt: skip
+
+
+def dflash_reference(
+    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int],
+    *, sees: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    mask_embedding: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`sees` (layer, positions of slots [S, 1], of keys [K]) -> [S, K] bool; None: all of them."""
+    context = plain.linear(tapped_states(target, text, TAPPED), tensors, "fc")
+    context = plain.rms(context, tensors["hidden_norm.weight"])
+    newest, slots = len(text) - 1, 1 + len(drafted)
+    positions = newest + torch.arange(slots)
+    every = torch.cat([torch.arange(newest), positions])
+    states = target.embed(torch.tensor([text[-1]] + [MASK_TOKEN] * len(drafted)))
+    if mask_embedding is not None:
+        states = torch.cat([states[:1], mask_embedding.expand(len(drafted), -1)])
+    for layer in range(2):
+        prefix = f"layers.{layer}.self_attn."
+        inner = plain.rms(states, tensors[f"layers.{layer}.input_layernorm.weight"])
+        both = torch.cat([context, inner])
+        query = plain.heads(inner, tensors, f"{prefix}q_proj", WIDTH)
+        key = plain.heads(both, tensors, f"{prefix}k_proj", WIDTH)
+        query = plain.rotated(plain.rms(query, tensors[f"{prefix}q_norm.weight"]), positions)
+        key = plain.rotated(plain.rms(key, tensors[f"{prefix}k_norm.weight"]), every)
+        value = plain.heads(both, tensors, f"{prefix}v_proj", WIDTH)
+        visible = torch.ones(slots, len(every), dtype=torch.bool)
+        if sees is not None:
+            visible = sees(layer, positions[:, None], every)
+        attended = plain.attend(query, key, value, visible)
+        states = states + plain.linear(attended, tensors, f"{prefix}o_proj")
+        normed = plain.rms(states, tensors[f"layers.{layer}.post_attention_layernorm.weight"])
+        states = states + plain.mlp(normed, tensors, f"layers.{layer}.mlp.")
+    states = plain.rms(states, tensors["norm.weight"])[1:]
+    return states @ tensors.get("lm_head.weight", table(target)).T
+
+
+def zlab(target: Target) -> Made:
+    return Made(dflash_config(), block_tensors(Noise(2), layers=2, taps=2))
+
+
+def zlab_gpt_oss(target: Target) -> Made:
+    tensors = block_tensors(Noise(3), layers=2, taps=2, bias="qkvo")
+    return Made(dflash_config(attention_bias=True), tensors)
+
+
+WINDOW = 6
+
+
+def zlab_sliding(target: Target) -> Made:
+    """One layer with a window, which is causal, and one without, which is not."""
+    config = dflash_config(
+        layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW,
+        use_sliding_window=True,
+    )  # fmt: skip
+    return Made(config, block_tensors(Noise(4), layers=2, taps=2))
+
+
+def sliding_reference(*given: Any) -> torch.Tensor:
+    def sees(layer: int, slots: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        everything = torch.ones(len(slots), len(keys), dtype=torch.bool)
+        return everything if layer == 1 else (keys <= slots) & (slots - keys < WINDOW)
+
+    return dflash_reference(*given, sees=sees)
+
+
+def xiaomi_swa(target: Target) -> Made:
+    """Windows by `use_swa`, no layer causal, and an embedding of the mask token of its own."""
+    config = dflash_config(block={"use_swa": True, "swa_window_size": WINDOW})
+    embedding = Noise(9).randn(1, SIZE)
+
+    def save_embedding(folder: Path) -> None:
+        found = {"embedding": embedding, "mask_token_id": MASK_TOKEN}
+        torch.save(found, folder / "mask_embedding.pt")
+
+    return Made(config, block_tensors(Noise(5), layers=2, taps=2), files=save_embedding)
+
+
+def swa_reference(*given: Any) -> torch.Tensor:
+    def sees(layer: int, slots: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return slots - keys < WINDOW
+
+    return dflash_reference(*given, sees=sees, mask_embedding=Noise(9).randn(1, SIZE))
+
+
+def redhat_dflash(target: Target) -> Made:
+    """Raw layer ids, a head over part of the vocabulary, embeddings of the target."""
+    layer = SHAPE | {"model_type": "qwen3", "num_hidden_layers": 2, "attention_bias": False}
+    config = speculators_config("dflash", ["DFlashSpeculator"], layer) | {
+        "aux_hidden_state_layer_ids": list(TAPPED), "block_size": 5, "draft_vocab_size": 100,
+        "mask_token_id": MASK_TOKEN, "sample_from_anchor": False,
+        "sliding_window_non_causal": False, "target_hidden_size": None,
+    }  # fmt: skip
+    noise = Noise(6)
+    tensors = block_tensors(noise, layers=2, taps=2)
+    ids = reduced_ids()
+    tensors |= {
+        "lm_head.weight": noise.matrix(100, SIZE),
+        "d2t": ids - torch.arange(100),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True),
+        "embed_tokens.weight": target.embed(torch.arange(VOCAB)).clone(),
+        "verifier_norm.weight": torch.ones(SIZE, dtype=DTYPE),
+    }
+    return Made(config, tensors)
+
+
+def reduced_ids() -> torch.Tensor:
+    """[100] target ids, ascending."""
+    return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:100].sort().values
+
+
+LAYOUTS = [
+    Layout("EAGLE-1, SafeAILab", "eagle1", safeailab, eagle1_reference),
+    Layout("EAGLE-1, SafeAILab Qwen2", "eagle1", safeailab_qwen2, eagle1_reference),
+    Layout("EAGLE-1, lmsys", "eagle1", lmsys_eagle, eagle1_reference),
+    Layout("EAGLE-1 and HASS, speculators", "eagle1", redhat_eagle, redhat_reference),
+    Layout("DFlash, z-lab", "dflash", zlab, dflash_reference),
+    Layout("DFlash, z-lab gpt-oss", "dflash", zlab_gpt_oss, dflash_reference),
+    Layout("DFlash, z-lab sliding windows", "dflash", zlab_sliding, sliding_reference),
+    Layout("DFlash, Xiaomi", "dflash", xiaomi_swa, swa_reference),
+    Layout("DFlash, speculators", "dflash", redhat_dflash, dflash_reference),
+]
+
+
+def each_layout() -> Iterator[Any]:
+    """Parameters of a test."""
+    yield from LAYOUTS
