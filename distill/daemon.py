@@ -43,6 +43,7 @@ class Daemon:
             config.target,
             dtype=config.dtype,
             device=config.device,
+            max_length=config.learn.max_length,
             trust_remote_code=config.trust_remote_code,
         )
         self.counters, self.open = Counters(), OpenRequests()

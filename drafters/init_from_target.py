@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from draftsmith.drafters.target.quantised import numbers_of
 from draftsmith.drafters.target.sharded import gathered
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
@@ -60,7 +61,7 @@ def adopt_layer(
     mlp_norm: torch.nn.Module,
 ) -> None:
     """Copies a decoder layer of the target wherever name and shape agree with our layer's; the rest
-    stays as it was.
+    stays as it was. Of a quantised layer the numbers are copied, never the codes.
 
     A projection that also reads the embedding takes the target's as the half that reads the state.
     Norms take the effective gains of the target's: `attention_norm` and `mlp_norm` are before these
@@ -78,7 +79,7 @@ def adopt_layer(
         },
     }
     with gathered(layer) as whole:
-        theirs = dict(whole.named_parameters())
+        theirs = numbers_of(whole)
         for prefix, module in (("self_attn", attention), ("mlp", mlp)):
             for name, own in module.named_parameters():
                 found = theirs.get(f"{prefix}.{name}")

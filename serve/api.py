@@ -75,6 +75,7 @@ class Engine:
             target,
             dtype=weight_dtype(dtype, place),
             device=place,
+            max_length=None if config is None else config.max_length,
             trust_remote_code=trust_remote_code,
         )
         drafter = load_draft(pair, loaded) if isinstance(draft, (str, Path)) else draft
@@ -196,6 +197,10 @@ class Stream:
         async for _ in self:
             pass
         return completion(self.request)
+
+    def set_k(self, k: int) -> None:
+        """Change the draft length from the next round on; 0 stops drafting."""
+        self._loop.set_k(self.request, k)
 
     def close(self) -> None:
         """Cancels what has not ended; safe to call again."""

@@ -9,6 +9,7 @@ from draftsmith.serve.http.completions import add_completion_endpoints
 from draftsmith.serve.http.endpoints import (
     add_learning_endpoints,
     add_service_endpoints,
+    add_speculation_endpoints,
     add_token_endpoints,
 )
 from draftsmith.serve.http.errors import add_error_handlers
@@ -29,6 +30,7 @@ def create_app(server: Server, dashboard: Dashboard | None = None) -> FastAPI:
     add_error_handlers(app)
     add_service_endpoints(app, server)
     add_token_endpoints(app, server)
+    add_speculation_endpoints(app, server)
     add_learning_endpoints(app, server)
     add_completion_endpoints(app, server)
     if dashboard is not None:

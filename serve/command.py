@@ -76,6 +76,7 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
         dtype=weight_dtype(config.dtype, device),
         device=place.device,
         shards=place.size,
+        max_length=config.max_length,
         trust_remote_code=config.trust_remote_code,
     )
     channel = Channel()

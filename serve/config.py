@@ -58,6 +58,10 @@ TREE_HELP = (
     "sampled[:3x2x1x1], or auto: the first for "
     "greedy requests, the second for others"
 )
+STOP_HELP = (
+    "stop a request's drafting while fewer of its drafted tokens per round than this are accepted, "
+    "with trials; 0: never"
+)
 VERIFICATIONS = ("chain", "block", "typical")
 VERIFICATION_HELP = (
     "how a chain's drafts are verified: one by one, together (keeps more), or by typical "
@@ -86,6 +90,7 @@ class EngineConfig:
     k_schedule: str | None = option(
         None, "draft tokens per round by batch size, for example 1:5,8:3,32:0"
     )
+    stop_below: float = option(0.0, STOP_HELP)
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
     draft_sampling: str = option(
@@ -182,6 +187,7 @@ class ServeConfig(ServedPair):
     k_schedule: str | None = option(
         None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
     )
+    stop_below: float = option(0.0, STOP_HELP)
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
     draft_sampling: str = option(
@@ -243,6 +249,7 @@ class ServeConfig(ServedPair):
             k=self.most_drafted(),
             adaptive=self.k == "auto",
             k_schedule=self.k_schedule,
+            stop_below=self.stop_below,
             verification=self.verification,
             synthetic_acceptance=self.synthetic_acceptance,
             draft_sampling=self.draft_sampling,

@@ -15,7 +15,8 @@ from draftsmith.serve.control.control import MAX_K
 LIMITS: LimitsTable = {
     EngineConfig: dict.fromkeys(
         ("max_batch", "max_round_tokens", "max_queue", "block_size"), AT_LEAST_1
-    ),
+    )
+    | {"stop_below": NOT_NEGATIVE},
     ServeConfig: {
         "threads": AT_LEAST_1,
         "tensor_parallel": AT_LEAST_1,
@@ -66,6 +67,7 @@ def check_serve(config: ServeConfig) -> None:
     _check_address(config)
     _check_drafts(config)
     _check_seed(config)
+    _check_stopping(config)
     _check_void(config)
 
 
@@ -123,6 +125,20 @@ def _check_seed(config: ServeConfig) -> None:
         raise UserError(
             f"seed is {config.seed} together with {learning}, and a draft that learned from "
             "answers which a restart repeats would bias them; leave seed out"
+        )
+
+
+def _check_stopping(config: ServeConfig) -> None:
+    """Refuse stops beside learning: rounds that are not drafted are not recorded, so the draft
+    would learn least of the requests that it is worst at, and a version on trial would be scored
+    without them."""
+    learning = (
+        "learn" if config.learn is not None else "versions" if config.versions is not None else ""
+    )
+    if config.stop_below > 0 and learning:
+        raise UserError(
+            f"stop_below is {config.stop_below:g} together with {learning}, which would see little "
+            "of the requests that drafting was stopped for; leave one of them out"
         )
 
 

@@ -23,6 +23,7 @@ def load_target(config: ServeConfig) -> Target:
         config.target,
         dtype=weight_dtype(config.dtype, device),
         device=device,
+        max_length=config.max_length,
         trust_remote_code=config.trust_remote_code,
     )
 

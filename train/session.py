@@ -66,6 +66,7 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
             config.target,
             dtype=placement.target_dtype,
             device=placement.device,
+            max_length=config.max_length,
             trust_remote_code=trust,
         )
     model = load_spread(
@@ -75,7 +76,7 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
         shares=config.target_shares,
         trust_remote_code=trust,
     )
-    return Target(model, config.target, trust_remote_code=trust)
+    return Target(model, config.target, max_length=config.max_length, trust_remote_code=trust)
 
 
 def load_corpus(config: TrainConfig, target: Target) -> Corpus:

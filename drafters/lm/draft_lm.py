@@ -59,10 +59,10 @@ class DraftLm(nn.Module, Recordable, Capturable):
     ahead = 1  # the state at position t predicts the token at t + 1
     _graphs: ChainGraphs | None = None
 
-    def __init__(self, model: PreTrainedModel, name: str):
+    def __init__(self, model: PreTrainedModel, name: str, max_length: int | None = None):
         super().__init__()
         self.model = model
-        self.lm = CausalLM(model, name, check_model)
+        self.lm = CausalLM(model, name, check_model, max_length=max_length)
         self.linear_head = has_linear_head(self.lm)
 
     @classmethod
@@ -87,7 +87,8 @@ class DraftLm(nn.Module, Recordable, Capturable):
                         "option 'draft_lm.lora' adapts an existing model; give draft_lm.init too"
                     )
                 if options.target_layers is not None:
-                    return cls(pruned_target(target, options.target_layers), "pruned target")
+                    pruned = pruned_target(target, options.target_layers)
+                    return cls(pruned, "pruned target", target.max_length)
                 return cls(new_model(options, target), "new draft")
             if options.target_layers is not None:
                 raise UserError(
@@ -102,7 +103,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
             match_vocabulary(model, target)
             if options.lora is not None:
                 add_adapters(model, options.lora)
-        return cls(model, options.init)
+        return cls(model, options.init, target.max_length)
 
     @property
     def vocab_size(self) -> int:
@@ -116,7 +117,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
         check_tokenizer(folder, target)
         model = load_model(folder, trust_remote_code=target.trust_remote_code, device=target.device)
         match_vocabulary(model, target)
-        return cls(model, str(folder))
+        return cls(model, str(folder), target.max_length)
 
     def save(self, folder: Path) -> None:
         """A plain model folder, adapters merged; files appear whole, one by one."""

@@ -29,8 +29,10 @@ from draftsmith.errors import UserError
 class ForeignLm(DraftLm):
     """Served, and judged by `doctor`; what it is trained for is its own vocabulary."""
 
-    def __init__(self, model: PreTrainedModel, name: str, shared: SharedTokens):
-        super().__init__(model, name)
+    def __init__(
+        self, model: PreTrainedModel, name: str, shared: SharedTokens, max_length: int | None = None
+    ):
+        super().__init__(model, name, max_length)
         for key, ids in shared._asdict().items():
             # Worked out from the tokenizers, no part of a checkpoint.
             self.register_buffer(key, ids, persistent=False)
@@ -58,7 +60,7 @@ class ForeignLm(DraftLm):
             raise UserError(
                 f"draft {str(folder)!r} shares no token with {target.name!r}; use another draft"
             )
-        return cls(model, str(folder), shared)
+        return cls(model, str(folder), shared, target.max_length)
 
     def head_weight(self) -> torch.Tensor:
         return super().head_weight()[self.draft_ids]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import whole
 from draftsmith.drafters.target.load import build_model
+from draftsmith.drafters.target.quantised import numbers_of, quantisation
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
@@ -36,13 +37,21 @@ def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
         attn_implementation=register(),
         dtype=torch.float32,
     )
-    model.load_state_dict(pruned_state(target, chosen))
+    state = pruned_state(target, chosen)
+    if missing := sorted(model.state_dict().keys() - state.keys()):
+        raise UserError(
+            f"option 'draft_lm.target_layers' is {chosen}, but {missing[0]!r} of {target.name!r} "
+            "is quantised in a way that cannot be read; give draft_lm.init or draft_lm.hidden_size"
+        )
+    model.load_state_dict({name: state[name] for name in model.state_dict()})
     model.generation_config = copy.deepcopy(target.model.generation_config)
     return model.to(target.device).eval()
 
 
 def pruned_config(target: Target, layers: Sequence[int]) -> object:
     config = copy.deepcopy(target.model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the copies are numbers
     text = config.get_text_config()
     text.num_hidden_layers = len(layers)
     if getattr(text, "layer_types", None):
@@ -56,7 +65,7 @@ def pruned_state(target: Target, layers: Sequence[int]) -> dict[str, torch.Tenso
         next(name for name, module in target.model.named_modules() if module is target.layers) + "."
     )
     state = {}
-    for name, tensor in target.model.state_dict().items():
+    for name, tensor in _plain_state(target).items():
         if name.startswith(stack):
             number, _, rest = name.removeprefix(stack).partition(".")
             if int(number) not in layers:
@@ -64,3 +73,9 @@ def pruned_state(target: Target, layers: Sequence[int]) -> dict[str, torch.Tenso
             name = f"{stack}{layers.index(int(number))}.{rest}"
         state[name] = whole(tensor).float()
     return state
+
+
+def _plain_state(target: Target) -> dict[str, torch.Tensor]:
+    """The target's state; of quantised weights the numbers that they stand for."""
+    model = target.model
+    return numbers_of(model) if quantisation(model.config) else model.state_dict()

@@ -2,6 +2,7 @@
 
 Files in reading order:
 - `load`: loading a model, tokenizer or configuration through transformers
+- `quantised`: libraries of quantised weights, and their values as numbers
 - `causal_lm`: any causal LM as body and head
 - `probe`: checks made when a model is loaded
 - `rotary`: rotary embeddings that depend on length
@@ -15,5 +16,6 @@ Files in reading order:
 - `ranks`: processes of one launcher
 - `device`: device and dtype of every command
 
-Other chapters import `target`, `causal_lm`, `load`, `taps`, `attention`, `segments`, `device`.
+Other chapters import `target`, `causal_lm`, `load`, `quantised`, `taps`, `attention`, `segments`,
+`device`.
 """

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.packed_pass import PackedPass
-from draftsmith.drafters.target.rotary import rope_limit
+from draftsmith.drafters.target.quantised import effective_weight, has_numbers
+from draftsmith.drafters.target.rotary import lengthen, rope_limit
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, captured, check_taps, decoder_layers
 from draftsmith.kernels.attention.pool import PagedPool
@@ -65,27 +66,35 @@ class States:
 
 class CausalLM:
     """`model` must have been loaded with our attention (`load.load_model`); `check`
-    (`probe.check_model`) runs it and gives its shapes.
+    (`probe.check_model`) runs it and gives its shapes. `max_length` is the length in tokens that it
+    is served or trained for; a LongRoPE model has the factors of texts so long in every pass.
 
     Raises `UserError` for a model that does not honour the attention interface, whose keys and
     values could then not be kept in our pool.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, check: Callable[[CausalLM], Probe]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        check: Callable[[CausalLM], Probe],
+        *,
+        max_length: int | None = None,
+    ):
         self.model = model
         self.name = name
         self.config = model.config.get_text_config()
+        self.max_length = max_length
         self.rope_limit = rope_limit(self.config)
+        if max_length is not None and self.rope_limit is not None and lengthen(model, max_length):
+            self.rope_limit = rope_limit(self.config, lengthened=max_length)
         self.layers = decoder_layers(model.base_model, self.config.num_hidden_layers)
         self.eos_token_ids = end_of_text_ids(model)
         self._head = _head_alone(model)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._recorded: RecordedLm | None = None
         self._probe = check(self)
-        output_weight = model.get_output_embeddings().weight
-        # Gathered here, where every process of a sharded model comes by: a draft reads it on one of
-        # them.
-        self._gathered = whole(output_weight) if isinstance(output_weight, DTensor) else None
+        self._table = _own_table(model)
 
     def replay(self, recorded: RecordedLm | None) -> None:
         """Runs `paged` and `head` from `recorded` forwards (`compiled.recorded.record_lm`): the
@@ -127,9 +136,7 @@ class CausalLM:
     @property
     def output_weight(self) -> torch.Tensor:
         """[V, H], what the head multiplies its states by, whole."""
-        return (
-            self.model.get_output_embeddings().weight if self._gathered is None else self._gathered
-        )
+        return self.model.get_output_embeddings().weight if self._table is None else self._table
 
     @property
     def max_positions(self) -> int:
@@ -282,6 +289,16 @@ def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
     head = copy.copy(model)
     head._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
     return head
+
+
+def _own_table(model: PreTrainedModel) -> torch.Tensor | None:
+    """The head's table where the model does not hold it as one: put together from the processes of
+    a sharded model, which all come by here, or the numbers of a quantised one."""
+    head = model.get_output_embeddings()
+    if not has_numbers(getattr(head, "weight", None)):
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        return effective_weight(head, like=like)
+    return whole(head.weight) if isinstance(head.weight, DTensor) else None
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:

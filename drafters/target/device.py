@@ -73,14 +73,24 @@ def weight_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto
 
 
 def load_target(
-    path: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    max_length: int | None = None,
+    trust_remote_code: bool,
 ) -> Target:
-    """Target on `device` in `weight_dtype`. Raises `UserError`."""
+    """Target on `device` in `weight_dtype`, for texts of `max_length` tokens. Raises
+    `UserError`."""
     # Commands show one progress line, their own.
     transformers_logging.disable_progress_bar()
     there = device_of(device)
     return Target.load(
-        path, dtype=weight_dtype(dtype, there), device=there, trust_remote_code=trust_remote_code
+        path,
+        dtype=weight_dtype(dtype, there),
+        device=there,
+        max_length=max_length,
+        trust_remote_code=trust_remote_code,
     )
 
 

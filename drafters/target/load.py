@@ -25,6 +25,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from draftsmith.drafters.target.attention import register
+from draftsmith.drafters.target.quantised import check_quantisation, quantisation
 from draftsmith.errors import UserError
 
 
@@ -38,8 +39,15 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode with our attention. `dtype` "auto" is the checkpoint's own.
     Raises `UserError`."""
-    plan = {"distributed_config": DistributedConfig(tp_size=shards)} if shards > 1 else {}
+    plan: dict[str, Any] = {}
     try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        check_quantisation(path, config)
+        if shards > 1:
+            plan["distributed_config"] = DistributedConfig(tp_size=shards)
+        elif quantisation(config) and torch.device(device).type != "cpu":
+            # Libraries choose their kernels by where the weights are loaded.
+            plan["device_map"] = {"": device}
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
@@ -54,7 +62,9 @@ def load_model(
             f"model {str(path)!r} cannot be served: it knows no attention named {error}; use "
             "another model"
         ) from error
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         _check_remote_code(path, error)
         raise UserError(
             f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id"

@@ -17,6 +17,7 @@ from draftsmith.drafters.target.causal_lm import CausalLM, whole
 from draftsmith.drafters.target.generate import Sampling, answer_chunks
 from draftsmith.drafters.target.load import load_model, load_tokenizer
 from draftsmith.drafters.target.probe import check_model
+from draftsmith.drafters.target.quantised import first_values
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL
 
@@ -39,8 +40,15 @@ class Target(CausalLM):
     and that of drafts for it.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, *, trust_remote_code: bool = False):
-        super().__init__(model, name, check_model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        *,
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+    ):
+        super().__init__(model, name, check_model, max_length=max_length)
         self.trust_remote_code = trust_remote_code
         model.requires_grad_(False)
         # `generate` would fill in what it finds there: penalties and filters that are no part of
@@ -57,15 +65,17 @@ class Target(CausalLM):
         device: torch.device | str = "cpu",
         *,
         shards: int = 1,
+        max_length: int | None = None,
         trust_remote_code: bool = False,
     ) -> Self:
-        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own. With `shards` above 1
+        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own; `max_length` as
+        `CausalLM` takes it. With `shards` above 1
         every process of the group calls this and holds its share of the weights, by the model's own
         tensor-parallel plan."""
         model = load_model(
             path, trust_remote_code=trust_remote_code, dtype=dtype, device=device, shards=shards
         )
-        return cls(model, str(path), trust_remote_code=trust_remote_code)
+        return cls(model, str(path), max_length=max_length, trust_remote_code=trust_remote_code)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -159,6 +169,6 @@ def revision_of(model: PreTrainedModel) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        values = whole(parameter.detach()).flatten()[:64].to(torch.bfloat16).float().cpu().numpy()
+        values = first_values(whole(parameter.detach())).to(torch.bfloat16).float().cpu().numpy()
         digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.tobytes())
     return digest.hexdigest()[:16]

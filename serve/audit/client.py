@@ -58,6 +58,8 @@ class AuditClient:
     # the most that a round offers, more than it may keep where drafts are trees; 0 where the
     # server does not report it
     draft_tokens: int = 0
+    # most tokens of a text; None where the server does not report it
+    max_length: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)  # sent with every request
 
     @classmethod
@@ -84,6 +86,7 @@ class AuditClient:
             client.declared_lossy = any(entry.get("lossless") is False for entry in entries)
             client.controls_rounds = any(entry.get("owned_by") == "draftsmith" for entry in entries)
             client.draft_depth = next((entry.get("max_draft_depth") for entry in entries), None)
+            client.max_length = next((entry.get("max_model_len") for entry in entries), None)
             client.draft_tokens = next((entry.get("max_draft_tokens", 0) for entry in entries), 0)
             return client
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:

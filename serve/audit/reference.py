@@ -93,7 +93,9 @@ class DistributionBook:
 
 
 def distribution_source(config: AuditConfig, client: AuditClient) -> DistributionSource:
-    return TargetDistributions(config) if config.target else ServerDistributions(config, client)
+    if config.target is None:
+        return ServerDistributions(config, client)
+    return TargetDistributions(config, client.max_length)
 
 
 def reference_exists(config: AuditConfig) -> bool:
@@ -178,12 +180,16 @@ def _gap(ranked: Sequence[tuple[int, float]]) -> float:
 class TargetDistributions:
     """Distributions from a model run here, in float32."""
 
-    def __init__(self, config: AuditConfig):
+    def __init__(self, config: AuditConfig, max_length: int | None = None):
+        """`max_length`: most tokens of a text that the server takes."""
         assert config.target is not None
         self.config = config
-        trusted = config.trust_remote_code
         self.target = Target.load(
-            config.target, dtype=torch.float32, device=config.device, trust_remote_code=trusted
+            config.target,
+            dtype=torch.float32,
+            device=config.device,
+            max_length=max_length,
+            trust_remote_code=config.trust_remote_code,
         )
 
     def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:

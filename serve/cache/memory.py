@@ -58,9 +58,9 @@ def served_length(target: Target, config: EngineConfig) -> int:
     longest = target.config.max_position_embeddings
     if config.max_length is None and target.max_positions < longest:
         raise UserError(
-            f"{target.rope_limit.reason(target.name)}, so it cannot be served up to its {longest}; "
-            f"give --max-length {target.max_positions} (max_length in Python), or use another "
-            "target"
+            f"{target.rope_limit.reason(target.name)}, so its longest text must be given: "
+            f"give --max-length {target.max_positions} (max_length in Python) for the factors of "
+            f"short texts, or up to {longest} for those of long ones"
         )
     if config.max_length is None:
         return longest

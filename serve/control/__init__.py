@@ -6,7 +6,8 @@ Files in reading order:
 - `control`: fixed, by batch size, or measured
 - `auto`: k by measured throughput
 - `trees`: trees or none by measured throughput
+- `stopping`: drafting of one request, stopped and resumed
 - `draft_temperature`: temperature of drafting
 
-Other chapters import `control`.
+Other chapters import `control` and `stopping`.
 """

@@ -15,6 +15,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import Control, FixedControl, ScheduledControl, parse_schedule
 from draftsmith.serve.control.draft_temperature import DraftTemperature
+from draftsmith.serve.control.stopping import LONGEST, SHORTEST, Stopping
 from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
@@ -94,6 +95,7 @@ def build_engine(
     _capture(drafter, target, pool, config, max_blocks)
     recorder = Recorder(sink, target=target.name, target_revision=target.revision)
     outputs = OutputQueue(recorder)
+    unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
     return Engine(
         target=target,
         drafter=drafter,
@@ -106,6 +108,7 @@ def build_engine(
             has_drafter=drafter is not None,
             max_length=plan.max_length,
             seed=config.seed,
+            stopping=stopping_of(config, unread),
         ),
         scheduler=scheduler,
         tables=BlockTables(config.max_batch, max_blocks, target.device),
@@ -126,7 +129,7 @@ def build_engine(
             recorder,
             stats,
             eos_token_ids=target.eos_token_ids,
-            most_unread=0 if drafter is None else most_unread(target, drafter, plan, config),
+            most_unread=unread,
             overlaps=target.device.type == "cuda",
         ),
     )
@@ -151,6 +154,18 @@ def control_of(config: EngineConfig) -> Control:
         return FixedControl()
     tree = configured_tree(config)
     return AutoControl(min(3, config.k)) if tree is None else TreeControl(tree.depth)
+
+
+def stopping_of(config: EngineConfig, unread: int) -> Stopping | None:
+    """State of a new request's drafting; None where no request is stopped.
+
+    Args:
+        unread: tokens whose taps a request keeps for a draft that does not come; a trial comes
+            before they are lost, since reading the text again would cost more than it may bring.
+    """
+    if config.stop_below == 0:
+        return None
+    return Stopping(config.stop_below, longest=max(1, min(LONGEST, unread - SHORTEST)))
 
 
 def prefix_cache(

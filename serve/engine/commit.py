@@ -149,7 +149,10 @@ class Committer:
 
     def _count(self, round: Round, row: RowOutput, committed: int, version: str | None) -> None:
         offered = 0 if round.proposal is None else round.proposal.offered(row.index)
-        row.row.request.speculation.add(offered, row.accepted, committed, own=version is not None)
+        request = row.row.request
+        request.speculation.add(offered, row.accepted, committed, own=version is not None)
+        if request.stopping is not None and request.k > 0:
+            self.stats.num_drafting_stops += request.stopping.observe(offered, row.accepted)
         if offered > 0:
             self.stats.count_round(offered, row.accepted, committed, version=version)
 

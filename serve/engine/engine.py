@@ -13,7 +13,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import RoundResult, RowResult
+from draftsmith.serve.control.control import MAX_K, RoundResult, RowResult
 from draftsmith.serve.control.draft_temperature import DraftTemperature
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
@@ -80,10 +80,22 @@ class Engine:
     def cancel(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         self.committer.cancel(request, reason)
 
-    def set_k(self, request: Request, k: int) -> None:
-        """Change the draft length of a request from its next round on; 0 stops drafting."""
+    def check_k(self, request: Request, k: int) -> None:
+        """Refuse a k that the request cannot have. Reads only constants, so any thread may call
+        it."""
+        if not 0 <= k <= MAX_K:
+            raise UserError(f"k is {k}; give at least 0 and at most {MAX_K}")
         if k > 0 and self.drafter is None:
             raise UserError(f"k is {k} but there is no drafter; give 0")
+        if k > 0 and request.params.k == 0 and not self.lossless:
+            raise UserError(
+                f"k is {k} for a request that began without drafts on a lossy server, and its "
+                "answer is labelled lossless; give 0"
+            )
+
+    def set_k(self, request: Request, k: int) -> None:
+        """Change the draft length of a request from its next round on; 0 stops drafting."""
+        self.check_k(request, k)
         unread = (
             bool(self.proposer.taps)
             and request.k == 0
@@ -96,6 +108,20 @@ class Engine:
         if k == 0:
             request.draft.taps.clear()
         request.k = k
+        if request.stopping is not None:
+            request.stopping.restart()
+
+    def requests_of(self, answer: str, tenant: str = "") -> list[Request]:
+        """Requests of an answer that have not ended, in order; `answer` and `tenant` as in their
+        options."""
+        return sorted(
+            (
+                request
+                for request in self.scheduler.requests()
+                if request.id.rpartition("-")[0] == answer and request.tenant == tenant
+            ),
+            key=lambda request: int(request.id.rpartition("-")[2]),
+        )
 
     def observe_rounds(self, on_round: OnRound) -> None:
         """Call `on_round` with each request's share of every round from now on."""

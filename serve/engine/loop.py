@@ -8,8 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.errors import UserError
@@ -28,6 +30,7 @@ from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 MOST_FAILURES = 3  # rounds in a row that may raise before the engine is given up
 MOST_LONE_FAILURES = 8  # see `LoneFailures`
@@ -120,9 +123,22 @@ class EngineLoop:
         self._inbox.put(Action(partial(self.engine.cancel, request), request))
 
     def set_k(self, request: Request, k: int) -> None:
-        if k > 0 and self.engine.drafter is None:
-            raise UserError(f"k is {k} but there is no drafter; give 0")
+        self.engine.check_k(request, k)
         self._inbox.put(Action(partial(self.engine.set_k, request, k), request))
+
+    def ask(self, act: Callable[[], Result], *, timeout_s: float = 60.0) -> Result:
+        """Result of a call on the engine's thread between two rounds. Raises what it raises."""
+        answer: Future[Result] = Future()
+        with self._lock:
+            if self._ended:
+                raise EngineDead("the engine has stopped; restart the server, whose log says why")
+            self._inbox.put(Action(partial(_resolve, answer, act)))
+        try:
+            return answer.result(timeout_s)
+        except FutureTimeout:
+            raise EngineDead(
+                f"the engine did not come to it within {timeout_s:g} s; it is stuck"
+            ) from None
 
     def swap(
         self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0
@@ -273,6 +289,13 @@ class EngineLoop:
             if not self._ended:
                 # It may be left in the batch, which must not go on like that.
                 raise
+
+
+def _resolve(answer: Future[Result], act: Callable[[], Result]) -> None:
+    try:
+        answer.set_result(act())
+    except Exception as error:
+        answer.set_exception(error)
 
 
 def _wake_up() -> None:

@@ -9,7 +9,7 @@ Files in reading order:
 - `streams`: requests to the engine and their updates
 - `responses`: response bodies
 - `completions`: completions and chat
-- `endpoints`: health, models, tokenizer, learning
+- `endpoints`: health, models, tokenizer, drafting, learning
 - `speculation_report`: drafts of one request
 - `errors`: errors
 - `limits`: keys and limits

@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from draftsmith.errors import UserError
 from draftsmith.serve.http.errors import Refusal, as_refusal, failure, timed_out
-from draftsmith.serve.http.limits import tenant_of
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
 from draftsmith.serve.http.responses import (
     Responder,
@@ -131,9 +130,7 @@ async def _submit(
         params * len(prompts),
         RequestOptions(
             request_class=body.request_class,
-            tenant=tenant_of(request.headers.get("authorization", ""))
-            if len(server.limits.api_keys) > 1
-            else "",
+            tenant=server.tenant(request),
             learn=request.headers.get(LEARN_HEADER, "on").lower()
             not in ("off", "false", "0", "no"),
             answer=answer,

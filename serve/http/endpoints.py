@@ -1,13 +1,14 @@
 """Endpoints beside completions: the service (health, version, models, load, metrics), its
-tokenizer, and the deletion of records that learning would use."""
+tokenizer, the drafting of running requests, and the deletion of records that learning would use."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import Body, FastAPI, Response
-from pydantic import Discriminator, Tag
+from fastapi import Body, FastAPI, Request, Response
+from pydantic import Discriminator, Field, Tag
 
+from draftsmith.serve.control.control import MAX_K
 from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.http.formats import StrictModel, Text
 from draftsmith.serve.http.protocol import Conversation, TokenIds
@@ -16,12 +17,14 @@ from draftsmith.serve.http.schema import (
     LoadBody,
     Model,
     ModelList,
+    SpeculationBody,
     TokenizeBody,
     TokenizerInfo,
     VersionBody,
     documented,
 )
 from draftsmith.serve.http.server import Server
+from draftsmith.serve.http.speculation_report import drafting_state
 from draftsmith.serve.http.tokens import encode
 from draftsmith.version import __version__
 
@@ -169,6 +172,61 @@ def _tokens(server: Server, body: TokenizeText | TokenizeChat) -> list[int]:
     if isinstance(body, TokenizeChat):
         return server.chat_prompt(body)
     return encode(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
+
+
+SPECULATION_DOCUMENT = {
+    **documented(200, model=SpeculationBody),
+    **documented(400, 401, 404, 503),
+}
+SPECULATION_DOCUMENT[404]["description"] = "No such answer is being made here."
+
+
+class SpeculationChange(StrictModel):
+    """Draft length of a running request from its next round on."""
+
+    k: Annotated[int, Field(ge=0, le=MAX_K)]
+
+
+def add_speculation_endpoints(app: FastAPI, server: Server) -> None:
+    """State and change of the drafting of an answer that is being made."""
+
+    # Not async, both: they wait for the end of a round, on a thread of the pool.
+    @app.get("/v1/speculation/{answer}", responses=SPECULATION_DOCUMENT)
+    def speculation(answer: str, request: Request) -> dict[str, Any]:
+        return _drafting(server, answer, request)
+
+    @app.post("/v1/speculation/{answer}", responses=SPECULATION_DOCUMENT)
+    def change_speculation(
+        answer: str, body: SpeculationChange, request: Request
+    ) -> dict[str, Any]:
+        return _drafting(server, answer, request, k=body.k)
+
+
+def _drafting(
+    server: Server, answer: str, request: Request, *, k: int | None = None
+) -> dict[str, Any]:
+    """State of the drafting of an answer, after its k is changed where one is given."""
+    engine, tenant = server.loop.engine, server.tenant(request)
+
+    def act() -> dict[str, Any]:
+        requests = engine.requests_of(answer, tenant)
+        if k is not None:
+            for each in requests:
+                engine.check_k(each, k)
+            for each in requests:
+                engine.set_k(each, k)
+        return drafting_state(answer, requests)
+
+    state = server.loop.ask(act)
+    if not state["choices"]:
+        raise Refusal(
+            404,
+            f"no answer {answer!r} is being made here; it has ended, or belongs to another key or "
+            "server",
+            param="answer",
+            code="not_running",
+        )
+    return state
 
 
 FORGET_DOCUMENT: dict[int | str, dict[str, Any]] = {

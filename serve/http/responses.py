@@ -95,7 +95,9 @@ class Responder(ABC):
         if self.options.report == "none":
             return {}
         reports = [
-            speculation_report(each.speculation, each.k, level=self.options.report)
+            speculation_report(
+                each.speculation, each.k, level=self.options.report, stopping=each.stopping
+            )
             for each in requests
         ]
         if len(reports) == 1:

@@ -75,10 +75,23 @@ class SpeculativeDecoding(BaseModel):
     num_target_passes: int
     num_committed_tokens: int
     tau: float | None
+    num_drafting_stops: int
+    num_stopped_passes: int
     per_step_accepted: list[int] | None = None
     per_step_drafted: list[int] | None = None
     per_step_committed: list[int] | None = None
     per_step_begin: list[int] | None = None
+
+
+class DraftingState(SpeculativeDecoding):
+    k: int
+    drafting: str
+
+
+class SpeculationBody(BaseModel):
+    id: str
+    object: str
+    choices: list[DraftingState]
 
 
 class RequestMetrics(BaseModel):

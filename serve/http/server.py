@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from fastapi import Request as HttpRequest
+
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.errors import Refusal
-from draftsmith.serve.http.limits import Load, ServerLimits
+from draftsmith.serve.http.limits import Load, ServerLimits, tenant_of
 from draftsmith.serve.http.protocol import Conversation
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.http.streams import Event
@@ -46,6 +48,12 @@ class Server:
     def __post_init__(self) -> None:
         # A copy, for reading tokens on the event loop's thread while another text is encoded.
         self.vocabulary = copy.deepcopy(self.tokenizer)
+
+    def tenant(self, request: HttpRequest) -> str:
+        """Client of a request as the queue distinguishes them; "" where one key or none is
+        asked for."""
+        key = request.headers.get("authorization", "")
+        return tenant_of(key) if len(self.limits.api_keys) > 1 else ""
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self.model:

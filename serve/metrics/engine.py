@@ -4,6 +4,7 @@ generators read, and under ours."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -11,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from draftsmith.drafters.weights import TellsReads, weight_bytes
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.requests.request import FinishReason
+from draftsmith.serve.requests.request import Drafting, FinishReason
 from draftsmith.serve.requests.route import shown
 from draftsmith.serve.stats import MAX_PAUSES
 
@@ -147,6 +148,20 @@ class EngineCollector(Collector):
 
     def _rounds(self) -> Iterator[Metric]:
         stats = self.engine.stats
+        yield self._counter(
+            "draftsmith_drafting_stops",
+            "Requests' drafting stopped by their own acceptance.",
+            stats.num_drafting_stops,
+        )
+        running = Counter(each.drafting.value for each in list(self.engine.scheduler.running))
+        drafting = GaugeMetricFamily(
+            "draftsmith_requests_drafting",
+            "Requests in the batch by the state of their drafting.",
+            labels=["model_name", "state"],
+        )
+        for state in Drafting:
+            drafting.add_metric([self.model, state.value], running[state.value])
+        yield drafting
         yield self._counter("draftsmith_rounds", "Engine rounds.", stats.num_rounds)
         by_k = {str(k): count for k, count in sorted(self.engine.stats.rounds_by_k.items())}
         yield self._labelled(

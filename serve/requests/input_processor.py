@@ -8,6 +8,7 @@ import itertools
 import secrets
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from random import Random
 
@@ -17,6 +18,7 @@ from draftsmith.drafters.published.prompt_clusters import is_cluster_name
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
+from draftsmith.serve.control.stopping import Stopping
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
     OnUpdate,
@@ -33,11 +35,20 @@ SEED_BITS = 62  # of seeds drawn here; those of requests have 64
 
 class InputProcessor:
     """`k` is the draft length of requests that do not name one; 0 when there is no drafter. `seed`
-    None: requests without a seed draw what no other engine and no earlier start has drawn."""
+    None: requests without a seed draw what no other engine and no earlier start has drawn.
+    `stopping` is the state of a new request's drafting; None: no request is stopped."""
 
     def __init__(
-        self, target: Target, *, k: int, has_drafter: bool, max_length: int, seed: int | None
+        self,
+        target: Target,
+        *,
+        k: int,
+        has_drafter: bool,
+        max_length: int,
+        seed: int | None,
+        stopping: Stopping | None = None,
     ):
+        self.stopping = stopping
         self.target, self.k, self.has_drafter, self.max_length = target, k, has_drafter, max_length
         self._seeds = Random(secrets.randbits(64) if seed is None else seed)
         self._numbers = itertools.count()
@@ -62,7 +73,7 @@ class InputProcessor:
             stream = TextStream(
                 self._decoder, context=prompt, stop=params.stop, min_tokens=params.min_tokens
             )
-        return Request(
+        request = Request(
             id=f"{options.answer or uuid.uuid4().hex}-{next(self._numbers)}",
             tokens=prompt,
             num_prompt=len(prompt),
@@ -79,6 +90,10 @@ class InputProcessor:
             text_stream=stream,
             sampling_state=sampling_state(params, prompt, self.target, lambda: self._grammars),
         )
+        if self.stopping is not None and not request.repeatable:
+            # A seeded answer repeats token for token only where every round drafts its k.
+            request.stopping = replace(self.stopping)
+        return request
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

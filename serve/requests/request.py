@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from draftsmith.serve.control.stopping import Stopping
 from draftsmith.serve.requests.route import UNROUTED, Route
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -23,6 +24,12 @@ class FinishReason(str, enum.Enum):
     LENGTH = "length"
     ABORT = "abort"  # cancelled by the client or by the server going down
     ERROR = "error"
+
+
+class Drafting(str, enum.Enum):
+    ON = "on"
+    STOPPED = "stopped"  # by its own acceptance; trials may resume it
+    OFF = "off"  # its k is 0
 
 
 class TokenLogprob(NamedTuple):
@@ -152,6 +159,8 @@ class Request:
     # keys of its full blocks in the prefix cache
     block_keys: list[bytes] = field(default_factory=list)
 
+    # None: its own acceptance does not stop its drafting
+    stopping: Stopping | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_records: int = 0
     recorded: int = 0  # tokens[:recorded] are in records already
@@ -173,6 +182,14 @@ class Request:
         not recorded, measured or shared.
         """
         return self.params.seed is not None and self.params.temperature > 0
+
+    @property
+    def drafting(self) -> Drafting:
+        """State of its drafting, whatever the control chooses for a round."""
+        if self.k == 0:
+            return Drafting.OFF
+        stopped = self.stopping is not None and self.stopping.stopped
+        return Drafting.STOPPED if stopped else Drafting.ON
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,6 @@
-"""LongRoPE and dynamic RoPE, whose frequencies follow the longest position of a pass: refused where
-a text would depend on its batch, on chunks of its prompt or on drafts, and the same in all of these
-where they are served."""
+"""LongRoPE and dynamic RoPE, whose frequencies follow the longest position of a pass: fixed by the
+served length, refused where a text would depend on its batch, on chunks of its prompt or on drafts,
+and the same in all of these where they are served."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Junk(Ngram):
 
 
 @pytest.fixture
-def load(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[[str], Target]:
-    def get(name: str) -> Target:
+def load(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Target]:
+    def get(name: str, max_length: int | None = None) -> Target:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, **TARGETS[name]}))
         for parameter in model.parameters():
@@ -83,7 +83,7 @@ def load(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[[str], Tar
         load_tokenizer(tiny_target("llama"), trust_remote_code=False).save_pretrained(
             tmp_path / name
         )
-        return Target.load(tmp_path / name, dtype=torch.float32)
+        return Target.load(tmp_path / name, dtype=torch.float32, max_length=max_length)
 
     return get
 
@@ -125,6 +125,15 @@ def ways(
     )
 
 
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """By whole passes of transformers alone, without a cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
 def differ(target: Target, prompt: list[int], answer: list[int], expected: list[int]) -> bool:
     """Whether they part at a token that was no tie within rounding."""
     for at, (token, right) in enumerate(zip(answer, expected, strict=True)):
@@ -147,7 +156,45 @@ def test_the_same_text_every_way_up_to_the_original_length(name, compile, load):
             assert not differ(target, text, answer, right), f"{way}: {answer} in place of {right}"
 
 
-def test_nothing_beyond_the_original_length_is_served(load):
+@pytest.mark.parametrize("compile", ["off", "auto"])
+def test_the_same_text_every_way_beyond_the_original_length(compile, load, tmp_path):
+    """Short texts, long ones and some that cross, against transformers with the long factors under
+    the name of the short ones too."""
+    target, texts = load("longrope", LONGEST), prompts(3, 20, 60, 120, 28)
+    assert target.max_positions == LONGEST
+    long = AutoConfig.from_pretrained(tmp_path / "longrope")
+    long.rope_parameters["short_factor"] = long.rope_parameters["long_factor"]
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "longrope", config=long).eval()
+    expected = [greedy(alone, text, 12) for text in texts]
+    for way, found in ways(target, texts, 12, compile=compile, max_length=LONGEST):
+        for text, answer, right in zip(texts, found, expected, strict=True):
+            assert not differ(target, text, answer, right), f"{way}: {answer} in place of {right}"
+    together = target.answer(texts, max_new_tokens=12, ignore_eos=True)
+    for text, answer, right in zip(texts, together, expected, strict=True):
+        assert not differ(target, text, answer, right)
+
+
+def test_rows_of_a_training_batch_are_rotated_alike_beyond_the_original_length(load):
+    target = load("longrope", ORIGINAL + 1)
+    short, long = prompts(9, 60)
+    rows = torch.tensor([short + [0] * 51, long])
+    mask = torch.arange(60) < torch.tensor([[9], [60]])
+    padded = target.states(rows, mask.long(), ())[1][0, :9]
+    packed = target.states(
+        torch.tensor([long + short]), torch.ones(1, 69, dtype=torch.int64), (),
+        torch.tensor([[0] * 60 + [1] * 9]),
+    )[1][0, 60:]  # fmt: skip
+    alone = target.states(rows[:1, :9], mask[:1, :9].long(), ())[1][0]
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_length_up_to_the_original_keeps_the_short_factors(load):
+    target = load("longrope", ORIGINAL)
+    assert target.rope_limit == ("longrope", ORIGINAL) and target.max_positions == ORIGINAL
+
+
+def test_nothing_beyond_the_original_length_is_served_unless_it_is_loaded_so(load):
     target = load("longrope")
     assert target.max_positions == ORIGINAL
     with pytest.raises(UserError, match=r"'longrope'.*longest one.*give --max-length 32"):
@@ -185,10 +232,10 @@ def test_commands_that_read_texts_are_held_to_the_original_length(load):
     told = {"target": target.name, "data": "no such data", "max_length": ORIGINAL + 1}
     with pytest.raises(UserError, match=r"option 'max_length' is 33: .*'longrope'"):
         load_corpus(TrainConfig(family="eagle3", out="no such draft", **told), target)
-    with pytest.raises(UserError, match=r"option 'max_length' is 33: .*'longrope'"):
+    with pytest.raises(UserError, match="no such draft"):  # the target is loaded for 33 tokens
         evaluate(EvalConfig(draft="no such draft", **told))
     (finding,) = (finding for finding in check_target(target) if finding.check == "target.rope")
-    assert finding.status == "warn" and "up to 32 of its 256 positions" in finding.what
+    assert finding.status == "warn" and "right for up to 32 of its 256 positions" in finding.what
     assert not [
         finding for finding in check_target(load("dynamic")) if finding.check == "target.rope"
     ]

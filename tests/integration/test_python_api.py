@@ -125,3 +125,15 @@ def test_the_readmes_example_runs(
     assert count == 1
     exec(compile(example, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+def test_a_stream_stops_drafting_and_drafts_again(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    stream = engine.stream([7, 8, 9] * 5, params)
+    stream.set_k(0)
+    for _ in stream:
+        pass
+    assert len(stream.request.output) == 60 and stream.request.drafting.value == "off"
+    (alone,) = engine.generate([[7, 8, 9] * 5], params)
+    assert stream.request.output == alone.tokens
+    assert sum(stream.request.speculation.offered) < sum(alone.speculation.offered)

@@ -27,9 +27,13 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.control import stopping
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.round import Round
 
 HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 DRAFTERS = ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS]
@@ -151,6 +155,7 @@ def fit(
     distribution: dict[tuple[int, ...], float],
     *,
     num_samples: int = NUM_SAMPLES,
+    seeded: bool = True,
 ) -> Fit:
     texts = {text: index for index, text in enumerate(distribution)}
     counts = torch.zeros(len(distribution) + 1)
@@ -161,7 +166,7 @@ def fit(
             max_tokens=ASKED,
             ignore_eos=True,
             return_token_ids=True,
-            seed=1000 * start,
+            **({"seed": 1000 * start} if seeded else {}),
             **SAMPLING,
         ).json()
         for choice in body["choices"]:
@@ -270,4 +275,57 @@ def test_a_guess_made_after_the_draw_is_rejected(
     live_server: Callable,
 ) -> None:
     found = fit(start(live_server, target, Looking(make("draft-lm", target))), prompt, distribution)
+    assert found.p_value < FALSE_ALARM, found
+
+
+@pytest.fixture
+def quick_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting stops after one round without an accepted token and is tried again a token later."""
+    for name in ("FEWEST", "SHORTEST", "LONGEST", "TRIAL"):
+        monkeypatch.setattr(stopping, name, 1)
+
+
+def test_drafting_that_a_request_stops_and_resumes_keeps_the_distribution(
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
+    quick_to_stop: None,
+) -> None:
+    server = start(live_server, target, make("draft-lm", target), stop_below=0.5, seed=1)
+    found = fit(server, prompt, distribution, seeded=False)
+    assert found.p_value > FALSE_ALARM, found
+    assert server.engine.stats.num_drafting_stops > NUM_SAMPLES / 4
+
+
+class Undecided:
+    """Decides a round by its own outcome: one that keeps no drafted token is made again without
+    drafts."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.verify = engine, engine._verify
+
+    def __call__(self, round: Round) -> None:
+        self.verify(round)
+        drafting = round.schedule.drafting
+        for index, (row, emitted) in enumerate(zip(drafting, round.verified.emitted)):
+            if len(emitted) > 1 or round.proposal is None:
+                continue
+            begin = sum(len(chain) + 1 for chain in round.chains[:index])
+            rows = SamplingRows.of([SAMPLING["temperature"]], top_k=[SAMPLING["top_k"]])
+            position = torch.tensor([row.request.num_tokens])
+            seed = torch.tensor([row.request.seed])
+            logits = process(round.output.logits[begin : begin + 1], rows)
+            emitted[0] = int(sample(logits, seed, position, Purpose.BONUS))
+
+
+def test_a_stop_that_undoes_the_round_it_goes_by_is_rejected(
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
+) -> None:
+    server = start(live_server, target, make("draft-lm", target), seed=1)
+    server.engine._verify = Undecided(server.engine)
+    found = fit(server, prompt, distribution, num_samples=NUM_SAMPLES // 3, seeded=False)
     assert found.p_value < FALSE_ALARM, found

@@ -44,8 +44,8 @@ ORDER = {
     "train": ("data", "objective", "evaluate", "doctor", "export", "plan"),
     "serve": (
         "sampling",
-        "requests",
         "control",
+        "requests",
         "audit",
         "cache",
         "drafts",

@@ -25,6 +25,7 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
         target = Target.load(
             config.target,
             device=device_of(),
+            max_length=config.max_length,
             trust_remote_code=config.trust_remote_code,
         )
     except UserError as error:

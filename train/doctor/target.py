@@ -55,11 +55,16 @@ def check_rope(target: Target) -> list[Finding]:
     if limit is None or limit.positions >= longest:
         return []
     what = (
-        f"served and trained for up to {limit.positions} of its {longest} positions: "
+        f"loaded so, it is right for up to {limit.positions} of its {longest} positions: "
         f"{limit.reason(target.name)}"
     )
     return [
-        warn("target.rope", what, f"give --max-length {limit.positions}, or use another target")
+        warn(
+            "target.rope",
+            what,
+            f"give --max-length {limit.positions}, or one above it to serve, train and eval alike, "
+            "which gives every text the factors of long ones",
+        )
     ]
 
 

@@ -33,7 +33,11 @@ def run(config: EvalConfig) -> int:
     check(config)
     quiet()
     # In the precision that the target is served with, for exact figures.
-    target = load_target(config.target, trust_remote_code=config.trust_remote_code)
+    target = load_target(
+        config.target,
+        max_length=config.max_length,
+        trust_remote_code=config.trust_remote_code,
+    )
     target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
     corpus = read_corpus(

@@ -24,6 +24,8 @@ NAN = float("nan")
         ({"k": 65}, "k is 65; give at least 0 and at most 64"),
         ({"k": -1}, "k is -1"),
         ({"memory_gib": NAN}, "memory_gib is nan"),
+        ({"stop_below": -0.1}, "stop_below is -0.1"),
+        ({"stop_below": NAN}, "stop_below is nan"),
         ({"adaptive": True, "k_schedule": "1:5"}, "k is auto together with k_schedule"),
         ({"tune_draft_temperature": True, "draft_sampling": "greedy"}, "which has no temperature"),
         ({"synthetic_acceptance": (0.5, NAN)}, "rates from 0 to 1"),
@@ -72,6 +74,8 @@ def test_an_engine_is_not_made_of(options, words):
         ({"draft": "d", "k": "3", "k_schedule": "1:5"}, "k is 3 together with k_schedule '1:5'"),
         ({"ngram": True, "seed": 0, "learn": "b"}, "seed is 0 together with learn"),
         ({"seed": 3, "versions": "v"}, "seed is 3 together with versions"),
+        ({"draft": "d", "stop_below": 0.5, "learn": "b"}, "stop_below is 0.5 together with learn"),
+        ({"stop_below": 0.5, "versions": "v"}, "stop_below is 0.5 together with versions"),
     ],
 )
 def test_a_server_is_not_started_with(options, words):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.drafters.target.rotary import rope_limit
+from draftsmith.drafters.target.rotary import lengthen, rope_limit
 from draftsmith.errors import UserError
 
 LONG = {
@@ -99,6 +100,27 @@ def test_it_is_found_in_a_configuration_as_transformers_reads_it():
     config = AutoConfig.for_model("llama", **shape, rope_scaling={"type": "dynamic", "factor": 2.0})
     assert rope_limit(config) == ("dynamic", 256)
     assert rope_limit(AutoConfig.for_model("llama", **shape)) is None
+
+
+def test_layers_of_one_kind_alone_are_lengthened():
+    """gemma3 keeps frequencies by kind of layer."""
+    long = {**LONG, "original_max_position_embeddings": 32}
+    config = AutoConfig.for_model(
+        "gemma3_text", num_hidden_layers=2, hidden_size=32, head_dim=8, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=32, vocab_size=32, max_position_embeddings=256,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"full_attention": long, "sliding_attention": PLAIN},
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    rotary = model.model.rotary_emb
+    before = rotary.full_attention_inv_freq.clone(), rotary.sliding_attention_inv_freq.clone()
+    assert not lengthen(model, 32)
+    assert lengthen(model, 33)
+    torch.testing.assert_close(rotary.full_attention_inv_freq, before[0] / 2)
+    assert torch.equal(rotary.sliding_attention_inv_freq, before[1])
+    rotary(torch.zeros(1, 1, 32), torch.arange(4)[None], "full_attention")
+    torch.testing.assert_close(rotary.full_attention_inv_freq, before[0] / 2)
+    assert rope_limit(config) == ("longrope", 32) and rope_limit(config, lengthened=33) is None
 
 
 def test_the_refusal_names_the_value_and_the_limit():
