@@ -111,6 +111,19 @@ class Remembering(Protocol):
 
 
 @runtime_checkable
+class Positioned(Protocol):
+    """A drafter made for texts of at most so many tokens, drafted ones included."""
+
+    @property
+    def max_positions(self) -> int | None: ...
+
+
+def draft_positions(drafter: ServingDrafter | None) -> int | None:
+    """Tokens up to which a drafter may draft; None where it has no positions of its own."""
+    return drafter.max_positions if isinstance(drafter, Positioned) else None
+
+
+@runtime_checkable
 class GrowsTrees(Protocol):
     """A drafter that can offer several continuations at once."""
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, draft_positions
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.kernels.attention.paged import PagedPass
@@ -94,7 +94,8 @@ def speculate(
     batch = _Batch(drafter, target, rows, k, temperature, max_new_tokens)
     batch.prefill()
     while unfinished := batch.unfinished():
-        batch.run_round(unfinished)
+        for part in batch.parts(unfinished):
+            batch.run_round(part)
     return SpeculatedBatch([SpeculatedText(row.tokens, row.num_prompt, row.rounds) for row in rows])
 
 
@@ -125,6 +126,7 @@ class _Batch:
     ):
         self.drafter, self.target, self.rows = drafter, target, rows
         self.k, self.temperature, self.device = k, temperature, target.device
+        self.draft_positions = draft_positions(drafter)
         for row in rows:
             row.max_length = min(row.num_prompt + max_new_tokens, target.max_positions)
             row.finished = row.num_prompt >= row.max_length
@@ -140,6 +142,15 @@ class _Batch:
 
     def unfinished(self) -> list[_Row]:
         return [row for row in self.rows if not row.finished]
+
+    def parts(self, rows: list[_Row]) -> list[list[_Row]]:
+        """Rows that may draft, and rows whose text is too long for the drafter's positions."""
+        within = [row for row in rows if self.may_draft(row)]
+        beyond = [row for row in rows if not self.may_draft(row)]
+        return [part for part in (within, beyond) if part]
+
+    def may_draft(self, row: _Row) -> bool:
+        return self.draft_positions is None or len(row.tokens) < self.draft_positions
 
     def prefill(self) -> None:
         """Read all of each prompt but its last token, which the first round begins with."""
@@ -163,17 +174,22 @@ class _Batch:
             self.commit(row, offered, count, emitted[: count + 1])
 
     def propose(self, rows: list[_Row]) -> Proposal:
+        if not self.may_draft(rows[0]):
+            none = torch.zeros(len(rows), 0, dtype=torch.int64, device=self.device)
+            return Proposal(tokens=none, lengths=none.sum(dim=1), logits=None)
         unread = [row.tokens[row.draft_cached :] for row in rows]
         taps = [row.taps for row in rows if row.taps is not None]
-        room = [row.max_length - len(row.tokens) for row in rows]
+        # The target emits a token after the drafted ones.
+        room = [row.max_length - 1 - len(row.tokens) for row in rows]
+        if (positions := self.draft_positions) is not None:
+            room = [min(left, positions - len(row.tokens)) for left, row in zip(room, rows)]
         seeds, starts = self.tensor([row.seed for row in rows]), self.starts(rows)
         inputs = DraftInputs(
             tokens=self.tensor([token for tokens in unread for token in tokens]),
             starts=torch.tensor([row.draft_cached for row in rows]),
             lengths=torch.tensor([len(tokens) for tokens in unread]),
             taps=torch.cat(taps) if taps else None,
-            # the target emits a token after the drafted ones
-            num_draft=torch.tensor([min(self.k, left - 1) for left in room]),
+            num_draft=torch.tensor([min(self.k, left) for left in room]),
             sampling=SamplingRows.of([self.temperature] * len(rows), device=self.device),
             seeds=round_seeds(seeds, starts),
             pool=self.draft_pool,

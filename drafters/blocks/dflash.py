@@ -162,6 +162,10 @@ class Dflash(nn.Module):
         )
 
     @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
     def max_depth(self) -> int:
         return self.shape.block_size if self.from_anchor else self.shape.block_size - 1
 

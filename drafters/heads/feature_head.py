@@ -68,6 +68,10 @@ class FeatureHead(nn.Module, Recordable, Capturable):
     @abstractmethod
     def head_weight(self) -> torch.Tensor: ...
 
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(proposal=0, token=weight_bytes([self], self.head_weight()))
 

@@ -106,6 +106,10 @@ class DraftLm(nn.Module, Recordable, Capturable):
         return cls(model, options.init, target.max_length)
 
     @property
+    def max_positions(self) -> int:
+        return self.lm.max_positions
+
+    @property
     def vocab_size(self) -> int:
         return self.lm.vocab_size
 
@@ -145,8 +149,19 @@ class DraftLm(nn.Module, Recordable, Capturable):
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         """One step stands for all: a language model's state depends on the text alone, not on where
         its round began."""
+        self._check_length(batch)
         hidden = self.lm.full(batch.input_ids, segments=batch.segments).final
         yield UnrolledStep(hidden=hidden, valid=batch.attention_mask.bool(), offset=1)
+
+    def _check_length(self, batch: UnrollBatch) -> None:
+        length = batch.input_ids.shape[1]
+        if length > self.max_positions and batch.segments is not None:
+            length = int(batch.positions.max()) + 1
+        if length > self.max_positions:
+            raise UserError(
+                f"a text of {length} tokens is longer than the {self.max_positions} positions of "
+                f"draft {self.lm.name!r}; give --max-length {self.max_positions}"
+            )
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype

@@ -17,15 +17,19 @@ from draftsmith.kernels.attention.pool import PagedPool
 
 
 class Ngram:
-    """`window` bounds the cost: only that many of the last tokens are searched."""
+    """The whole text is searched, or the last `window` tokens of it.
+
+    A round costs one comparison with every token of the text; the tokens themselves are read once.
+    """
 
     family = "ngram"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, *, min_n: int = 2, max_n: int = 4, window: int = 8192):
+    def __init__(self, *, min_n: int = 2, max_n: int = 4, window: int | None = None):
         if not 1 <= min_n <= max_n:
             raise UserError(f"n-gram lengths {min_n} to {max_n} are no range; give 1 <= min <= max")
         self.min_n, self.max_n, self.window = min_n, max_n, window
+        self._texts: dict[str, GrowingText] = {}  # of requests that have not ended
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
@@ -33,10 +37,9 @@ class Ngram:
         return None
 
     def propose(self, inputs: DraftInputs) -> Proposal:
-        drafts = [
-            self._continuation(history, k)
-            for history, k in zip(inputs.histories, inputs.num_draft.tolist())
-        ]
+        names = inputs.request_ids or [""] * len(inputs.histories)
+        rows = zip(names, inputs.histories, inputs.num_draft.tolist(), strict=True)
+        drafts = [self._continuation(name, history, k) for name, history, k in rows]
         width = int(inputs.num_draft.max())
         device = inputs.tokens.device
         tokens = torch.tensor(
@@ -53,24 +56,46 @@ class Ngram:
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(0, 0)
 
-    def _continuation(self, history: list[int], k: int) -> list[int]:
+    def finished(self, request_id: str, tokens: list[int]) -> None:
+        self._texts.pop(request_id, None)
+
+    def _continuation(self, name: str, history: list[int], k: int) -> list[int]:
         if k == 0:
             return []
-        text = np.asarray(history[-self.window :])
+        own = self._texts.setdefault(name, GrowingText()) if name else GrowingText()
+        text = own.read(history)[-(self.window or len(history)) :]
         begin = find(text, self.min_n, self.max_n)
         return [] if begin is None else text[begin : begin + k].tolist()
+
+
+class GrowingText:
+    """The tokens of a text that only grows, as an array."""
+
+    def __init__(self) -> None:
+        self._cells = np.empty(0, dtype=np.int32)
+        self._length = 0
+
+    def read(self, history: list[int]) -> np.ndarray:
+        """[len(history)] int32; the part that was read before is not read again."""
+        if len(history) > len(self._cells):
+            cells = np.empty(2 * len(history), dtype=np.int32)
+            cells[: self._length] = self._cells[: self._length]
+            self._cells = cells
+        self._cells[self._length : len(history)] = history[self._length :]
+        self._length = len(history)
+        return self._cells[: self._length]
 
 
 def find(text: np.ndarray, min_n: int, max_n: int) -> int | None:
     """Start of the continuation of the longest repeated suffix of at most `max_n` tokens; None when
     none is `min_n` long."""
-    ends = np.arange(len(text) - 1)  # candidates for the last token of an earlier occurrence
-    best: np.ndarray = ends[:0]
+    best, alive = None, np.ones(len(text), dtype=bool)
     for n in range(1, min(max_n, len(text) - 1) + 1):
-        ends = ends[ends >= n - 1]
-        ends = ends[text[ends - n + 1] == text[-n]]
-        if len(ends) == 0:
+        # [L - n]: the last n tokens stand there as well.
+        alive = alive[1:] & (text[:-n] == text[-n])
+        first = int(alive.argmax())
+        if not alive[first]:
             break
         if n >= min_n:
-            best = ends
-    return int(best[0]) + 1 if len(best) else None
+            best = first + n
+    return best

@@ -23,8 +23,8 @@ from draftsmith.drafters.weights import ReadBytes
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 
-# The part of a request's own text that is searched.
-WINDOW = 32768
+# The part of a request's own text that is searched: about 9 MB of index where a text is as long.
+WINDOW = 131_072
 # Scores that differ by no more are equal: they are sums of rounded products.
 SAME_SCORE = 1e-12
 

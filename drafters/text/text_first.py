@@ -17,6 +17,7 @@ from draftsmith.drafters.interface import (
     Proposal,
     Recordable,
     ServingDrafter,
+    draft_positions,
 )
 from draftsmith.drafters.text.suffix import Draft, Suffix
 from draftsmith.errors import UserError
@@ -37,6 +38,10 @@ class TextFirst(Recordable, Capturable):
     def beside(self, model: ServingDrafter) -> TextFirst:
         """The same text in front of another model."""
         return TextFirst(model, self.text, share=self.share)
+
+    @property
+    def max_positions(self) -> int | None:
+        return draft_positions(self.model)
 
     def record(self) -> None:
         if isinstance(self.model, Recordable):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 from draftsmith.drafters.compiled.recorded import record_forwards
-from draftsmith.drafters.interface import Recordable, ServingDrafter
+from draftsmith.drafters.interface import Recordable, ServingDrafter, draft_positions
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.record import Sink
@@ -31,6 +33,8 @@ from draftsmith.serve.engine.verify import chain_rule
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.stats import EngineStats
+
+log = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -65,7 +69,9 @@ def build_engine(
         max_queue=config.max_queue,
         prefix=prefix_cache(target, drafter, blocks, plan) if config.prefix_cache else None,
         control=control_of(config),
+        draft_positions=draft_positions(drafter),
     )
+    warn_of_positions(drafter, plan.max_length)
     runner = make_runner(
         target,
         target.new_pool(plan.num_blocks, config.block_size),
@@ -145,6 +151,17 @@ def _capture(
     """Capture the drafter's passes as CUDA graphs where the device has them."""
     if config.compile == "auto" and can_capture(target):
         capture_drafts(drafter, pool, max_batch=config.max_batch, max_blocks=max_blocks)
+
+
+def warn_of_positions(drafter: ServingDrafter | None, max_length: int) -> None:
+    positions = draft_positions(drafter)
+    if positions is not None and positions < max_length:
+        log.warning(
+            "the draft has %d positions and requests up to %d tokens: beyond its positions they go "
+            "on without a draft",
+            positions,
+            max_length,
+        )
 
 
 def control_of(config: EngineConfig) -> Control:

@@ -24,6 +24,9 @@ class Scheduler:
     """Classes of requests take turns. Admission needs a batch slot and blocks for the whole prompt;
     decoding rows always run, prompts are fed in pieces within `max_round_tokens`; when blocks run
     out the latest arrival is put back to wait and recomputed later.
+
+    Args:
+        draft_positions: tokens up to which the draft may draft; a longer request goes on without.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Scheduler:
         max_queue: int,
         prefix: PrefixCache | None = None,
         control: Control | None = None,
+        draft_positions: int | None = None,
     ):
         self.blocks, self.prefix = blocks, prefix
         self.control: Control = FixedControl() if control is None else control
@@ -43,6 +47,7 @@ class Scheduler:
             max_round_tokens,
             max_queue,
         )
+        self.draft_positions = draft_positions
         self.waiting = FairQueue()
         self.running: list[Request] = []  # in order of arrival
         self.num_preemptions = 0
@@ -52,6 +57,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
+        self._end_drafting(request)
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -85,6 +91,8 @@ class Scheduler:
         deciding = [request for request in self.running if not request.prefilling]
         if not deciding:
             return
+        for request in deciding:
+            self._end_drafting(request)
         schedule.plan = self._plan(deciding)
         reading = any(request.prefilling and request.num_output > 0 for request in self.running)
         behind: list[Request] = []
@@ -103,6 +111,17 @@ class Scheduler:
         if behind and not reading:
             self._read_again(schedule, behind[0])
 
+    def _end_drafting(self, request: Request) -> None:
+        if self._draftable(request) == 0:
+            request.k = 0
+            request.draft.taps.clear()
+
+    def _draftable(self, request: Request) -> int:
+        """Drafted tokens that the draft's positions have room for."""
+        if self.draft_positions is None:
+            return request.k
+        return max(0, min(request.k, self.draft_positions - request.num_tokens))
+
     def _read_again(self, schedule: Schedule, request: Request) -> None:
         """Preempt a request that is to draft, but has lost its taps, so that it is admitted again
         at once; one at a time, for it pauses."""
@@ -116,7 +135,10 @@ class Scheduler:
     def _plan(self, deciding: list[Request]) -> RoundPlan:
         # The bonus token comes on top of the drafted ones, so the last token is never worth
         # drafting.
-        budgets = [RowBudget(request.request_class, _most_drafted(request)) for request in deciding]
+        budgets = [
+            RowBudget(request.request_class, min(_most_drafted(request), self._draftable(request)))
+            for request in deciding
+        ]
         budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
         return self.control.choose(budgets, len(deciding) + min(self._pending(), budget))
 

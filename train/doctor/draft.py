@@ -98,8 +98,8 @@ def check_positions(folder: Path, target: Target) -> Finding:
         return warn(
             "draft.positions",
             f"made for {positions} positions, the target has {target.max_positions}",
-            "other engines cap the context at the draft's; raise max_position_embeddings if its "
-            "RoPE allows it",
+            "longer requests go on without a draft; raise max_position_embeddings if its RoPE "
+            "allows it",
         )
     return ok("draft.positions", f"reaches the target's {target.max_positions} positions")
 
