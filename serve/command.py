@@ -178,7 +178,15 @@ def make_server(config: ServeConfig, loop: EngineLoop) -> Server:
         timeout_s=config.request_timeout_s,
     )
     level = cast(Level, config.per_request_spec_decode_metrics)
-    return Server(loop, name, ServerMetrics(loop.engine, name), limits, level)
+    return Server(
+        loop,
+        name,
+        ServerMetrics(loop.engine, name),
+        limits,
+        level,
+        tool_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
 
 
 def make_dashboard(config: ServeConfig, server: Server) -> Dashboard:

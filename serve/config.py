@@ -9,6 +9,8 @@ from draftsmith.drafters.config import DTYPES, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.serve.control.control import MAX_AUTO_K, parse_schedule
+from draftsmith.serve.tools.call_format import CALL_FORMATS
+from draftsmith.serve.tools.reasoning import REASONING_FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,16 @@ class ServeConfig(ServedPair):
         False, "show text being written at /dashboard, but of no request that keeps out of learning"
     )
     name: str | None = option(None, "model name in the API; default: the target's")
+    tool_call_parser: str = option(
+        "auto",
+        "format of tool calls in answers; auto: as the chat template shows it",
+        choices=("auto", "none", *CALL_FORMATS),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "format of the reasoning before answers; auto: as the chat template shows it",
+        choices=("auto", "none", *REASONING_FORMATS),
+    )
     k: str | None = option(
         None,
         "draft tokens per round [default: 4], or auto: as many as pay, as measured; a request may "

@@ -3,11 +3,11 @@
 Files in reading order:
 - `server`: state of all endpoints
 - `protocol`: request bodies
-- `formats`: answer formats and grammars
 - `tokens`: texts as token ids
 - `threads`: threads beside the event loop
 - `streams`: requests to the engine and their updates
 - `responses`: response bodies
+- `chat`: a chat request as prompt, grammar and form of its answer
 - `completions`: completions and chat
 - `endpoints`: health, models, tokenizer, drafting, learning
 - `speculation_report`: drafts of one request

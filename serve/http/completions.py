@@ -7,12 +7,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from draftsmith.errors import UserError
+from draftsmith.serve.http.chat import ChatPlan, chat_plan
 from draftsmith.serve.http.errors import Refusal, as_refusal, failure, timed_out
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
 from draftsmith.serve.http.responses import (
@@ -57,11 +59,12 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         server.check_model(body.model)
-        prompt = Prompt(await server.tokenizer_thread.run(lambda: server.chat_prompt(body)), None)
+        plan = await server.tokenizer_thread.run(lambda: chat_plan(server, body))
+        prompt = Prompt(plan.tokens, None)
         responder = chat_responder(
-            server.model, server.vocabulary, _options(server, body), prompt, body.n or 1
+            server.model, server.vocabulary, _options(server, body), prompt, body.n or 1, plan.form
         )
-        return await _answer(server, request, body, [prompt], responder)
+        return await _answer(server, request, body, [prompt], responder, plan)
 
 
 def _options(server: Server, body: Generation) -> ResponseOptions:
@@ -74,6 +77,7 @@ def _options(server: Server, body: Generation) -> ResponseOptions:
         echo=body.echoes(),
         prompt_only=body.most_tokens() == 0,
         # A request without drafts has the target's distribution on any server.
+        reasoning=not isinstance(body, ChatRequest) or body.include_reasoning is not False,
         lossless=server.loop.engine.lossless or body.speculation.k == 0,
         usage=stream is not None and bool(stream.include_usage),
         running_usage=stream is not None and bool(stream.continuous_usage_stats),
@@ -86,6 +90,7 @@ async def _answer(
     body: Generation,
     prompts: Sequence[Prompt],
     responder: Responder,
+    plan: ChatPlan | None = None,
 ) -> Response:
     num_choices = body.n or 1
     _check_count(server, len(prompts), num_choices)
@@ -93,7 +98,7 @@ async def _answer(
         server.loop, server.tokenizer_thread, server.bridge, server.limits.timeout_s
     )
     try:
-        await _submit(server, streams, request, body, prompts, answer=responder.id)
+        await _submit(server, streams, request, body, prompts, answer=responder.id, plan=plan)
     except UserError as error:
         raise as_refusal(error, api_name=body.api_name) from error
     if body.stream:
@@ -119,12 +124,15 @@ async def _submit(
     prompts: Sequence[Prompt],
     *,
     answer: str,
+    plan: ChatPlan | None = None,
 ) -> None:
     num_choices = body.n or 1
     bad_words = await server.tokenizer_thread.run(
         lambda: bad_word_tokens(body.bad_words or (), server.tokenizer)
     )
     params = [body.sampling(index, bad_words) for index in range(num_choices)]
+    if plan is not None:
+        params = [replace(one, grammar=plan.grammar) for one in params]
     await streams.submit(
         [prompt.tokens for prompt in prompts for _ in range(num_choices)],
         params * len(prompts),
@@ -133,6 +141,7 @@ async def _submit(
             tenant=server.tenant(request),
             learn=request.headers.get(LEARN_HEADER, "on").lower()
             not in ("off", "false", "0", "no"),
+            shown_tokens=frozenset() if plan is None else plan.shown,
             answer=answer,
         ),
     )

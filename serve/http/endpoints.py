@@ -8,10 +8,13 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Request, Response
 from pydantic import Discriminator, Field, Tag
 
+from draftsmith.serve.bodies.formats import StrictModel, Text
+from draftsmith.serve.bodies.messages import Conversation
+from draftsmith.serve.bodies.tools import FunctionTool
 from draftsmith.serve.control.control import MAX_K
+from draftsmith.serve.http.chat import chat_prompt
 from draftsmith.serve.http.errors import Refusal
-from draftsmith.serve.http.formats import StrictModel, Text
-from draftsmith.serve.http.protocol import Conversation, TokenIds
+from draftsmith.serve.http.protocol import TokenIds
 from draftsmith.serve.http.schema import (
     DetokenizeBody,
     LoadBody,
@@ -100,6 +103,7 @@ class TokenizeText(StrictModel):
 
 class TokenizeChat(Conversation):
     model: Text | None = None
+    tools: list[FunctionTool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -170,7 +174,7 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
 
 def _tokens(server: Server, body: TokenizeText | TokenizeChat) -> list[int]:
     if isinstance(body, TokenizeChat):
-        return server.chat_prompt(body)
+        return chat_prompt(server, body, [tool.plain() for tool in body.tools or ()]).tokens
     return encode(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
 
 

@@ -29,6 +29,8 @@ SHORT_NAMES = (
     "messages",
     "grammar",
     "speculation",
+    "tools",
+    "verbosity",
     "n",
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from abc import abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     Field,
@@ -14,13 +14,17 @@ from pydantic import (
     model_validator,
 )
 
-from draftsmith.serve.http.formats import (
+from draftsmith.serve.bodies.accepted import AcceptedChatFields, AcceptedFields
+from draftsmith.serve.bodies.formats import (
     ResponseFormat,
     StrictModel,
     StructuredOutputs,
     Text,
     grammar_of,
 )
+from draftsmith.serve.bodies.messages import Conversation
+from draftsmith.serve.bodies.tools import ToolFields
+from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
@@ -40,10 +44,10 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None  # as vLLM: every chunk carries the usage so far
 
 
-class Generation(StrictModel):
+class Generation(AcceptedFields):
     """Parameters shared by completions and chat completions."""
 
-    model: Text
+    model: Text | None = None  # default: the one that is served
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -65,7 +69,6 @@ class Generation(StrictModel):
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Text | None = None
     speculation: Speculation = Field(default_factory=Speculation)
     request_class: Annotated[Text, Field(max_length=128)] = ""
     # as vLLM: the response also carries the tokens of prompt and answer
@@ -122,6 +125,9 @@ class Generation(StrictModel):
         """True when the prompt is part of the answer."""
         return False
 
+    def answer_grammar(self) -> Grammar | None:
+        return grammar_of(self.response_format, self.structured_outputs)
+
     def sampling(self, index: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
         """Sampling parameters of the `index`-th of n choices; each choice draws from its own
         streams. `bad_words` are the tokens of the words asked for."""
@@ -150,7 +156,7 @@ class Generation(StrictModel):
             allowed_token_ids=None
             if self.allowed_token_ids is None
             else tuple(self.allowed_token_ids),
-            grammar=grammar_of(self.response_format, self.structured_outputs),
+            grammar=self.answer_grammar(),
         )
 
 
@@ -200,67 +206,13 @@ class CompletionRequest(Generation):
         return bool(self.echo)
 
 
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: Text
-
-
-class Message(StrictModel):
-    role: Text
-    content: Text | list[TextPart]
-    name: Text | None = None
-
-    def plain(self) -> dict[str, str]:
-        content = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
-        return {"role": self.role, "content": content} | (
-            {"name": self.name} if self.name is not None else {}
-        )
-
-
-class Conversation(StrictModel):
-    """Messages, and options of the chat template that makes a prompt of them."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    add_generation_prompt: bool | None = None  # default: true unless the final message is continued
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    chat_template_kwargs: dict[Text, Any] | None = None
-
-    @model_validator(mode="after")
-    def _continues_or_prompts(self) -> Conversation:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError(
-                "add_generation_prompt and continue_final_message are both true; choose one of them"
-            )
-        return self
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _are_variables(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in RESERVED_VARIABLES:
-            if name in (value or {}):
-                raise ValueError(f"{name!r} is no variable of a chat template; leave it out")
-        return value
-
-
-# Parameters of apply_chat_template itself: a client must not set them through the variables of its
-# template.
-RESERVED_VARIABLES = (
-    "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
-)  # fmt: skip
-
-
-class ChatRequest(Generation, Conversation):
+class ChatRequest(Generation, Conversation, ToolFields, AcceptedChatFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include_reasoning: bool | None = None  # as vLLM: false leaves the reasoning out of the answer
+    reasoning_effort: Text | None = None
+    verbosity: Text | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -278,6 +230,8 @@ class ChatRequest(Generation, Conversation):
     def api_name(self, name: str) -> str:
         if name == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
+        if name == "grammar" and self.answer_grammar() is None:
+            return "tools"
         return "messages" if name == "prompt" else super().api_name(name)
 
     def alternatives(self) -> int | None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from draftsmith.serve.http.speculation_report import Level, speculation_report
 from draftsmith.serve.http.tokens import Prompt
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
+from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, joined
+from draftsmith.serve.tools.calls import CallPiece, Piece
 
 Body = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM gives a token without mass the same number
@@ -32,6 +34,7 @@ class ResponseOptions(NamedTuple):
     name_by_id: bool = False
     echo: bool = False  # the prompt is part of the text
     prompt_only: bool = False  # and there is nothing else
+    reasoning: bool = True  # the answer has its reasoning too
     lossless: bool = True  # answers have the target's distribution
     usage: bool = False  # a stream ends with the usage
     running_usage: bool = False  # and every chunk has it
@@ -226,16 +229,34 @@ class CompletionResponder(Responder):
         }
 
 
+@dataclass
 class ChatResponder(Responder):
+    form: AnswerForm = field(default_factory=AnswerForm)
+    parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of streamed choices
+    call_ids: dict[tuple[int, int], str] = field(default_factory=dict)  # by choice and call
+
     def body(self, requests: Sequence[Request]) -> Body:
         return super().body(requests) | self._prompt_tokens()
 
     def choice(self, index: int, request: Request) -> Body:
+        parser = self.form.parser()
+        piece = joined([parser.push(request.text), parser.finish()])
+        content = None if piece.calls and not piece.content else piece.content
+        message = {"role": "assistant", "content": content} | self._reasoning(piece)
+        if piece.calls:
+            message["tool_calls"] = [
+                {
+                    "id": self._call_id(index, call),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in piece.calls
+            ]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": request.text},
+            "message": message,
             "logprobs": self._logprobs(request, request.logprobs),
-            "finish_reason": finish_name(request.finish_reason),
+            "finish_reason": self._finish_name(request.finish_reason, parser),
         }
 
     def opening(self, index: int) -> Body:
@@ -246,12 +267,46 @@ class ChatResponder(Responder):
         return chunk | (self._prompt_tokens() if index == 0 else {})
 
     def delta(self, index: int, request: Request, update: Update) -> Body:
+        parser = self.parsers.setdefault(index, self.form.parser())
+        piece = parser.push(update.text)
+        if update.finish_reason is not None:
+            piece = joined([piece, parser.finish()])
         return {
             "index": index,
-            "delta": {"content": update.text} if update.text else {},
+            "delta": self._delta(index, piece),
             "logprobs": self._logprobs(request, update.logprobs),
-            "finish_reason": finish_name(update.finish_reason),
+            "finish_reason": self._finish_name(update.finish_reason, parser),
         }
+
+    def _delta(self, index: int, piece: Piece) -> Body:
+        delta: Body = self._reasoning(piece)
+        if piece.content:
+            delta["content"] = piece.content
+        if piece.calls:
+            delta["tool_calls"] = [self._call_delta(index, call) for call in piece.calls]
+        return delta
+
+    def _call_delta(self, index: int, call: CallPiece) -> Body:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        return {
+            "index": call.index,
+            "id": self._call_id(index, call),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+
+    def _call_id(self, index: int, call: CallPiece) -> str:
+        return self.call_ids.setdefault((index, call.index), new_call_id())
+
+    def _reasoning(self, piece: Piece) -> Body:
+        shown = piece.reasoning and self.options.reasoning
+        return {"reasoning_content": piece.reasoning} if shown else {}
+
+    def _finish_name(self, reason: FinishReason | None, parser: AnswerParser) -> str | None:
+        if reason is FinishReason.STOP and parser.num_calls:
+            return "tool_calls"
+        return finish_name(reason)
 
     def _prompt_tokens(self) -> Body:
         return {"prompt_token_ids": self.prompts[0].tokens} if self.options.token_ids else {}
@@ -274,6 +329,11 @@ class ChatResponder(Responder):
         return {"token": text, "logprob": finite(logprob), "bytes": data}
 
 
+def new_call_id() -> str:
+    # Nine letters or digits are what templates of Mistral ask for.
+    return uuid.uuid4().hex[:9]
+
+
 def finish_name(reason: FinishReason | None) -> str | None:
     return None if reason is None else reason.value
 
@@ -293,7 +353,12 @@ def completion_responder(
 
 
 def chat_responder(
-    model: str, vocabulary: Vocabulary, options: ResponseOptions, prompt: Prompt, num_choices: int
+    model: str,
+    vocabulary: Vocabulary,
+    options: ResponseOptions,
+    prompt: Prompt,
+    num_choices: int,
+    form: AnswerForm,
 ) -> Responder:
     return ChatResponder(
         model,
@@ -304,4 +369,5 @@ def chat_responder(
         prefix="chatcmpl",
         whole="chat.completion",
         piece="chat.completion.chunk",
+        form=form,
     )

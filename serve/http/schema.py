@@ -126,9 +126,22 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
+class MadeFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class MadeCall(BaseModel):
+    id: str
+    type: str
+    function: MadeFunction
+
+
 class ChatMessage(BaseModel):
     role: str
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[MadeCall] | None = None
 
 
 class ChatChoice(BaseModel):

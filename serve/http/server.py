@@ -13,12 +13,11 @@ from fastapi import Request as HttpRequest
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.http.limits import Load, ServerLimits, tenant_of
-from draftsmith.serve.http.protocol import Conversation
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.http.streams import Event
 from draftsmith.serve.http.threads import ThreadBridge, TokenizerThread
-from draftsmith.serve.http.tokens import chat_prompt
 from draftsmith.serve.metrics.server import ServerMetrics
+from draftsmith.serve.tools.template import AUTO, ChatTemplate
 
 
 @dataclass
@@ -32,7 +31,10 @@ class Server:
     report: Level = "none"  # of every response's drafts; a request may ask for more
     load: Load = field(default_factory=Load)
     tokenizer_thread: TokenizerThread = field(default_factory=TokenizerThread)
+    tool_parser: str = AUTO  # see `ChatTemplate`
+    reasoning_parser: str = AUTO
     vocabulary: Any = field(init=False)
+    template: ChatTemplate = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -48,6 +50,11 @@ class Server:
     def __post_init__(self) -> None:
         # A copy, for reading tokens on the event loop's thread while another text is encoded.
         self.vocabulary = copy.deepcopy(self.tokenizer)
+        self.template = ChatTemplate(
+            self.vocabulary,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
 
     def tenant(self, request: HttpRequest) -> str:
         """Client of a request as the queue distinguishes them; "" where one key or none is
@@ -59,16 +66,3 @@ class Server:
         if model is not None and model != self.model:
             message = f"model {model!r} is not served here; use {self.model!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
-
-    def chat_prompt(self, body: Conversation) -> list[int]:
-        prompts_answer = not body.continue_final_message
-        return chat_prompt(
-            [message.plain() for message in body.messages],
-            self.tokenizer,
-            add_generation_prompt=prompts_answer
-            if body.add_generation_prompt is None
-            else body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=body.add_special_tokens,
-            variables=body.chat_template_kwargs,
-        )

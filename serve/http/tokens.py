@@ -16,6 +16,11 @@ class Prompt(NamedTuple):
     text: str | None  # as the client sent it; None where it sent tokens
 
 
+class Templated(NamedTuple):
+    tokens: list[int]
+    text: str
+
+
 def completion_prompts(
     prompt: str | list[str] | list[int] | list[list[int]],
     tokenizer: PreTrainedTokenizerBase,
@@ -41,16 +46,17 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens:
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def chat_prompt(
-    messages: list[dict[str, str]],
+def templated(
+    messages: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     *,
+    tools: Sequence[dict[str, Any]] = (),
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
-) -> list[int]:
-    """Token ids of a conversation; `variables` are the chat template's own."""
+) -> Templated:
+    """A conversation as a prompt; `variables` are the chat template's own."""
     if tokenizer.chat_template is None:
         raise UserError(
             "messages need a chat template, which this model's tokenizer has not; use "
@@ -59,6 +65,7 @@ def chat_prompt(
     try:
         text = tokenizer.apply_chat_template(
             messages,
+            tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -70,7 +77,7 @@ def chat_prompt(
         raise UserError(
             f"messages are refused by the chat template ({reason}); mend them"
         ) from error
-    return encode(text, tokenizer, add_special_tokens=add_special_tokens)
+    return Templated(encode(text, tokenizer, add_special_tokens=add_special_tokens), text)
 
 
 def bad_word_tokens(

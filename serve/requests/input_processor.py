@@ -28,7 +28,7 @@ from draftsmith.serve.requests.request import (
 from draftsmith.serve.sampling.adjustments import sampling_state
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.text_stream import TextStream
+from draftsmith.text_stream import ShowsTokens, TextStream, Tokenizer
 
 SEED_BITS = 62  # of seeds drawn here; those of requests have 64
 
@@ -71,7 +71,10 @@ class InputProcessor:
         stream = None
         if options.text or params.stop:
             stream = TextStream(
-                self._decoder, context=prompt, stop=params.stop, min_tokens=params.min_tokens
+                self._text_of(options.shown_tokens),
+                context=prompt,
+                stop=params.stop,
+                min_tokens=params.min_tokens,
             )
         request = Request(
             id=f"{options.answer or uuid.uuid4().hex}-{next(self._numbers)}",
@@ -94,6 +97,16 @@ class InputProcessor:
             # A seeded answer repeats token for token only where every round drafts its k.
             request.stopping = replace(self.stopping)
         return request
+
+    def _text_of(self, shown: frozenset[int]) -> Tokenizer:
+        if not shown:
+            return self._decoder
+        return ShowsTokens(self._decoder, self._special - shown)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._decoder.added_tokens_decoder
+        return frozenset(number for number, token in added.items() if token.special)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -91,6 +91,7 @@ class RequestOptions:
     # client that the queue treats as one; "" when the server does not distinguish clients
     tenant: str = ""
     learn: bool = True  # its rounds may be recorded
+    shown_tokens: frozenset[int] = frozenset()  # special tokens that its text keeps
     # id that a client has of the request, and of others that belong to the same answer
     answer: str | None = None
 

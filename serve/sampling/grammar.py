@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from draftsmith.errors import UserError
 
-Kind = Literal["json_schema", "regex", "lark"]
+Kind = Literal["json_schema", "regex", "lark", "combined"]
 
 
 @dataclass(frozen=True)
@@ -52,3 +52,10 @@ class Grammar:
     def lark(cls, source: str) -> Grammar:
         """A context-free grammar in Lark's syntax, as llguidance reads it; its rule is `start`."""
         return cls("lark", source)
+
+    @classmethod
+    def combined(cls, rules: str, parts: Mapping[str, Grammar]) -> Grammar:
+        """Rules in Lark's syntax that name other grammars: `@answer` is a text of
+        `parts["answer"]`."""
+        named = {name: [part.kind, part.source] for name, part in parts.items()}
+        return cls("combined", json.dumps([rules, named]))

@@ -3,10 +3,12 @@ grammar."""
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 # tokens, or none.
 END = "<|draftsmith: the grammar may end|>"
 KEPT = 64  # compiled grammars
+PART = re.compile(r"@(\w+)")  # the name of a part in the rules of a combined grammar
 
 
 class GrammarCompiler:
@@ -65,13 +68,8 @@ class GrammarCompiler:
             return GrammarMatcher(self, matcher)
 
     def _checked(self, grammar: Grammar) -> LLMatcher:
-        make = {
-            "json_schema": self.library.LLMatcher.grammar_from_json_schema,
-            "regex": self.library.LLMatcher.grammar_from_regex,
-            "lark": self.library.LLMatcher.grammar_from_lark,
-        }
         try:
-            source = make[grammar.kind](grammar.source)
+            source = json.dumps({"grammars": self._grammars(grammar.kind, grammar.source)})
         except ValueError as error:
             raise _refused(grammar, str(error)) from error
         # A warning is a part of the grammar that would be ignored.
@@ -84,6 +82,23 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
         return matcher
+
+    def _grammars(self, kind: str, source: str, name: str = "start") -> list[dict[str, Any]]:
+        """The library's form of a grammar, the one called `name` and then what it is combined of.
+        Names of parts begin with that of the whole, so that none means two grammars."""
+        library = self.library.LLMatcher
+        if kind == "json_schema":
+            parts = json.loads(library.grammar_from_json_schema(source))["grammars"]
+        elif kind == "regex":
+            parts = json.loads(library.grammar_from_regex(source))["grammars"]
+        elif kind == "lark":
+            parts = [{"lark_grammar": source}]
+        else:
+            rules, named = json.loads(source)
+            parts = [{"lark_grammar": PART.sub(lambda part: f"@{name}_{part[1]}", rules)}]
+            for one, (one_kind, one_source) in named.items():
+                parts += self._grammars(one_kind, one_source, f"{name}_{one}")
+        return [{**parts[0], "name": name}, *parts[1:]]
 
 
 def _refused(grammar: Grammar, reason: str) -> UserError:

@@ -3,7 +3,7 @@ released. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,28 @@ class Tokenizer(Protocol):
         skip_special_tokens: bool,
         clean_up_tokenization_spaces: bool,
     ) -> str: ...
+
+
+class ShowsTokens:
+    """A tokenizer whose texts leave out the tokens `hidden`, and no other special ones."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
+        self.tokenizer, self.hidden = tokenizer, hidden
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str:
+        """`skip_special_tokens` is of no account."""
+        shown = [token for token in token_ids if token not in self.hidden]
+        return self.tokenizer.decode(
+            shown,
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=clean_up_tokenization_spaces,
+        )
 
 
 class StreamStep(NamedTuple):

@@ -144,9 +144,7 @@ def test_errors_are_typed(clients: dict[str, openai.OpenAI]) -> None:
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10_000)
     assert refused.value.param == "max_tokens"
     with pytest.raises(openai.BadRequestError) as unknown:
-        client.chat.completions.create(
-            model="tiny", messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    assert unknown.value.param == "tools" and unknown.value.code == "unknown_parameter"
+        client.chat.completions.create(model="tiny", messages=CHAT, extra_body={"flavour": 1})
+    assert unknown.value.param == "flavour" and unknown.value.code == "unknown_parameter"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt=PROMPT)

@@ -31,7 +31,7 @@ def server(target: Target, live_server: Callable) -> Any:
     ("module", "name", "path", "body"),
     [
         ("http.completions", "completion_prompts", "/v1/completions", PROMPT),
-        ("http.server", "chat_prompt", "/v1/chat/completions", CHAT),
+        ("http.chat", "templated", "/v1/chat/completions", CHAT),
         ("http.completions", "bad_word_tokens", "/v1/completions", PROMPT),
         (
             "requests.input_processor",

@@ -51,6 +51,8 @@ ORDER = {
         "drafts",
         "engine",
         "metrics",
+        "tools",
+        "bodies",
         "http",
         "dashboard",
         "bench",

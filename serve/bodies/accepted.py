@@ -1,0 +1,24 @@
+"""Fields that clients send and that cannot change an answer: to ignore them is to honour them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from draftsmith.serve.bodies.formats import StrictModel, Text
+
+
+class AcceptedFields(StrictModel):
+    """Bookkeeping of the client and hints about caches, speed and price."""
+
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+
+
+class AcceptedChatFields(AcceptedFields):
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None  # of the answer's text, a hint about speed

@@ -1,0 +1,91 @@
+"""Grammars of answers: forced or strict calls, the format of the text, reasoning before them.
+Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.serve.sampling.grammar import Grammar
+from draftsmith.serve.tools.call_format import CallFormat, head, quoted
+from draftsmith.serve.tools.calls import Tool
+from draftsmith.serve.tools.reasoning import ReasoningFormat, Thinking
+
+# Arguments as chat templates write them: any space between JSON's parts would let a model go on
+# with space for ever.
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY = "ANY: /(?s:.*)/\n"
+
+
+class Marks:
+    """Markers in Lark's syntax. `special` are the ids of those that are special tokens: no text
+    spells these."""
+
+    def __init__(self, special: Mapping[str, int]):
+        self.special = special
+
+    def __call__(self, marker: str) -> str:
+        return f"<[{self.special[marker]}]>" if marker in self.special else quoted(marker)
+
+
+def call_grammar(
+    format: CallFormat,
+    tools: Sequence[Tool],
+    marks: Marks,
+    *,
+    forced: bool,
+    parallel: bool,
+    answer: Grammar | None = None,
+) -> Grammar | None:
+    """Grammar of an answer that may call `tools`, None where any text is allowed.
+
+    Args:
+        forced: the answer is a call.
+        parallel: it may be several.
+        answer: grammar of an answer without calls.
+    """
+    strict = any(tool.strict for tool in tools)
+    if not (forced or strict or answer is not None or not parallel):
+        return None
+    names = [tool.name for tool in tools]
+    if forced:
+        rules = "start: calls\n" + format.calls(names, marks, parallel=parallel)
+    elif answer is not None:
+        rules = "start: calls | @answer\n" + format.calls(names, marks, parallel=parallel)
+    else:
+        rules = "start: free\n" + format.free(names, marks, parallel=parallel)
+    parts = {} if forced or answer is None else {"answer": answer}
+    for index, tool in enumerate(tools):
+        rules += f"args_{index}: @arguments_{index}\n"
+        held = tool.strict or forced
+        schema = schema_of(tool) if held else {"type": "object"}
+        parts[f"arguments_{index}"] = Grammar.json_schema(schema | {"x-guidance": WRITTEN})
+    return Grammar.combined(rules + ANY, parts)
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """Schema of the arguments; a tool without one takes none."""
+    if not tool.parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    kind = tool.parameters.get("type", "object")
+    if kind != "object":
+        raise UserError(
+            f"tools has parameters of {tool.name!r} with the type {kind!r}; arguments are an object"
+        )
+    return {"type": "object", **tool.parameters}
+
+
+def after_reasoning(
+    grammar: Grammar, format: ReasoningFormat, marks: Marks, thinking: Thinking
+) -> Grammar:
+    """The grammar, behind reasoning that the answer may or, where the prompt opens it, does begin
+    with. Reasoning is any text that ends with its marker."""
+    if thinking is Thinking.DONE:
+        return grammar
+    rules = "start: (reasoning space)? @answer\n"
+    rules += f"reasoning: {marks(format.begin)} thoughts\n"
+    if thinking is Thinking.OPEN:
+        rules = "start: thoughts space @answer\n"
+    rules += head("thoughts", format.end, marks) + "space: /\\n{0,2}/\n" + ANY
+    return Grammar.combined(rules, {"answer": grammar})
