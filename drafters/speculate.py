@@ -10,7 +10,9 @@ A round writes one or more tokens of every unfinished row:
    from max(0, p - q), normalised, replaces the first rejected one. If none is rejected, a bonus
    token is drawn from p. Either way the output is distributed as p, whatever q is.
 4. commit: the accepted tokens and that last one join the text, cut at an end-of-text token or at
-   the length limit. Keys and values of rejected tokens are overwritten by the next round.
+   the length limit. Keys and values of rejected tokens are overwritten by the next round. The state
+   of a recurrent layer cannot be: the one from before the drafted tokens is kept, and the next
+   round's target pass begins with the accepted ones.
 
 All draws depend on (seed of the row, position, purpose) alone. `serve/engine` runs the same round
 over requests that come and go, and is tested to write the same tokens. Legend: B rows, K drafted
@@ -19,6 +21,7 @@ positions, T ragged tokens, V vocabulary, H width of the taps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,6 +29,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, draft_positions
+from draftsmith.drafters.recurrent.kept import NUM_SIDES, KeptState
+from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
+from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.kernels.attention.paged import PagedPass
@@ -110,6 +116,12 @@ class _Row:
     rounds: list[Round] = field(default_factory=list)
     draft_cached: int = 0  # leading positions whose state the drafter's cache holds
     taps: torch.Tensor | None = None  # [m, H] of the positions that the drafter has not read
+    state: KeptState = field(default_factory=KeptState)  # of a target with recurrent layers
+
+    @property
+    def begin(self) -> int:
+        """Position at which the next round's target pass begins."""
+        return len(self.tokens) - 1 - self.state.behind
 
 
 class _Batch:
@@ -135,6 +147,7 @@ class _Batch:
         self.block_tables = torch.arange(len(rows) * width, device=self.device).view(-1, width)
         num_blocks = self.block_tables.numel()
         self.target_pool = target.new_pool(num_blocks, BLOCK_SIZE)
+        self.states = target.new_states(NUM_SIDES * len(rows))
         # a draft in training may be wider than the target
         is_module = isinstance(drafter, torch.nn.Module)
         dtype = next(drafter.parameters()).dtype if is_module else target.dtype
@@ -158,18 +171,22 @@ class _Batch:
         if rows:
             pieces = [row.tokens[:-1] for row in rows]
             # no logits are needed, but a head cannot run on no rows
-            output = self.forward(rows, pieces, [0] * len(rows), logit_rows=[0])
-            self.append_taps(rows, pieces, [len(piece) for piece in pieces], output)
+            output = self.forward(rows, pieces, [[]] * len(rows), [0] * len(rows), logit_rows=[0])
+            lengths = [len(piece) for piece in pieces]
+            self.append_taps(rows, lengths, lengths, output)
 
     def run_round(self, rows: list[_Row]) -> None:
         proposal = self.propose(rows)
         lengths = proposal.lengths.tolist()
         drafted = [row[:length] for row, length in zip(proposal.tokens.tolist(), lengths)]
-        pieces = [[row.tokens[-1], *tokens] for row, tokens in zip(rows, drafted)]
-        output = self.forward(rows, pieces, [len(row.tokens) - 1 for row in rows])
+        known = [row.tokens[row.begin :] for row in rows]
+        output = self.forward(rows, known, drafted, [row.begin for row in rows])
         verdict = self.verify(rows, proposal, output)
         accepted: list[int] = verdict.accepted.tolist()
-        self.append_taps(rows, pieces, [count + 1 for count in accepted], output)
+        sizes = [len(tokens) + len(more) for tokens, more in zip(known, drafted)]
+        self.append_taps(
+            rows, sizes, [len(tokens) + count for tokens, count in zip(known, accepted)], output
+        )
         for row, offered, count, emitted in zip(rows, drafted, accepted, verdict.tokens.tolist()):
             self.commit(row, offered, count, emitted[: count + 1])
 
@@ -201,19 +218,34 @@ class _Batch:
     def forward(
         self,
         rows: list[_Row],
-        pieces: list[list[int]],
+        known: list[list[int]],
+        drafted: list[list[int]],
         starts: list[int],
         logit_rows: list[int] | None = None,
     ) -> TargetOutput:
-        """Target pass over `pieces[b]` at positions `starts[b]` and on. Logits [T, V] are those of
-        all tokens, or of `logit_rows` alone."""
+        """Target pass over `known[b]`, then `drafted[b]`, at positions `starts[b]` and on. Logits
+        [T, V] are those of the last known and of the drafted tokens, or of `logit_rows` alone."""
+        pieces = [tokens + more for tokens, more in zip(known, drafted)]
         lengths = [len(piece) for piece in pieces]
         positions = self.tensor(
             [start + at for start, length in zip(starts, lengths) for at in range(length)]
         )
-        context = PagedPass(self.target_pool, self.tables(rows), positions, self.tensor(lengths))
+        context: AttentionContext = PagedPass(
+            self.target_pool, self.tables(rows), positions, self.tensor(lengths)
+        )
+        if self.states is not None:
+            reads = [
+                RowRead(row.index, row.state, start == 0, len(tokens), len(more))
+                for row, start, tokens, more in zip(rows, starts, known, drafted)
+            ]
+            context = StatePass(context, Split(round_waves(reads), self.states, self.device))
         ids = self.tensor([token for piece in pieces for token in piece])
-        chosen = self.tensor(range(sum(lengths)) if logit_rows is None else logit_rows)
+        if logit_rows is None:
+            ends = itertools.accumulate(lengths)
+            logit_rows = [
+                at for end, more in zip(ends, drafted) for at in range(end - len(more) - 1, end)
+            ]
+        chosen = self.tensor(logit_rows)
         return self.target.forward(ids[None], positions[None], context, chosen, self.drafter.taps)
 
     def verify(self, rows: list[_Row], proposal: Proposal, output: TargetOutput) -> Verdict:
@@ -228,14 +260,15 @@ class _Batch:
         )
 
     def append_taps(
-        self, rows: list[_Row], pieces: list[list[int]], kept: list[int], output: TargetOutput
+        self, rows: list[_Row], lengths: list[int], kept: list[int], output: TargetOutput
     ) -> None:
-        """Store the taps of the first `kept[b]` tokens of each piece, which are committed."""
+        """Store the taps of the first `kept[b]` tokens of each piece, which are committed, but for
+        those that were read before."""
         if output.taps is None:
             return
-        lengths = [len(piece) for piece in pieces]
-        for row, taps, count in zip(rows, output.taps.split(lengths), kept):
-            row.taps = taps[:count] if row.taps is None else torch.cat([row.taps, taps[:count]])
+        for row, all_taps, count in zip(rows, output.taps.split(lengths), kept):
+            taps = all_taps[row.state.behind : count]
+            row.taps = taps if row.taps is None else torch.cat([row.taps, taps])
 
     def commit(self, row: _Row, drafted: list[int], accepted: int, emitted: list[int]) -> None:
         """Append `emitted`, the accepted tokens and the target's own, and what the drafter's cache
@@ -250,6 +283,8 @@ class _Batch:
         if row.taps is not None:
             row.taps = row.taps[cached - row.draft_cached :]
         row.draft_cached = cached
+        if self.states is not None:
+            row.state.verified(len(drafted), accepted)
         committed = emitted[: row.max_length - start]
         ends = [at for at, token in enumerate(committed) if token in self.target.eos_token_ids]
         committed = committed[: ends[0] + 1] if ends else committed

@@ -57,6 +57,92 @@ MOE = {
     "moe_intermediate_size": 32,
     "decoder_sparse_step": 1,
 }
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+# With layers that have a state, as ARCHITECTURES. Chunks are small enough to end within a short text.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_moe": dict(
+        model_type="lfm2_moe",
+        layer_types=["conv", "full_attention"] * 2,
+        num_dense_layers=1,
+        **{
+            key: MOE[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        },
+    ),
+    "qwen3_next": dict(
+        model_type="qwen3_next", shared_expert_intermediate_size=32, **DELTA_NET, **MOE
+    ),
+    "qwen3_5": dict(model_type="qwen3_5_text", **DELTA_NET),
+    "qwen3_5_moe": dict(
+        model_type="qwen3_5_moe_text", shared_expert_intermediate_size=32, **DELTA_NET, **MOE
+    ),
+    "olmo_hybrid": dict(
+        model_type="olmo_hybrid", **{**DELTA_NET, "linear_num_key_heads": 4, "head_dim": None}
+    ),
+    "granitemoehybrid": dict(
+        model_type="granitemoehybrid",
+        layer_types=["mamba", "attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+        **MAMBA2,
+    ),
+    "bamba": dict(model_type="bamba", attn_layer_indices=[1, 3], **MAMBA2),
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "jamba": {
+        "model_type": "jamba",
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "minimax": {
+        "model_type": "minimax",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "block_size": 8,
+    },
+}
 # What each architecture changes of SHAPE. Windows are small enough to bite within a short text.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -79,6 +165,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": None,
         "intermediate_size": None, "max_position_embeddings": None,
     },
+    **RECURRENT,
     # Shares nothing it should not: another vocabulary, another tokenizer.
     "other_vocab": {"model_type": "llama", "vocab_size": VOCAB_SIZE - 16},
 }  # fmt: skip

@@ -47,8 +47,9 @@ def record_forwards(target: CausalLM, drafter: object) -> None:
 
 def record_lm(lm: CausalLM) -> None:
     """Lets `lm` run from a recording of its forward, with less overhead. Does nothing on an
-    accelerator, where CUDA graphs serve that purpose, and where the model cannot be recorded."""
-    if not lm.recorded and lm.device.type == "cpu":
+    accelerator, where CUDA graphs serve that purpose, and where the model cannot be recorded or has
+    layers with a state."""
+    if not lm.recorded and lm.device.type == "cpu" and not lm.state_layers:
         lm.replay(attempt(lm.name, lambda: _record(lm)))
 
 

@@ -63,6 +63,11 @@ class DraftLm(nn.Module, Recordable, Capturable):
         super().__init__()
         self.model = model
         self.lm = CausalLM(model, name, check_model, max_length=max_length)
+        if self.lm.state_layers:
+            raise UserError(
+                f"draft {name!r} has layers with a recurrent state, which cannot be rolled back "
+                "when a token is rejected; draft with a model that has attention alone"
+            )
         self.linear_head = has_linear_head(self.lm)
 
     @classmethod

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from draftsmith.drafters.recurrent.mixers import StateLayers
+from draftsmith.drafters.recurrent.slots import StateSlots
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.quantised import effective_weight, has_numbers
@@ -22,6 +24,9 @@ from draftsmith.drafters.target.rotary import lengthen, rope_limit
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, captured, check_taps, decoder_layers
 from draftsmith.kernels.attention.pool import PagedPool
+
+# Longest text of a model that counts no positions, as Mamba.
+NO_POSITIONS = 131_072
 
 
 class LayerShape(NamedTuple):
@@ -93,6 +98,7 @@ class CausalLM:
         self._head = _head_alone(model)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._recorded: RecordedLm | None = None
+        self.state_layers = StateLayers()
         self._probe = check(self)
         self._table = _own_table(model)
 
@@ -139,9 +145,14 @@ class CausalLM:
         return self.model.get_output_embeddings().weight if self._table is None else self._table
 
     @property
+    def num_positions(self) -> int:
+        """Positions that the model is made for."""
+        return getattr(self.config, "max_position_embeddings", NO_POSITIONS)
+
+    @property
     def max_positions(self) -> int:
         """The longest text, in tokens, whose states depend on that text alone."""
-        longest = self.config.max_position_embeddings
+        longest = self.num_positions
         return longest if self.rope_limit is None else min(longest, self.rope_limit.positions)
 
     def check_length(self, length: int, what: str) -> None:
@@ -170,6 +181,10 @@ class CausalLM:
         ]
         return PagedPool(keys, values, block_size)
 
+    def new_states(self, num_slots: int) -> StateSlots | None:
+        """States of `num_slots` texts; None for a model without layers that have one."""
+        return self.state_layers.new_slots(num_slots, self.device) if self.state_layers else None
+
     def paged(
         self,
         input_ids: torch.Tensor,
@@ -194,13 +209,14 @@ class CausalLM:
     ) -> dict[int, torch.Tensor]:
         """The model's own forward with `context`: the states asked for, and `FINAL`."""
         # A 4-D mask stops transformers from building one of its own; the context ignores it.
-        return self._body(
-            taps,
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=self._unused_mask,
-            attention_context=context,
-        )
+        with self.state_layers.reading(context):
+            return self._body(
+                taps,
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=self._unused_mask,
+                attention_context=context,
+            )
 
     def full(
         self,

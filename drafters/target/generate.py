@@ -60,9 +60,12 @@ def answer_chunks(
     seeds: Sequence[int],
     eos_token_ids: Sequence[int],
     batch_size: int,
+    padded: bool = True,
 ) -> Iterator[list[list[int]]]:
     """The answers of `batch_size` prompts at a time, in order; each ends with its end-of-text token
-    if it reached one."""
+    if it reached one. `padded` False: prompts of unlike length are answered singly."""
+    if not padded and len({len(prompt) for prompt in prompts}) > 1:
+        batch_size = 1
     for begin in range(0, len(prompts), batch_size):
         chunk = prompts[begin : begin + batch_size]
         yield _answer(

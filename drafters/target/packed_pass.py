@@ -8,9 +8,12 @@ columns, D width of a head.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from draftsmith.drafters.recurrent.pieces import Piece, Split
 from draftsmith.drafters.target.segments import stretches_of
 from draftsmith.kernels.attention.paged_torch import reference_attention
 
@@ -21,6 +24,18 @@ class PackedPass:
 
     def __init__(self, segments: torch.Tensor):
         self.rows = stretches_of(segments)
+        self.device = segments.device
+
+    @cached_property
+    def split(self) -> Split:
+        """Texts from their beginning, for layers with a state."""
+        texts = [
+            Piece(row, begin, end, None, None)
+            for row, stretches in enumerate(self.rows)
+            for begin, end, is_text in stretches
+            if is_text
+        ]
+        return Split([texts], None, self.device)
 
     def attend(
         self,

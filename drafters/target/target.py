@@ -20,6 +20,7 @@ from draftsmith.drafters.target.probe import check_model
 from draftsmith.drafters.target.quantised import first_values
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL
+from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,7 +76,13 @@ class Target(CausalLM):
         model = load_model(
             path, trust_remote_code=trust_remote_code, dtype=dtype, device=device, shards=shards
         )
-        return cls(model, str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+        target = cls(model, str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+        if shards > 1 and target.state_layers:
+            raise UserError(
+                f"{target.name!r} has layers with a recurrent state, which are not sharded; leave "
+                "--tensor-parallel out"
+            )
+        return target
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -157,6 +164,8 @@ class Target(CausalLM):
             seeds=range(len(prompts)) if seeds is None else seeds,
             eos_token_ids=() if ignore_eos else self.eos_token_ids,
             batch_size=batch_size,
+            # Some layers with a state read the padding before a text into it.
+            padded=not self.state_layers,
         )
         return [tokens for chunk in chunks for tokens in chunk]
 

@@ -1,6 +1,7 @@
-"""Blocks of the paged pool.
+"""Blocks of the paged pool, and the states beside it.
 
 Files in reading order:
+- `states`: states of recurrent layers
 - `memory`: number of blocks
 - `blocks`: ownership of blocks
 - `prefix`: prefix caching

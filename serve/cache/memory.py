@@ -9,6 +9,7 @@ import torch
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.serve.cache.states import state_bytes
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import check_engine
 
@@ -41,7 +42,9 @@ def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineCo
             if config.memory_gib is None
             else int(config.memory_gib * GIB)
         )
-        num_blocks = min(wanted, allowed // each)
+        allowed -= state_bytes(target, config)
+        # A block of a model without attention takes nothing.
+        num_blocks = min(wanted, allowed // each) if each else wanted
     if num_blocks < 2:
         given = (
             f"num_blocks is {num_blocks}"
@@ -55,7 +58,7 @@ def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineCo
 def served_length(target: Target, config: EngineConfig) -> int:
     """Most tokens of prompt and answer. A target that is right for a part of its own length only
     must be given that part."""
-    longest = target.config.max_position_embeddings
+    longest = target.num_positions
     if config.max_length is None and target.max_positions < longest:
         raise UserError(
             f"{target.rope_limit.reason(target.name)}, so its longest text must be given: "

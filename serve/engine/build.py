@@ -13,6 +13,7 @@ from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.memory import BlockPlan, most_tapped, most_unread, plan_blocks
 from draftsmith.serve.cache.prefix import PrefixCache
+from draftsmith.serve.cache.states import caches, check_states
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import Control, FixedControl, ScheduledControl, parse_schedule
@@ -55,6 +56,7 @@ def build_engine(
         draft_version: of `drafter`, in records and metrics.
         fallback: drafts from the text while the draft rests; has neither cache nor taps.
     """
+    check_states(target, config)
     plan = plan_blocks(target, drafter, config)
     if config.compile == "auto":
         record_forwards(target, drafter)
@@ -67,7 +69,7 @@ def build_engine(
         max_batch=config.max_batch,
         max_round_tokens=config.max_round_tokens,
         max_queue=config.max_queue,
-        prefix=prefix_cache(target, drafter, blocks, plan) if config.prefix_cache else None,
+        prefix=prefix_cache(target, drafter, blocks, plan) if caches(target, config) else None,
         control=control_of(config),
         draft_positions=draft_positions(drafter),
     )
@@ -137,6 +139,7 @@ def build_engine(
             eos_token_ids=target.eos_token_ids,
             most_unread=unread,
             overlaps=target.device.type == "cuda",
+            has_states=bool(target.state_layers),
         ),
     )
 

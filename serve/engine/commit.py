@@ -35,6 +35,7 @@ class Committer:
         most_unread: tokens of an answer whose taps a request keeps for a draft that does not come.
         overlaps: the next pass runs while the host goes on, so that updates wait until it is
             launched.
+        has_states: the target has layers with a state, which is kept from round to round.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class Committer:
         eos_token_ids: Collection[int],
         most_unread: int,
         overlaps: bool,
+        has_states: bool = False,
     ):
         self.scheduler, self.drafts, self.proposer = scheduler, drafts, proposer
         self.outputs, self.recorder, self.stats = outputs, recorder, stats
         self.eos_token_ids, self.most_unread = eos_token_ids, most_unread
-        self.overlaps = overlaps
+        self.overlaps, self.has_states = overlaps, has_states
         # Called with (request, drafted tokens, number accepted, committed tokens) after each round.
         self.on_round: OnRound | None = None
 
@@ -113,9 +115,13 @@ class Committer:
         """Both caches now hold the row's known tokens and the accepted ones."""
         request, proposal = row.row.request, round.proposal
         count = row.row.count + row.accepted
-        request.cache.computed += count
+        again = request.cache.state.behind  # read a second time, their taps were kept before
+        request.cache.computed = row.row.begin + count
+        if self.has_states:
+            request.cache.state.verified(len(row.drafted), row.accepted)
         if request.k > 0 and round.output.taps is not None and not request.draft.lost_taps:
-            keep_taps(request, round.output.taps, round.output.begins[row.index], count)
+            begin = round.output.begins[row.index] + again
+            keep_taps(request, round.output.taps, begin, count - again)
         if proposal is not None and row.index < len(proposal.chains):
             self.proposer.advance(
                 row.row, len(row.drafted), row.accepted, has_mass=proposal.has_mass[row.index]

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from draftsmith.drafters.recurrent.kept import NUM_SIDES
+from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
+from draftsmith.drafters.recurrent.slots import StateSlots
+from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
@@ -49,10 +53,18 @@ class BlockTables:
 
 
 class TargetRunner:
-    """`graphs` None: every pass is run as it is."""
+    """`graphs` None: every pass is run as it is. `states` None: the target has no layers with a
+    state."""
 
-    def __init__(self, target: Target, pool: PagedPool, graphs: PassGraphs | None = None):
+    def __init__(
+        self,
+        target: Target,
+        pool: PagedPool,
+        graphs: PassGraphs | None = None,
+        states: StateSlots | None = None,
+    ):
         self.target, self.pool, self.device, self.graphs = target, pool, target.device, graphs
+        self.states = states
 
     def run(
         self,
@@ -91,31 +103,51 @@ class TargetRunner:
         # one that is not read.
         logit_rows = (logit_rows + prompt_rows) or [0]
         output = self._forward(
-            PassInputs(ids, positions, lengths, logit_rows, tables, layout), taps
+            PassInputs(ids, positions, lengths, logit_rows, tables, layout),
+            taps,
+            None if self.states is None else split_round(rows, drafts, self.states, self.device),
         )
         count = len(logit_rows) - len(prompt_rows)
         return PassOutput(output.logits[:count], output.taps, begins, output.logits[count:])
 
-    def _forward(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput:
+    def _forward(
+        self, inputs: PassInputs, taps: Sequence[int], split: Split | None
+    ) -> TargetOutput:
         replayed = None if self.graphs is None else self.graphs.run(inputs, taps)
         if replayed is not None:
             return replayed
         device = self.device
         positions = torch.tensor(inputs.positions, device=device)
         lengths = torch.tensor(inputs.lengths, device=device)
-        context = PagedPass(self.pool, inputs.tables, positions, lengths, tree=inputs.tree)
+        context: AttentionContext = PagedPass(
+            self.pool, inputs.tables, positions, lengths, tree=inputs.tree
+        )
+        if split is not None:
+            context = StatePass(context, split)
         logit_rows = torch.tensor(inputs.logit_rows, device=device)
         return self.target.forward(
             torch.tensor([inputs.ids], device=device), positions[None], context, logit_rows, taps
         )
 
 
+def split_round(
+    rows: Sequence[Row], drafts: Sequence[Sequence[int]], states: StateSlots, device: torch.device
+) -> Split:
+    """Pieces of the pass for layers with a state; a request's slot is the number of its states."""
+    reads = [
+        RowRead(row.request.slot, row.request.cache.state, row.begin == 0, row.count, len(drafted))
+        for row, drafted in zip(rows, drafts, strict=True)
+    ]
+    return Split(round_waves(reads), states, device)
+
+
 def make_runner(
     target: Target, pool: PagedPool, *, max_batch: int, max_blocks: int, compile: str
 ) -> TargetRunner:
     graphs = None
-    if compile == "auto" and can_capture(target):
+    states = target.new_states(NUM_SIDES * max_batch)
+    if compile == "auto" and can_capture(target) and states is None:
         graphs = PassGraphs(
             target, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder()
         )
-    return TargetRunner(target, pool, graphs)
+    return TargetRunner(target, pool, graphs, states)

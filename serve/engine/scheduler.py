@@ -104,9 +104,7 @@ class Scheduler:
                 request, request.num_tokens + k, schedule
             ):
                 continue
-            row = Row(
-                request, request.cache.computed, request.num_tokens - request.cache.computed, k
-            )
+            row = Row(request, request.cache.begin, request.num_tokens - request.cache.begin, k)
             (schedule.drafting if k > 0 else schedule.sampling).append(row)
         if behind and not reading:
             self._read_again(schedule, behind[0])

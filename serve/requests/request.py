@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.serve.control.stopping import Stopping
 from draftsmith.serve.requests.route import UNROUTED, Route
 from draftsmith.serve.sampling.params import SamplingParams
@@ -108,6 +109,14 @@ class CacheState:
     num_ready: int = 0  # of these, leading ones that the draft had read as well
     # tokens at the last preemption: these are read at once, with or without drafts
     num_forgotten: int = 0
+    # of a target that has layers with a state
+    state: KeptState = field(default_factory=KeptState)
+
+    @property
+    def begin(self) -> int:
+        """Position at which the next pass begins: tokens that the kept state lacks are read
+        again."""
+        return self.computed - self.state.behind
 
 
 @dataclass(slots=True)

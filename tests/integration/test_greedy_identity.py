@@ -21,6 +21,7 @@ from draftsmith.drafters.options import (
     MtpOptions,
     SuffixOptions,
 )
+from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.drafters.registry import FAMILIES as REGISTRY
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -230,3 +231,65 @@ def test_incremental_drafts_equal_drafts_from_nothing(
         assert_same(completion.tokens, right)
     assert not engine.stats.fallbacks
     assert engine.scheduler.num_preemptions > 0 and compared.compared > 20
+
+
+RECURRENT = ["lfm2", "qwen3_next", "jamba"]
+MORE_RECURRENT = [
+    "lfm2_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "granitemoehybrid",
+    "bamba",
+    "minimax",
+]
+# Prompts come in pieces beside answers, and the latest request is put back again and again.
+CROWDED = EngineConfig(
+    k=3, max_batch=3, max_round_tokens=11, num_blocks=9, block_size=8, max_length=64
+)
+SHORT = replace(GREEDY, max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    "arch", [*RECURRENT, *(pytest.param(arch, marks=pytest.mark.long) for arch in MORE_RECURRENT)]
+)
+def test_states_that_cannot_be_rolled_back_do_not_change_greedy_output(
+    arch: str, load: Callable[[str], Target]
+) -> None:
+    target = load(arch)
+    assert target.state_layers
+    batch = prompts(5)
+    expected = [plain_greedy(target, prompt, 16) for prompt in batch]
+    known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
+    plain = build_engine(target, None, CROWDED).generate(batch, SHORT)
+    for completion, right in zip(plain, expected):
+        assert_same(completion.tokens, right)
+    rounds = []
+    for family in ("ngram", "eagle3"):
+        engine = build_engine(target, Oracle(make_drafter(family, target), known), CROWDED)
+        for completion, right in zip(engine.generate(batch, SHORT), expected):
+            assert_same(completion.tokens, right)
+            rounds += zip(completion.speculation.offered, completion.speculation.accepted)
+        assert not engine.stats.fallbacks and engine.scheduler.num_preemptions > 0
+    # Everything was kept, or a part, which the round after reads again.
+    assert {accepted for offered, accepted in rounds if offered == accepted} >= {1, 3}
+    assert {accepted for offered, accepted in rounds if offered > accepted} >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("arch", RECURRENT[:1])
+def test_a_state_that_rejected_tokens_were_read_into_is_noticed(
+    arch: str, load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load(arch)
+    batch = prompts(3)
+    expected = [plain_greedy(target, prompt, 16)[0] for prompt in batch]
+    known = [prompt + tokens for prompt, tokens in zip(batch, expected)]
+
+    def always_ahead(state: KeptState, drafted: int, accepted: int) -> None:
+        state.side = 1 - state.side if drafted else state.side
+
+    monkeypatch.setattr(KeptState, "verified", always_ahead)
+    engine = build_engine(target, Oracle(make_drafter("ngram", target), known), CROWDED)
+    with pytest.raises((AssertionError, StopIteration)):
+        answers = [completion.tokens for completion in engine.generate(batch, SHORT)]
+        assert answers == expected

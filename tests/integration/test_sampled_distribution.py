@@ -21,6 +21,7 @@ from draftsmith.drafters.options import (
     MtpOptions,
     SuffixOptions,
 )
+from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -32,8 +33,10 @@ from draftsmith.kernels.statistics import Fit, chi_square, detectable_bias
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control import stopping
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
+from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.round import Round
+from draftsmith.serve.sampling.params import SamplingParams
 
 HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 DRAFTERS = ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS]
@@ -117,6 +120,10 @@ class Lying:
 
 @pytest.fixture(scope="module")
 def prompt(target: Target) -> list[int]:
+    return repetitive_prompt(target)
+
+
+def repetitive_prompt(target: Target) -> list[int]:
     """One whose likely next tokens occur in it, so that n-gram lookup has something to offer."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(500):
@@ -130,6 +137,10 @@ def prompt(target: Target) -> list[int]:
 
 @pytest.fixture(scope="module")
 def distribution(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    return enumerated(target, prompt)
+
+
+def enumerated(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Every answer of LENGTH tokens with its probability, by enumeration under the target."""
     rows = SamplingRows.of([SAMPLING["temperature"]], top_k=[SAMPLING["top_k"]])
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
@@ -329,3 +340,56 @@ def test_a_stop_that_undoes_the_round_it_goes_by_is_rejected(
     server.engine._verify = Undecided(server.engine)
     found = fit(server, prompt, distribution, num_samples=NUM_SAMPLES // 3, seeded=False)
     assert found.p_value < FALSE_ALARM, found
+
+
+RECURRENT = ["lfm2", "bamba"]
+MORE_RECURRENT = [
+    "qwen3_next",
+    "jamba",
+    "lfm2_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "granitemoehybrid",
+    "minimax",
+]
+
+
+@pytest.mark.parametrize(
+    "arch", [*RECURRENT, *(pytest.param(arch, marks=pytest.mark.long) for arch in MORE_RECURRENT)]
+)
+def test_states_that_cannot_be_rolled_back_keep_the_joint_distribution(
+    arch: str, tiny_target: Callable[..., str]
+) -> None:
+    target = Target.load(tiny_target(arch))
+    found = engine_fit(target, "ngram")
+    assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
+
+
+@pytest.mark.parametrize("arch", RECURRENT[:1])
+def test_a_state_that_rejected_tokens_were_read_into_is_rejected(
+    arch: str, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def always_ahead(state: KeptState, drafted: int, accepted: int) -> None:
+        state.side = 1 - state.side if drafted else state.side
+
+    monkeypatch.setattr(KeptState, "verified", always_ahead)
+    found = engine_fit(Target.load(tiny_target(arch)), "ngram", num_samples=NUM_SAMPLES // 2)
+    assert found.p_value < FALSE_ALARM, found
+
+
+def engine_fit(target: Target, family: str, *, num_samples: int = NUM_SAMPLES) -> Fit:
+    """The answers of an engine by itself, which reads prompts in pieces."""
+    prompt = repetitive_prompt(target)
+    distribution = enumerated(target, prompt)
+    config = EngineConfig(k=K, max_batch=128, max_length=64, max_round_tokens=1024, max_queue=2048)
+    engine = build_engine(target, make(family, target), config)
+    params = SamplingParams(**SAMPLING, max_tokens=ASKED, ignore_eos=True)
+    counts = torch.zeros(len(distribution) + 1)
+    texts = {text: index for index, text in enumerate(distribution)}
+    for completion in engine.generate([prompt] * num_samples, params, text=False):
+        counts[texts.get(tuple(completion.tokens[:LENGTH]), len(distribution))] += 1
+    assert min(engine.stats.offered[depth] for depth in range(K)) > num_samples / 4
+    assert not engine.stats.fallbacks
+    return chi_square(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))

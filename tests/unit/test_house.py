@@ -31,6 +31,7 @@ ORDER = {
     "kernels": ("attention", "sampling", "divergence", "verify"),
     "drafters": (
         "layouts",
+        "recurrent",
         "target",
         "autoregressive",
         "compiled",

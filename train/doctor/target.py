@@ -51,7 +51,7 @@ def check_finite(target: Target) -> Finding:
 def check_rope(target: Target) -> list[Finding]:
     """Finds rotary frequencies that limit the context; a model whose frequencies never change has
     no finding."""
-    longest, limit = target.config.max_position_embeddings, target.rope_limit
+    longest, limit = target.num_positions, target.rope_limit
     if limit is None or limit.positions >= longest:
         return []
     what = (

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, TrainedDrafter
+from draftsmith.drafters.recurrent.kept import NUM_SIDES, KeptState
+from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
+from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
@@ -118,6 +121,7 @@ class Tables:
         self.device = target.device
         self.tables = torch.arange(rows * width, device=self.device).view(rows, width)
         self.pool: PagedPool = target.new_pool(rows * width, BLOCK_SIZE)
+        self.states = target.new_states(NUM_SIDES * rows)
         self.draft_pool = drafter.new_pool(rows * width, BLOCK_SIZE, self.device, target.dtype)
 
     def decode(self, k: int) -> Callable[[], Any]:
@@ -133,8 +137,12 @@ class Tables:
         drafts = torch.full((self.rows, k), 7, device=self.device)
         seeds = torch.arange(self.rows, device=self.device)
 
+        reads = [RowRead(row, KeptState(), False, 1, k) for row in range(self.rows)]
+
         def run() -> Any:
-            context = PagedPass(self.pool, self.tables, positions, lengths)
+            context: AttentionContext = PagedPass(self.pool, self.tables, positions, lengths)
+            if self.states is not None:
+                context = StatePass(context, Split(round_waves(reads), self.states, self.device))
             output = self.target.forward(
                 ids, positions[None], context, wanted, self.drafter.taps if k else ()
             )

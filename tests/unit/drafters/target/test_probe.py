@@ -44,11 +44,6 @@ SERVED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32, "num_key_value_heads": 4,
     },
 }  # fmt: skip
-LINEAR = {
-    "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
@@ -66,7 +61,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
         "knows no attention named",
     ),
-    "qwen3_next": (LINEAR, "layer 0 has no attention that honours"),
+    "xlstm": ({"num_blocks": 4, "num_heads": 4}, "layer 0 has no attention that honours"),
 }
 
 

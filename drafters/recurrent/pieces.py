@@ -1,0 +1,109 @@
+"""The pieces of a pass that layers with a state read one after another. Legend: B rows, T
+columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from draftsmith.drafters.recurrent.kept import KeptState
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one text in a pass [B, T]."""
+
+    row: int
+    begin: int  # first column
+    end: int
+    source: int | None  # slot of the state before them; None: they begin their text
+    target: int | None  # slot that the state after them is written to; None: it is dropped
+
+
+# Pieces that do not depend on each other; a wave may read what the waves before it wrote.
+Wave = Sequence[Piece]
+
+
+class RowRead(NamedTuple):
+    """One text's share of a round: known tokens, then drafted ones."""
+
+    owner: int  # number of its slots
+    kept: KeptState
+    is_start: bool  # its known tokens begin the text
+    num_known: int  # 1 or more
+    num_drafted: int
+
+
+def round_waves(reads: Sequence[RowRead]) -> tuple[list[Piece], list[Piece]]:
+    """Pieces of a round in a pass [1, T], text after text: known tokens, and drafted ones from the
+    state after them."""
+    known, drafted = [], []
+    begin = 0
+    for read in reads:
+        middle, slot = begin + read.num_known, read.kept.slot(read.owner)
+        known.append(Piece(0, begin, middle, None if read.is_start else slot, slot))
+        begin = middle + read.num_drafted
+        if read.num_drafted > 0:
+            drafted.append(Piece(0, middle, begin, slot, read.kept.slot_ahead(read.owner)))
+    return known, drafted
+
+
+class States(Protocol):
+    """States by layer and slot."""
+
+    def read(self, layer: int, slots: torch.Tensor) -> dict[Any, torch.Tensor]: ...
+
+    def write(self, layer: int, slots: torch.Tensor, states: dict[Any, torch.Tensor]) -> None: ...
+
+
+class Group(NamedTuple):
+    """Pieces of one wave that are read together; n of them, c columns each."""
+
+    rows: torch.Tensor  # [n, 1] int64
+    columns: torch.Tensor  # [n, c] int64
+    sources: torch.Tensor | None  # [n] int64 slots
+    targets: torch.Tensor | None  # [n] int64 slots
+
+
+class Split:
+    """The pieces of one pass, made ready for every layer.
+
+    Args:
+        waves: in the order in which they are read.
+        states: None where no piece has a source or a target.
+    """
+
+    def __init__(self, waves: Iterable[Wave], states: States | None, device: torch.device):
+        self.states = states
+        self.groups = [group for wave in waves for group in _groups(wave, device)]
+
+
+def _groups(wave: Wave, device: torch.device) -> list[Group]:
+    alike: dict[tuple[int, bool, bool], list[Piece]] = {}
+    for piece in wave:
+        kind = (piece.end - piece.begin, piece.source is None, piece.target is None)
+        alike.setdefault(kind, []).append(piece)
+    return [_group(pieces, device) for pieces in alike.values()]
+
+
+def _group(pieces: list[Piece], device: torch.device) -> Group:
+    rows = torch.tensor([[piece.row] for piece in pieces], device=device)
+    columns = torch.tensor([list(range(piece.begin, piece.end)) for piece in pieces], device=device)
+    sources, targets = (
+        None if slots[0] is None else torch.tensor(slots, device=device)
+        for slots in (
+            [piece.source for piece in pieces],
+            [piece.target for piece in pieces],
+        )
+    )
+    return Group(rows, columns, sources, targets)
+
+
+class StatePass:
+    """The `AttentionContext` of a pass over a model that has layers with a state: `attention` owns
+    keys and values, `split` the states."""
+
+    def __init__(self, attention: Any, split: Split):
+        self.attention, self.split = attention, split
+        self.attend = attention.attend

@@ -1,0 +1,80 @@
+"""States of recurrent layers: kept from round to round, read piece by piece."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.recurrent.kept import KeptState
+from draftsmith.drafters.recurrent.pieces import Piece, RowRead, round_waves
+from draftsmith.drafters.speculate import speculate
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("lfm2"))
+
+
+def test_a_state_moves_on_by_what_a_round_kept() -> None:
+    state = KeptState()
+    state.verified(3, 3)
+    assert (state.behind, state.side) == (0, 1)
+    state.verified(3, 2)
+    assert (state.behind, state.side) == (2, 1)
+    state.verified(3, 0)
+    assert (state.behind, state.side) == (0, 1)
+    state.verified(0, 0)
+    assert (state.behind, state.side) == (0, 1)
+
+
+def test_drafted_tokens_are_read_from_a_copy_of_the_kept_state() -> None:
+    reads = [RowRead(4, KeptState(side=1), False, 2, 3), RowRead(0, KeptState(), True, 5, 0)]
+    known, drafted = round_waves(reads)
+    assert known == [Piece(0, 0, 2, 9, 9), Piece(0, 5, 10, None, 0)]
+    assert drafted == [Piece(0, 2, 5, 9, 8)]
+
+
+def test_texts_of_a_packed_row_do_not_share_a_state(target: Target) -> None:
+    texts = [torch.arange(3, 12), torch.arange(40, 47)]
+    segments = torch.tensor([[0] * 9 + [1] * 7 + [-1] * 2])
+    row = torch.cat([*texts, torch.tensor([1, 1])])[None]
+    taps, packed = target.states(row, (segments >= 0).long(), (1, 3), segments)
+    for text, begin in zip(texts, (0, 9)):
+        alone_taps, alone = target.states(text[None], torch.ones(1, len(text)), (1, 3))
+        part = slice(begin, begin + len(text))
+        torch.testing.assert_close(packed[:, part], alone, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(taps[:, part], alone_taps, atol=1e-5, rtol=1e-4)
+
+
+def test_speculation_without_a_server_writes_the_same_text(target: Target) -> None:
+    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    prompts = [[5, 9, 7, 30, 11], [4], list(range(3, 40))]
+    batch = speculate(
+        drafter, target, prompts, k=3, temperature=0.0, seeds=[0, 1, 2], max_new_tokens=16
+    )
+    answers = target.answer(prompts, max_new_tokens=16)
+    assert [text.tokens[text.num_prompt :] for text in batch.texts] == answers
+    assert any(one.accepted < len(one.drafted) for text in batch.texts for one in text.rounds)
+
+
+def test_what_cannot_be_had_with_a_state_is_refused(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError, match="which reads one continuation only; leave tree out"):
+        build_engine(target, None, EngineConfig(tree="dynamic"))
+    with pytest.raises(UserError, match="recurrent state, which cannot be rolled back"):
+        DraftLm.create(DraftLmOptions(init=target.name), target, seed=0)
+    with caplog.at_level(logging.INFO, logger="draftsmith.serve.cache.states"):
+        engine = build_engine(target, None, EngineConfig(max_length=64))
+    assert engine.scheduler.prefix is None and not target.recorded
+    assert [record.getMessage()[:21] for record in caplog.records] == ["prefix caching is off"]
