@@ -61,6 +61,9 @@ class DraftInputs:
     # A drafter that guesses how its drafts survive ends a row where the chance of all being kept
     # falls below this; it decides on each before it is drawn (invariant 4). 0: never.
     least_survival: float = 0.0
+    # A chain goes on only while the product of the draft's largest probabilities, at temperature 1
+    # and of the tokens drafted so far, is at least this; for drafters that `EndsChains`. 0: always.
+    least_confidence: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,13 @@ class Positioned(Protocol):
 def draft_positions(drafter: ServingDrafter | None) -> int | None:
     """Tokens up to which a drafter may draft; None where it has no positions of its own."""
     return drafter.max_positions if isinstance(drafter, Positioned) else None
+
+
+@runtime_checkable
+class EndsChains(Protocol):
+    """A drafter that may heed `DraftInputs.least_confidence`: every further token costs a pass."""
+
+    ends_chains: bool
 
 
 @runtime_checkable

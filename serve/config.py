@@ -64,6 +64,9 @@ STOP_HELP = (
     "stop a request's drafting while fewer of its drafted tokens per round than this are accepted, "
     "with trials; 0: never"
 )
+CONFIDENCE_HELP = (
+    "end a chain where the product of the draft's largest probabilities falls below this; 0: never"
+)
 VERIFICATIONS = ("chain", "block", "typical")
 VERIFICATION_HELP = (
     "how a chain's drafts are verified: one by one, together (keeps more), or by typical "
@@ -93,6 +96,7 @@ class EngineConfig:
         None, "draft tokens per round by batch size, for example 1:5,8:3,32:0"
     )
     stop_below: float = option(0.0, STOP_HELP)
+    least_confidence: float = option(0.0, CONFIDENCE_HELP)
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
     draft_sampling: str = option(
@@ -200,6 +204,7 @@ class ServeConfig(ServedPair):
         None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
     )
     stop_below: float = option(0.0, STOP_HELP)
+    least_confidence: float = option(0.0, CONFIDENCE_HELP)
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
     draft_sampling: str = option(
@@ -262,6 +267,7 @@ class ServeConfig(ServedPair):
             adaptive=self.k == "auto",
             k_schedule=self.k_schedule,
             stop_below=self.stop_below,
+            least_confidence=self.least_confidence,
             verification=self.verification,
             synthetic_acceptance=self.synthetic_acceptance,
             draft_sampling=self.draft_sampling,

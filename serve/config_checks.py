@@ -6,7 +6,15 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Limits, LimitsTable, check_numbers
+from draftsmith.config import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Limits,
+    LimitsTable,
+    check_numbers,
+)
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
@@ -16,7 +24,7 @@ LIMITS: LimitsTable = {
     EngineConfig: dict.fromkeys(
         ("max_batch", "max_round_tokens", "max_queue", "block_size"), AT_LEAST_1
     )
-    | {"stop_below": NOT_NEGATIVE},
+    | {"stop_below": NOT_NEGATIVE, "least_confidence": BELOW_1},
     ServeConfig: {
         "threads": AT_LEAST_1,
         "tensor_parallel": AT_LEAST_1,
@@ -40,6 +48,11 @@ def check_engine(config: EngineConfig) -> None:
     if config.adaptive and config.k_schedule is not None:
         raise UserError(
             f"k is auto together with k_schedule {config.k_schedule!r}; choose one of them"
+        )
+    if config.tree is not None and config.least_confidence > 0:
+        raise UserError(
+            f"tree is given with least_confidence {config.least_confidence:g}, which ends chains; "
+            "leave one of them out"
         )
     if config.tune_draft_temperature and config.draft_sampling == "greedy":
         raise UserError(

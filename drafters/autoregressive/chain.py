@@ -41,13 +41,14 @@ def draft_chain(
         depths[0].rows, 0, drafter.draft_logits(step.head_input), positions + drafter.ahead
     )
     state = ChainState(tokens, step.next_hidden, positions, tables)
-    # Penalties, bans and masks of a request are worked out on the host.
+    # Penalties, bans and masks of a request are worked out on the host, and so are a chain's ends.
     if (
         graphs is None
         or inputs.adjust is not None
+        or sampler.confidence is not None
         or not graphs.draft(state, inputs, sampler, depths[1:])
     ):
-        _draft_eagerly(drafter, inputs, state, sampler, depths[1:])
+        _draft_eagerly(drafter, inputs, state, sampler, depths)
 
 
 def _draft_eagerly(
@@ -57,8 +58,16 @@ def _draft_eagerly(
     sampler: DraftSampler,
     depths: list[RowsAtDepth],
 ) -> None:
+    """Draft the depths after the first, whose tokens are those of `state`."""
     ones = torch.ones_like(state.tokens)
-    for depth, (rows, kept, _) in enumerate(depths, start=1):
+    rows = depths[0].rows
+    for depth, (allowed, kept, _) in enumerate(depths[1:], start=1):
+        if (sure := sampler.going_on(rows)) is not None:
+            kept = (torch.isin(rows, allowed) & sure).nonzero()[:, 0]
+            allowed = rows[kept]
+            if len(kept) == 0:
+                return
+        rows = allowed
         if kept is not None:
             state = state.select(kept)
         positions = state.positions + 1

@@ -93,6 +93,10 @@ class DraftSampler:
             else torch.full(self.shape, -torch.inf, dtype=torch.float32, device=device)
         )
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+        # [B] the product of the draft's largest probabilities so far; None: not asked for
+        self.confidence = None
+        if inputs.least_confidence > 0:
+            self.confidence = torch.ones(size, dtype=torch.float32, device=device)
 
     def rows_at_depth(self, rows: Sequence[int], most: int | None = None) -> list[RowsAtDepth]:
         """Rows among `rows` (ascending) that draft at each depth, up to `most` depths. Budgets are
@@ -126,6 +130,8 @@ class DraftSampler:
     ) -> torch.Tensor:
         """Raw draft logits [R, Vd] of `rows` [R] -> target ids [R], the tokens of the absolute
         `positions` [R]."""
+        if self.confidence is not None:
+            self.confidence[rows] *= largest_probability(logits)
         if self.inputs.adjust is not None:
             prefixes = self.tokens[rows, :depth].tolist()
             logits = adjusted(
@@ -137,6 +143,14 @@ class DraftSampler:
         drawn = draw_tokens(logits, sampling, seeds, positions, self.vocab_map)
         self.keep(rows, depth, drawn)
         return drawn.tokens
+
+    def going_on(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Which of `rows` [R] may draft further, before anything of the next depth is drawn or even
+        read (invariant 4); None: all of them, without a look at the device."""
+        if self.confidence is None:
+            return None
+        # A distribution without mass is no reason to end: it must be met, and make the draft rest.
+        return ~(self.confidence[rows] < self.inputs.least_confidence)
 
     def keep(self, rows: torch.Tensor, depth: int, drawn: DraftStep) -> None:
         # All rows are in their order, so that nothing has to be looked up.
@@ -163,6 +177,12 @@ class DraftSampler:
         return Proposal(
             tokens=self.tokens, lengths=self.lengths, logits=self.logits, has_mass=has_mass
         )
+
+
+def largest_probability(logits: torch.Tensor) -> torch.Tensor:
+    """[R, V] raw -> [R] float32, at temperature 1 without filters."""
+    logits = logits.float()
+    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
 
 
 def adjusted(

@@ -43,6 +43,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
+    ends_chains = True
     ahead = 2  # the state at position t predicts the token at t + 2
     _recorded: RecordedHead | None = None
     _graphs: ChainGraphs | None = None

@@ -39,6 +39,7 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 class Peagle(Eagle3):
     family = "p-eagle"
+    ends_chains = False  # all tokens come in one pass
     propose_tree = None  # type: ignore[assignment]  # not a drafter that grows trees
 
     def __init__(self, *args: Any, mask_token: int | None = None, **shape: Any):

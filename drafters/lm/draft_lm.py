@@ -56,6 +56,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
     family = "draft-lm"
     taps: tuple[int, ...] = ()
     vocab_map = None
+    ends_chains = True
     ahead = 1  # the state at position t predicts the token at t + 1
     _graphs: ChainGraphs | None = None
 

@@ -14,6 +14,7 @@ import torch
 from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
+    EndsChains,
     Proposal,
     Recordable,
     ServingDrafter,
@@ -34,6 +35,10 @@ class TextFirst(Recordable, Capturable):
             raise UserError(f"suffix_share is {share}; it must be above 0 and at most 1")
         self.model, self.text, self.share = model, text, share
         self.family, self.taps = model.family, model.taps
+
+    @property
+    def ends_chains(self) -> bool:
+        return isinstance(self.model, EndsChains) and self.model.ends_chains
 
     def beside(self, model: ServingDrafter) -> TextFirst:
         """The same text in front of another model."""

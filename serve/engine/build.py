@@ -97,6 +97,7 @@ def build_engine(
         stats,
         vocab_size=target.vocab_size,
         tree=tree,
+        least_confidence=config.least_confidence,
         fallback=fallback,
         misreport=None if config.test_misreport is None else Misreport.parse(config.test_misreport),
     )

@@ -17,6 +17,7 @@ import torch
 from draftsmith.drafters.interface import (
     Adjust,
     DraftInputs,
+    EndsChains,
     GrowsTrees,
     Proposal,
     Remembering,
@@ -50,6 +51,7 @@ class Proposer:
         *,
         vocab_size: int,
         tree: TreeShape | None = None,
+        least_confidence: float = 0.0,
         fallback: ServingDrafter | None = None,
         misreport: Misreport | None = None,
     ):
@@ -60,7 +62,14 @@ class Proposer:
                 f"tree is given with {family}, which grows none; leave it out or draft with "
                 "eagle3, eagle1 or mtp"
             )
+        if least_confidence > 0 and not (isinstance(drafter, EndsChains) and drafter.ends_chains):
+            family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
+            raise UserError(
+                f"least_confidence is {least_confidence:g} with {family}, which does not draft one "
+                "token after another; leave it out or draft with eagle3, eagle1, mtp or a draft LM"
+            )
         self.drafts, self.pool, self.stats = drafts, pool, stats
+        self.least_confidence = least_confidence
         self.vocab_size, self.tree = vocab_size, tree
         # Drafts from the text alone while a draft rests: a drafter without cache and taps.
         self.fallback = fallback
@@ -199,6 +208,7 @@ class Proposer:
             shares=[not request.repeatable for request in requests],
             adjust=asked.adjust,
             least_survival=asked.least_survival,
+            least_confidence=self.least_confidence,
         )
 
 

@@ -393,3 +393,48 @@ def engine_fit(target: Target, family: str, *, num_samples: int = NUM_SAMPLES) -
     assert min(engine.stats.offered[depth] for depth in range(K)) > num_samples / 4
     assert not engine.stats.fallbacks
     return chi_square(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
+
+
+class Withdrawing(Looking):
+    """Withdraws a drafted token for its own probability, as a bound on it would."""
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        proposal = self.drafter.propose(inputs)
+        own = proposal.logits.softmax(dim=-1).gather(-1, proposal.tokens.clamp(min=0)[..., None])
+        sure = (own[..., 0].cumprod(dim=1) >= 0.3).long().cumprod(dim=1).sum(dim=1)
+        return replace(proposal, lengths=torch.minimum(proposal.lengths, sure.to(proposal.lengths)))
+
+
+def sharp_draft(target: Target) -> ServingDrafter:
+    """As `make` makes it, with states that are more and less sure."""
+    drafter = make("draft-lm", target)
+    with torch.no_grad():
+        drafter.lm.model.model.norm.weight.mul_(1.5)
+    return drafter
+
+
+@pytest.mark.parametrize("verification", ["chain", pytest.param("block", marks=pytest.mark.long)])
+def test_chains_that_end_where_the_draft_is_unsure_keep_the_distribution(
+    verification: str,
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
+) -> None:
+    options = {"least_confidence": 0.05, "verification": verification}
+    server = start(live_server, target, sharp_draft(target), **options)
+    found = fit(server, prompt, distribution, num_samples=NUM_SAMPLES // 2)
+    assert found.p_value > FALSE_ALARM, found
+    offered = server.engine.stats.offered
+    assert 0.1 * offered[0] < offered[1] < 0.9 * offered[0], offered
+
+
+def test_a_draft_withdrawn_for_its_own_probability_is_rejected(
+    target: Target,
+    prompt: list[int],
+    distribution: dict[tuple[int, ...], float],
+    live_server: Callable,
+) -> None:
+    server = start(live_server, target, Withdrawing(sharp_draft(target)))
+    found = fit(server, prompt, distribution, num_samples=NUM_SAMPLES // 2)
+    assert found.p_value < FALSE_ALARM, found

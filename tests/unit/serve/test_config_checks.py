@@ -26,6 +26,8 @@ NAN = float("nan")
         ({"memory_gib": NAN}, "memory_gib is nan"),
         ({"stop_below": -0.1}, "stop_below is -0.1"),
         ({"stop_below": NAN}, "stop_below is nan"),
+        ({"least_confidence": 1.0}, "least_confidence is 1.0"),
+        ({"least_confidence": 0.1, "tree": "auto"}, "tree is given with least_confidence 0.1"),
         ({"adaptive": True, "k_schedule": "1:5"}, "k is auto together with k_schedule"),
         ({"tune_draft_temperature": True, "draft_sampling": "greedy"}, "which has no temperature"),
         ({"synthetic_acceptance": (0.5, NAN)}, "rates from 0 to 1"),
