@@ -16,6 +16,7 @@ from draftsmith.serve.http.errors import add_error_handlers
 from draftsmith.serve.http.limits import RequestLimits
 from draftsmith.serve.http.schema import describe
 from draftsmith.serve.http.server import Server
+from draftsmith.serve.responses.endpoint import add_responses_endpoint
 from draftsmith.version import __version__
 
 
@@ -33,6 +34,7 @@ def create_app(server: Server, dashboard: Dashboard | None = None) -> FastAPI:
     add_speculation_endpoints(app, server)
     add_learning_endpoints(app, server)
     add_completion_endpoints(app, server)
+    add_responses_endpoint(app, server)
     if dashboard is not None:
         add_dashboard(app, server, dashboard)
     describe(app, model=server.model, guarded=bool(server.limits.api_keys))

@@ -4,9 +4,8 @@ piece or as a stream of server-sent events."""
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +49,9 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
             )
         )
         responder = completion_responder(
-            server.model, server.vocabulary, _options(server, body), prompts, body.n or 1
+            server.model, server.vocabulary, response_options(server, body), prompts, body.n or 1
         )
-        return await _answer(server, request, body, prompts, responder)
+        return await answer(server, request, body, prompts, responder)
 
     @app.post(
         "/v1/chat/completions", responses={**events_of(ChatBody), **documented(*ANSWER_STATUSES)}
@@ -62,12 +61,17 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
         plan = await server.tokenizer_thread.run(lambda: chat_plan(server, body))
         prompt = Prompt(plan.tokens, None)
         responder = chat_responder(
-            server.model, server.vocabulary, _options(server, body), prompt, body.n or 1, plan.form
+            server.model,
+            server.vocabulary,
+            response_options(server, body),
+            prompt,
+            body.n or 1,
+            plan.form,
         )
-        return await _answer(server, request, body, [prompt], responder, plan)
+        return await answer(server, request, body, [prompt], responder, plan)
 
 
-def _options(server: Server, body: Generation) -> ResponseOptions:
+def response_options(server: Server, body: Generation) -> ResponseOptions:
     stream = body.stream_options
     return ResponseOptions(
         report="detailed" if body.speculation.report else server.report,
@@ -76,22 +80,26 @@ def _options(server: Server, body: Generation) -> ResponseOptions:
         name_by_id=bool(body.return_tokens_as_token_ids),
         echo=body.echoes(),
         prompt_only=body.most_tokens() == 0,
-        # A request without drafts has the target's distribution on any server.
         reasoning=not isinstance(body, ChatRequest) or body.include_reasoning is not False,
+        # A request without drafts has the target's distribution on any server.
         lossless=server.loop.engine.lossless or body.speculation.k == 0,
         usage=stream is not None and bool(stream.include_usage),
         running_usage=stream is not None and bool(stream.continuous_usage_stats),
     )
 
 
-async def _answer(
+async def answer(
     server: Server,
     request: Request,
     body: Generation,
     prompts: Sequence[Prompt],
     responder: Responder,
     plan: ChatPlan | None = None,
+    *,
+    api_name: Callable[[str], str] | None = None,
 ) -> Response:
+    """Answer to a request, in one piece or as a stream. `api_name` maps the engine's name of a
+    parameter to the request's; by default that of `body`."""
     num_choices = body.n or 1
     _check_count(server, len(prompts), num_choices)
     streams = RequestStreams(
@@ -100,7 +108,7 @@ async def _answer(
     try:
         await _submit(server, streams, request, body, prompts, answer=responder.id, plan=plan)
     except UserError as error:
-        raise as_refusal(error, api_name=body.api_name) from error
+        raise as_refusal(error, api_name=api_name or body.api_name) from error
     if body.stream:
         events = _stream(server, streams, responder)
         return StreamingResponse(
@@ -184,23 +192,23 @@ async def _stream(
 ) -> AsyncIterator[str]:
     try:
         async for body in _chunks(server, streams, responder):
-            yield _event(body)
+            yield responder.frame(body)
     except asyncio.TimeoutError:
-        yield _event(timed_out(server.limits.timeout_s or 0.0).body())
+        refused = timed_out(server.limits.timeout_s or 0.0).body()
+        yield responder.frame(responder.failed(refused))
     except Refusal as refusal:
         # The status line is long gone, so the error comes as an event, as OpenAI and vLLM send it.
-        yield _event(refusal.body())
+        yield responder.frame(responder.failed(refusal.body()))
     finally:
         streams.cancel()
-    yield "data: [DONE]\n\n"
+    yield responder.last_frame
 
 
 async def _chunks(
     server: Server, streams: RequestStreams, responder: Responder
 ) -> AsyncIterator[dict[str, Any]]:
-    for index in range(len(streams.requests)):
-        if (opening := responder.opening(index)) is not None:
-            yield opening
+    for opening in responder.openings(len(streams.requests)):
+        yield opening
     previous_s: dict[int, float] = {}
     async for index, request, update in streams.events():
         now_s = time.monotonic()
@@ -212,19 +220,10 @@ async def _chunks(
             if (refusal := failure(request)) is not None:
                 raise refusal
         # Also without text (half a character, say): a client measures the arrival of tokens by it.
-        yield responder.update(index, request, update)
+        for body in responder.events(index, request, update):
+            yield body
     server.metrics.answered(
         [request.num_output for request in streams.requests], responder.num_choices
     )
-    if (closing := responder.closing(streams.requests)) is not None:
+    for closing in responder.closings(streams.requests):
         yield closing
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-# Line ends to Unicode but not to server-sent events. Many a client (all on httpx's iter_lines) cuts
-# an event in two there.
-LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {_encode(body).translate(LINE_ENDS)}\n\n"

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draftsmith.serve.http.errors import Refusal, overloaded
 
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/dashboard")
-ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions")
+ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from draftsmith.serve.http.speculation_report import Level, speculation_report
+from draftsmith.serve.http.streams import sent_event
 from draftsmith.serve.http.tokens import Prompt
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, joined
@@ -143,6 +144,30 @@ class Responder(ABC):
 
     def token(self, token: int) -> str:
         return f"token_id:{token}" if self.options.name_by_id else self.vocabulary.decode([token])
+
+    def openings(self, num_requests: int) -> list[Body]:
+        """Bodies with which a stream begins."""
+        found = [self.opening(index) for index in range(num_requests)]
+        return [body for body in found if body is not None]
+
+    def events(self, index: int, request: Request, update: Update) -> list[Body]:
+        """Bodies of one round of a stream."""
+        return [self.update(index, request, update)]
+
+    def closings(self, requests: Sequence[Request]) -> list[Body]:
+        """Bodies with which a stream ends."""
+        closing = self.closing(requests)
+        return [] if closing is None else [closing]
+
+    def failed(self, error: Body) -> Body:
+        """Last body of a stream that ends with an error; `error` is OpenAI's object."""
+        return error
+
+    def frame(self, body: Body) -> str:
+        """A body as part of a stream."""
+        return sent_event(body)
+
+    last_frame: ClassVar[str] = "data: [DONE]\n\n"
 
     @abstractmethod
     def choice(self, index: int, request: Request) -> Body:

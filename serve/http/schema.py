@@ -240,7 +240,7 @@ def describe(app: FastAPI, *, model: str, guarded: bool) -> None:
 
 def _name_model(schemas: dict[str, Any], model: str) -> None:
     """Set the model's name as an example, for clients that read only the schema."""
-    for name in ("CompletionRequest", "ChatRequest"):
+    for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
         schemas[name]["properties"]["model"]["examples"] = [model]
 
 

@@ -4,9 +4,10 @@ cancelled together."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.threads import ThreadBridge, TokenizerThread
@@ -95,3 +96,15 @@ class RequestStreams:
         for request in self.requests:
             if not request.finished:
                 self.loop.cancel(request)
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# Line ends to Unicode but not to server-sent events. Many a client (all on httpx's iter_lines) cuts
+# an event in two there.
+LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+
+
+def sent_event(body: dict[str, Any], name: str = "") -> str:
+    """A body as a server-sent event, with a name or without."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {_encode(body).translate(LINE_ENDS)}\n\n"

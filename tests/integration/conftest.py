@@ -38,7 +38,9 @@ from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
+from draftsmith.serve.http.streams import RequestStreams
 from draftsmith.serve.metrics.server import ServerMetrics
+from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
 
 MODEL = "tiny"
@@ -48,6 +50,20 @@ OPTIONS = {name: options() for name, options in DEFAULTS.items()} | {
 }
 LEARN = LearnConfig(lr=3e-3, steps=20, fresh=16, unroll=LearnUnroll(steps=3))
 GATE = GateConfig(every=1, held_out=0.3)
+
+
+# Like Qwen's: tools, calls and reasoning.
+CHAT_TEMPLATE = """
+{%- if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>
+{% endif %}
+{%- for message in messages %}<{{ message.role }}>
+{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.unit }}]{% endfor %}
+{%- if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %}
+{% endfor %}
+{%- if add_generation_prompt %}<assistant>
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>{% endif %}
+{%- endif %}"""
 
 
 class LiveServer:
@@ -112,6 +128,37 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
     yield start
     for server in servers:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def chat_target(tiny_target: Callable[..., str]) -> Target:
+    target = Target.load(tiny_target("llama"))
+    target.tokenizer().chat_template = CHAT_TEMPLATE
+    return target
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`scripted(text)`: the text of every answer from now on, whatever the model's is."""
+    events, text, step = RequestStreams.events, "", 3
+
+    async def replaced(streams: RequestStreams) -> Any:
+        last = None
+        async for event in events(streams):
+            last = event
+        assert last is not None
+        last.request.text, last.request.finish_reason = text, FinishReason.STOP
+        pieces = [text[at : at + step] for at in range(0, len(text), step)]
+        for piece in pieces:
+            yield last._replace(update=last.update._replace(text=piece, finish_reason=None))
+        yield last._replace(update=last.update._replace(text="", finish_reason=FinishReason.STOP))
+
+    def script(answer: str) -> None:
+        nonlocal text
+        text = answer
+        monkeypatch.setattr(RequestStreams, "events", replaced)
+
+    return script
 
 
 class Loop:

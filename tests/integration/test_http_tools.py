@@ -12,7 +12,6 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.completions import RequestStreams
 from draftsmith.serve.http.schema import ChatBody
 
 CHAT: Any = [{"role": "user", "content": "How warm?"}]
@@ -30,17 +29,6 @@ WEATHER: Any = {
     },
 }
 TIME: Any = {"type": "function", "function": {"name": "time"}}
-TEMPLATE = """
-{%- if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>
-{% endif %}
-{%- for message in messages %}<{{ message.role }}>
-{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.unit }}]{% endfor %}
-{%- if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %}
-{% endfor %}
-{%- if add_generation_prompt %}<assistant>
-{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>{% endif %}
-{%- endif %}"""
 OPTIONS: dict[str, Any] = {
     "model": "tiny",
     "messages": CHAT,
@@ -51,15 +39,8 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    target = Target.load(tiny_target("llama"))
-    target.tokenizer().chat_template = TEMPLATE
-    return target
-
-
-@pytest.fixture(scope="module")
-def server(target: Target, live_server: Callable) -> Any:
-    return live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
+def server(chat_target: Target, live_server: Callable) -> Any:
+    return live_server(chat_target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +52,6 @@ def prompt_of(server: Any, messages: list, **options: object) -> str:
     body = {"messages": messages, **options}
     tokens = server.http.post("/tokenize", json=body).json()["tokens"]
     return server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-
-
-def answers(monkeypatch: pytest.MonkeyPatch, text: str, step: int = 3) -> None:
-    """The model's answers are `text`, whatever it says."""
-    events = RequestStreams.events
-
-    async def scripted(streams: RequestStreams) -> Any:
-        last = None
-        async for event in events(streams):
-            last = event
-        assert last is not None
-        last.request.text = text
-        pieces = [text[at : at + step] for at in range(0, len(text), step)]
-        for piece in pieces:
-            yield last._replace(update=last.update._replace(text=piece, finish_reason=None))
-        yield last._replace(update=last.update._replace(text=""))
-
-    monkeypatch.setattr(RequestStreams, "events", scripted)
 
 
 def test_messages_of_a_tool_loop_reach_the_template(server: Any) -> None:
@@ -170,13 +133,14 @@ CALLED = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"unit": "C
 
 @pytest.mark.parametrize("tools", [[WEATHER], []])
 def test_a_call_that_the_model_makes_itself(
-    tools: list, server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+    tools: list, server: Any, client: openai.OpenAI, scripted: Callable
 ) -> None:
-    answers(monkeypatch, f"<think>\nso\n</think>\n\n{CALLED}")
+    scripted(f"<think>\nso\n</think>\n\n{CALLED}")
     body = {**OPTIONS, "tools": tools, "ignore_eos": True, "max_tokens": 3, "stop": ["x"]}
     told = server.http.post("/v1/chat/completions", json=body).json()
     ChatBody.model_validate(told, strict=True)
     message = told["choices"][0]["message"]
+    assert told["choices"][0]["finish_reason"] == ("tool_calls" if tools else "stop")
     assert message["reasoning_content"] == "so"
     assert message["content"] == ("Let me see." if tools else CALLED)
     if tools:

@@ -55,6 +55,7 @@ ORDER = {
         "tools",
         "bodies",
         "http",
+        "responses",
         "dashboard",
         "bench",
     ),
