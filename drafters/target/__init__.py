@@ -5,7 +5,7 @@ Files in reading order:
 - `quantised`: libraries of quantised weights, and their values as numbers
 - `causal_lm`: any causal LM as body and head
 - `probe`: checks made when a model is loaded
-- `rotary`: rotary embeddings that depend on length
+- `limits`: lengths up to which texts are served
 - `taps`: hidden states read by hooks
 - `attention`: the attention function given to transformers
 - `packed_pass`: several texts in one row

@@ -74,7 +74,8 @@ def attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    return output, None
+    # As transformers' own functions give it: some modules take a view of it.
+    return output.contiguous(), None
 
 
 def _plain(
@@ -99,7 +100,7 @@ def _plain(
         reference_attention(q, k, v, m, scaling=scaling, softcap=softcap, sinks=sinks)
         for q, k, v, m in zip(query, key, value, mask.expand(query.shape[0], -1, -1, -1))
     ]
-    return torch.stack(rows).transpose(1, 2)
+    return torch.stack(rows).transpose(1, 2).contiguous()
 
 
 def register() -> str:

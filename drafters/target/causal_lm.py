@@ -18,11 +18,18 @@ from transformers import PreTrainedModel
 from draftsmith.drafters.recurrent.mixers import StateLayers
 from draftsmith.drafters.recurrent.slots import StateSlots
 from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.limits import (
+    ChunkLimit,
+    RopeLimit,
+    chunk_limit,
+    keep_to_one_chunk,
+    lengthen,
+    rope_limit,
+)
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.quantised import effective_weight, has_numbers
-from draftsmith.drafters.target.rotary import lengthen, rope_limit
 from draftsmith.drafters.target.segments import positions_of
-from draftsmith.drafters.target.taps import FINAL, captured, check_taps, decoder_layers
+from draftsmith.drafters.target.taps import FINAL, body_name, captured, check_taps, decoder_layers
 from draftsmith.kernels.attention.pool import PagedPool
 
 # Longest text of a model that counts no positions, as Mamba.
@@ -93,9 +100,13 @@ class CausalLM:
         self.rope_limit = rope_limit(self.config)
         if max_length is not None and self.rope_limit is not None and lengthen(model, max_length):
             self.rope_limit = rope_limit(self.config, lengthened=max_length)
-        self.layers = decoder_layers(model.base_model, self.config.num_hidden_layers)
+        self._body_name = body_name(model)
+        self.layers = decoder_layers(self.body, self.config.num_hidden_layers)
         self.eos_token_ids = end_of_text_ids(model)
-        self._head = _head_alone(model)
+        self._head = _head_alone(model, self._body_name)
+        self.chunk_limit = chunk_limit(self.config)
+        if self.chunk_limit is not None:
+            keep_to_one_chunk(self.body)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._recorded: RecordedLm | None = None
         self.state_layers = StateLayers()
@@ -107,6 +118,11 @@ class CausalLM:
         same numbers to float rounding. Weights may be written in place afterwards if `refresh` is
         called then."""
         self._recorded = recorded
+
+    @property
+    def body(self) -> torch.nn.Module:
+        """The part that turns tokens into the states that the head multiplies."""
+        return getattr(self.model, self._body_name)
 
     @property
     def recorded(self) -> bool:
@@ -150,16 +166,21 @@ class CausalLM:
         return getattr(self.config, "max_position_embeddings", NO_POSITIONS)
 
     @property
+    def limits(self) -> list[RopeLimit | ChunkLimit]:
+        """Limits of texts below the positions that the model is made for, the tightest first."""
+        limits = (limit for limit in (self.rope_limit, self.chunk_limit) if limit is not None)
+        return sorted(limits, key=lambda limit: limit.positions)
+
+    @property
     def max_positions(self) -> int:
         """The longest text, in tokens, whose states depend on that text alone."""
-        longest = self.num_positions
-        return longest if self.rope_limit is None else min(longest, self.rope_limit.positions)
+        return min([self.num_positions, *(limit.positions for limit in self.limits)])
 
     def check_length(self, length: int, what: str) -> None:
         """Raises `UserError` where texts of `length` tokens, by the option or argument `what`,
         would depend on their batch."""
-        if self.rope_limit is not None:
-            self.rope_limit.check(length, self.name, what)
+        for limit in self.limits:
+            limit.check(length, self.name, what)
 
     def new_pool(
         self,
@@ -237,7 +258,7 @@ class CausalLM:
 
     def _body(self, taps: Sequence[int], **inputs: Any) -> dict[int, torch.Tensor]:
         with captured(self.layers, taps) as states:
-            states[FINAL] = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            states[FINAL] = self.body(**inputs, use_cache=False).last_hidden_state
         return states
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -264,7 +285,7 @@ def end_of_text_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Chat models name all of theirs in the generation config, and only one in the config."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     if ids is None:
-        ids = model.config.get_text_config().eos_token_id
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
@@ -296,14 +317,14 @@ class _Output:
         return self.last_hidden_state if index == 0 else None
 
 
-def _head_alone(model: PreTrainedModel) -> PreTrainedModel:
+def _head_alone(model: PreTrainedModel, body_name: str) -> PreTrainedModel:
     """The same model object but for its body, sharing every parameter of the head.
 
     Running the model's own forward over given states is the only way to its logits that needs no
     list of the scales, soft caps and biases that families put around their head.
     """
     head = copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+    head._modules = {**model._modules, body_name: _GivenStates()}
     return head
 
 

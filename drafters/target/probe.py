@@ -20,6 +20,8 @@ from draftsmith.kernels.attention.pool import PagedPool
 CHUNKS = (2, 1, 9)
 NUM_TOKENS = sum(CHUNKS)
 NO_ATTENTION = LayerShape(0, 0, 0)
+NARROW = 2  # tokens of a window that a probe's text would not fit in
+HIDDEN_WINDOW = "it hides its sliding window in a mask instead of telling its attention"
 SHORT_TOKENS = 9  # of the text beside the long one
 # Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes
 # near these.
@@ -89,6 +91,7 @@ def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
     attention = AttentionShapes()
     lm.paged(ids, positions[None], attention)
     check_layers(lm, attention)
+    _check_window(lm, attention, ids)
     layers = [attention.shapes.get(layer, NO_ATTENTION) for layer in range(lm.num_layers)]
     _check_paged(lm, layers, ids, positions, expected)
     _check_neighbours(lm, ids, positions)
@@ -117,7 +120,7 @@ def _check_paged(
             [lm.head(chunk) for chunk in _paged_chunks(lm, layers, ids, positions)], dim=1
         )
         try:
-            _compare(lm, paged, expected, reason, every_token=bool(lm.state_layers))
+            _compare(lm, paged, expected, reason)
         except UserError:
             if singly or not lm.state_layers:
                 raise
@@ -196,35 +199,44 @@ def check_layers(lm: CausalLM, attention: AttentionShapes) -> None:
             )
         )
     kinds = set(lm.config.to_dict().get("layer_types") or ())
+    known = {"full_attention", "sliding_attention"}
+    if lm.chunk_limit is not None:
+        known.add("chunked_attention")
     if lm.state_layers:
         # The paged pass shows whether the others keep everything in states.
-        kinds &= {"full_attention", "sliding_attention", "chunked_attention"}
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        kinds &= known | {"chunked_attention"}
+    if unknown := kinds - known:
         raise UserError(refusal(lm, f"attention of type {sorted(unknown)[0]!r} is not supported"))
     if "sliding_attention" in kinds and not attention.windowed:
-        raise UserError(
-            refusal(lm, "it hides its sliding window in a mask instead of telling its attention")
-        )
+        raise UserError(refusal(lm, HIDDEN_WINDOW))
 
 
-def _compare(
-    lm: CausalLM,
-    actual: torch.Tensor,
-    expected: torch.Tensor,
-    reason: str,
-    *,
-    every_token: bool = False,
-) -> None:
+def _check_window(lm: CausalLM, attention: AttentionShapes, ids: torch.Tensor) -> None:
+    """Narrows a window that no layer asked for, which then must not change anything: one in a mask
+    would not be seen by texts as short as a probe's."""
+    window = getattr(lm.config, "sliding_window", None)
+    if attention.windowed or not window or window >= lm.num_positions:
+        return
+    expected = lm.model(input_ids=ids, use_cache=False).logits
+    lm.config.sliding_window = NARROW
+    try:
+        narrow = lm.model(input_ids=ids, use_cache=False).logits
+    finally:
+        lm.config.sliding_window = window
+    _compare(lm, narrow, expected, HIDDEN_WINDOW)
+
+
+def _compare(lm: CausalLM, actual: torch.Tensor, expected: torch.Tensor, reason: str) -> None:
     if not torch.isfinite(expected).all():
         raise UserError(
             f"{lm.name!r} gives logits that are not finite; its weights are corrupt, or "
             f"{lm.dtype} is too narrow for it"
         )
     spread = expected.float().std() + 1e-6
-    # By token, and the median of them: in half precision a router near a tie may send a few tokens
-    # to other experts.
     errors = (actual - expected).abs().amax(dim=-1)
-    wide = every_token and lm.dtype in (torch.float32, torch.float64)
+    # By token, and the median of them in half precision: there a router near a tie may send a few
+    # tokens to other experts.
+    wide = lm.dtype in (torch.float32, torch.float64)
     error = (errors.amax() if wide else errors.median()) / spread
     if error.item() > TOLERANCE[lm.dtype]:
         raise UserError(refusal(lm, reason))

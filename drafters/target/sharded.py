@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from draftsmith.drafters.target.load import load_model
-from draftsmith.drafters.target.taps import decoder_layers
+from draftsmith.drafters.target.taps import body_name, decoder_layers
 
 
 def load_spread(
@@ -58,14 +58,15 @@ def share_mesh(device: torch.device, shares: int) -> DeviceMesh:
 
 def spread(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     """Layer by layer, so that no device ever holds more than one whole layer."""
-    layers = decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers)
+    body = getattr(model, body_name(model))
+    layers = decoder_layers(body, model.config.get_text_config().num_hidden_layers)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     # The body owns no share itself; as the layers' root it lets the next layer be gathered while
     # one computes.
     in_layers = set(layers.parameters())
     fully_shard(
-        model.base_model,
+        body,
         mesh=mesh,
         ignored_params={p for p in model.parameters() if p not in in_layers},
     )

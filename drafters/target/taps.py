@@ -12,10 +12,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 
 FINAL = -1
+
+
+def body_name(model: PreTrainedModel) -> str:
+    """The attribute of a causal LM with its body. In some models it is another than their class
+    says (Llama 4)."""
+    named = (model.base_model_prefix, "model", "transformer")
+    found = next((name for name in named if name in model._modules), None)
+    if found is None:
+        raise UserError(
+            f"{type(model).__name__} has no body apart from its head; use another model"
+        )
+    return found
 
 
 def decoder_layers(body: torch.nn.Module, num_layers: int) -> torch.nn.ModuleList:

@@ -61,9 +61,8 @@ def served_length(target: Target, config: EngineConfig) -> int:
     longest = target.num_positions
     if config.max_length is None and target.max_positions < longest:
         raise UserError(
-            f"{target.rope_limit.reason(target.name)}, so its longest text must be given: "
-            f"give --max-length {target.max_positions} (max_length in Python) for the factors of "
-            f"short texts, or up to {longest} for those of long ones"
+            f"{target.limits[0].reason(target.name)}, so its longest text must be given: "
+            f"{target.limits[0].choice(longest)}"
         )
     if config.max_length is None:
         return longest

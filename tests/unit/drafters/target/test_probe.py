@@ -4,6 +4,7 @@ models of many families."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.target import probe
 from draftsmith.drafters.target.attention import register
-from draftsmith.drafters.target.causal_lm import LayerShape
+from draftsmith.drafters.target.causal_lm import LayerShape, end_of_text_ids
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
 
 LENGTH = 24
 SHAPE: dict[str, Any] = {
@@ -24,7 +27,8 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 0,
     "eos_token_id": 0,
 }  # fmt: skip
-# Latent attention whose values are narrower than its keys, sinks, scaled logits, biases on the
+# Modules that take a view of what attention gives, and a body under another name than their class
+# says with attention in chunks. Latent attention whose values are narrower than its keys, sinks, scaled logits, biases on the
 # head, windows in some layers.
 SERVED: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
@@ -35,6 +39,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 6},
     "cohere2": {"sliding_window": 6},
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+    "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"attention_chunk_size": 64, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 64},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
     "deepseek_v3": {
         "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -62,6 +68,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "knows no attention named",
     ),
     "xlstm": ({"num_blocks": 4, "num_heads": 4}, "layer 0 has no attention that honours"),
+    # Its window of 20 is longer than the text of a probe.
+    "phimoe": (
+        {
+            "sliding_window": 20,
+            "num_local_experts": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "hides its sliding window in a mask",
+    ),
 }
 
 
@@ -113,6 +128,40 @@ def test_ropes_that_never_change_are_served_to_their_end(rope, tmp_path):
     save_tiny("llama", {"rope_parameters": {"rope_theta": 1e4, **ROPES[rope]}}, tmp_path)
     target = Target.load(tmp_path)
     assert target.rope_limit is None and target.max_positions == SHAPE["max_position_embeddings"]
+
+
+def test_chunked_attention_is_served_within_its_first_chunk(tmp_path):
+    """And no further: the layers without rotation scale their queries by their place in the pass
+    from position 32 on, and another chunk begins at 64."""
+    for changes, longest in (({"floor_scale": 32}, 31), ({"attn_temperature_tuning": False}, 64)):
+        save_tiny("llama4_text", SERVED["llama4_text"] | changes, tmp_path / str(longest))
+        target = Target.load(tmp_path / str(longest), dtype=torch.float32)
+        assert target.max_positions == longest
+        ids = torch.zeros(1, longest + 1, dtype=torch.int64)
+        with pytest.raises(UserError, match=f"attends in chunks beyond {longest} tokens"):
+            target.states(ids, torch.ones_like(ids), ())
+        with pytest.raises(UserError, match=f"give --max-length {longest} or less"):
+            build_engine(target, None, EngineConfig())
+        build_engine(target, None, EngineConfig(max_length=longest))
+
+
+def test_a_text_behind_others_in_its_pass_is_scaled_as_if_alone(tmp_path):
+    """By Llama 4, which counts tokens of the pass."""
+    save_tiny("llama4_text", SERVED["llama4_text"] | {"floor_scale": 32}, tmp_path)
+    target = Target.load(tmp_path, dtype=torch.float32)
+    ids = torch.arange(50)[None] % SHAPE["vocab_size"]
+    segments = (torch.arange(50) >= 30).long()[None]
+    behind = target.states(ids, torch.ones_like(ids), (), segments)[1][:, 30:]
+    alone = target.states(ids[:, 30:], torch.ones_like(ids[:, 30:]), ())[1]
+    torch.testing.assert_close(behind, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_configuration_that_names_no_end_of_text_has_none():
+    text = SimpleNamespace()
+    config = SimpleNamespace(get_text_config=lambda: text)
+    assert end_of_text_ids(SimpleNamespace(generation_config=None, config=config)) == ()
+    text.eos_token_id = 7
+    assert end_of_text_ids(SimpleNamespace(generation_config=None, config=config)) == (7,)
 
 
 class Sways(torch.nn.Module):

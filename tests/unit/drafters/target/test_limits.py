@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.drafters.target.rotary import lengthen, rope_limit
+from draftsmith.drafters.target.limits import lengthen, rope_limit
 from draftsmith.errors import UserError
 
 LONG = {
